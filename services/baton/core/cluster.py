@@ -1,0 +1,243 @@
+"""What the scheduler sees, is asked and answers. Every prediction is in seconds."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.core.blocks import BlockHash
+from baton.core.errors import Reason
+from baton.core.ids import DecisionId, WorkerRef
+from baton.core.jobs import PrefixSource
+from baton.core.kv_layout import KvLayout
+from baton.core.request import NO_SLO, Slo
+
+
+class WorkerRole(Enum):
+    """A label that the scheduler reads; every worker can do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HYBRID = "hybrid"
+
+    @property
+    def can_prefill(self) -> bool:
+        return self is not WorkerRole.DECODE
+
+    @property
+    def can_decode(self) -> bool:
+        return self is not WorkerRole.PREFILL
+
+
+class WorkerState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Each block of a pool is in exactly one state; `held_for_others` is the part of `used` that only transfers pin."""
+
+    total: int
+    free: int
+    cached: int
+    used: int
+    landing: int
+    quarantined: int
+    held_for_others: int = 0
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.free + self.cached + self.used + self.landing + self.quarantined == self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """How fast this worker reads from `peer`, as measured; `broken`: a read was given up and no probe has succeeded since."""
+
+    peer: WorkerRef
+    bytes_per_s: float
+    inflight_bytes: int = 0
+    broken: bool = False
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already contain."""
+
+    worker: WorkerRef
+    report_seq: int
+    role: WorkerRole
+    state: WorkerState
+    model: str
+    layout: KvLayout
+    blocks: BlockCounts
+    max_model_len: int
+    max_num_seqs: int
+    pid: int = 0
+    host: str = ""
+    waiting_prefill_tokens: int = 0
+    waiting_seqs: int = 0
+    running_seqs: int = 0
+    running_context_tokens: int = 0
+    open_leases: int = 0
+    links: tuple[LinkReport, ...] = ()
+    event_seq: int = 0
+    counted_decision_ids: tuple[DecisionId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementQuery:
+    """Where should this attempt run? `attempt` counts from 0. `num_prompt_tokens` is what must be prefilled, replayed outputs included;
+    `num_output_tokens` of them are outputs. `avoid`: workers that failed it."""
+
+    request_id: bytes
+    attempt: int
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    block_hashes: tuple[BlockHash, ...] = ()
+    hash_scheme: str = ""
+    sample_count: int = 1
+    num_output_tokens: int = 0
+    adapter: str = ""
+    tenant: str = "default"
+    slo: Slo = NO_SLO
+    priority: int = 0
+    deadline_s: float = 600.0
+    avoid: tuple[WorkerRef, ...] = ()
+    session_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who prefills and who decodes. `decode` None: the first token is the last (`max_tokens` 1). `prefill` None: the decode worker
+    computes the prompt itself. Never one worker on both sides. Seconds are predictions, None where the policy makes none."""
+
+    decision_id: DecisionId
+    scheduler_id: str
+    policy: str
+    prefill: WorkerRef | None
+    decode: WorkerRef | None
+    prefix_source: PrefixSource | None = None
+    queue_s: float | None = None
+    prefix_pull_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    prefill_overlap_blocks: int = 0
+    decode_overlap_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Refused before any prefill is spent: the term that failed, what was predicted and the limit it broke."""
+
+    reason: Reason
+    message: str
+    retry_after_s: float
+    term: str = ""
+    predicted_s: float | None = None
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker as a policy sees it: its last report plus what this scheduler has placed on it since."""
+
+    report: WorkerReport
+    reserved_seqs: int = 0
+    reserved_prefill_tokens: int = 0
+    reserved_blocks: int = 0
+
+    @property
+    def worker(self) -> WorkerRef:
+        return self.report.worker
+
+    @property
+    def worker_id(self) -> str:
+        return self.report.worker.worker_id
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a new sequence could be given: free ones and cached ones that nobody uses, less own reservations."""
+        return self.report.blocks.free + self.report.blocks.cached - self.reserved_blocks
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        return self.report.waiting_prefill_tokens + self.reserved_prefill_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        return self.report.running_seqs + self.report.waiting_seqs + self.reserved_seqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """All workers with a living report stream, sorted by id, so that equal reports give equal decisions."""
+
+    workers: tuple[WorkerView, ...]
+
+    def ready(self, *, can_prefill: bool = False, can_decode: bool = False) -> list[WorkerView]:
+        """Ready workers with the asked-for abilities, sorted by id."""
+        return [
+            w
+            for w in self.workers
+            if w.report.state is WorkerState.READY
+            and (not can_prefill or w.report.role.can_prefill)
+            and (not can_decode or w.report.role.can_decode)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterUpdate:
+    """What a Watch stream tells gateways and tools: all workers the scheduler knows. Sent on change, at most once an interval."""
+
+    scheduler_id: str
+    reports: tuple[WorkerReport, ...]
+
+
+class CommandKind(Enum):
+    """What a scheduler can ask of a worker over its report stream."""
+
+    SNAPSHOT = "snapshot"
+    DRAIN = "drain"
+    PROBE_LINK = "probe_link"
+    CONNECT = "connect"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`peer`: the other worker, for PROBE_LINK and CONNECT (warm the pair before it is used)."""
+
+    kind: CommandKind
+    peer: WorkerRef | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One considered worker and why it lost; terms in seconds where the policy predicts them."""
+
+    worker: WorkerRef
+    side: str
+    terms: dict[str, float] = field(default_factory=dict)
+    excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """What was decided and from what; afterwards, what happened."""
+
+    decision_id: DecisionId
+    scheduler_id: str
+    policy: str
+    request_id: bytes
+    attempt: int
+    query: PlacementQuery
+    placement: Placement | None
+    rejection: Rejection | None
+    candidates: tuple[Candidate, ...] = ()
+    num_excluded: dict[str, int] = field(default_factory=dict)
+    actuals: dict[str, object] = field(default_factory=dict)

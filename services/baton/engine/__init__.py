@@ -1,0 +1,1 @@
+"""Iteration-level batching over paged KV: integers here, tensors in `engine.model`."""

@@ -1,0 +1,100 @@
+"""What one forward pass is asked to do and what it answers: the contract between the integers (`Engine`) and a device (`Executor`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.core.blocks import TokenIds
+from baton.core.errors import Failure
+from baton.core.kv_layout import KvLayout
+from baton.core.request import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Draw one token for each of `sample_indices` from the logits of the sequence's last scheduled token.
+
+    `position`: that of the token to be drawn, counted from the first prompt token; with the seed and the sample index it keys the noise.
+    `history`: prompt and outputs so far (`num_prompt_tokens` of them prompt), for penalties; shared with the engine, not to be
+    written. `banned_token_ids`: ends of text that `min_tokens` forbids yet.
+    """
+
+    sampling: Sampling
+    sample_indices: tuple[int, ...]
+    position: int
+    history: TokenIds
+    num_prompt_tokens: int
+    banned_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSequence:
+    """One sequence's part of a step. `token_ids` [num_scheduled_tokens] stand at positions `position_begin`, …; their KV is written at
+    indices `kv_begin`, … of the sequence's cache: index i lies in block `block_table[i // block_size_tokens]`. Each token attends to every
+    index up to its own (within the layer's window). `sample` is None while prompt tokens remain."""
+
+    seq_id: int
+    token_ids: TokenIds
+    position_begin: int
+    kv_begin: int
+    block_table: tuple[int, ...]
+    sample: SampleRequest | None = None
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def context_len(self) -> int:
+        """KV entries that exist once this step is done."""
+        return self.kv_begin + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. `block_copies` (source, destination) are done before anything else."""
+
+    step_id: int
+    sequences: tuple[StepSequence, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_scheduled_tokens for s in self.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sequences and not self.block_copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    sample_index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """`samples` has, for each sequence with a `sample`, its new tokens in order (one for each sample index). A sequence in
+    `failures` has none: its logits or its request were at fault, the others' results stand."""
+
+    step_id: int
+    samples: Mapping[int, tuple[SampledToken, ...]]
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """A device with a model and KV memory. One step at a time: `execute` is not called again before it has returned."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; when it returns, the step's KV is written. Raises only when the device itself is at fault (the worker is unhealthy)."""
+        ...
+
+    async def aclose(self) -> None: ...

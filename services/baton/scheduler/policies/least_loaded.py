@@ -1,0 +1,41 @@
+"""The fewest tokens waiting to prefill, the fewest sequences to decode: load only, no prefix and no seconds."""
+
+from baton.core.blocks import num_blocks_for
+from baton.core.cluster import Candidate, ClusterSnapshot, PlacementQuery, Rejection, WorkerView
+from baton.scheduler.policies.choice import Choice, Turn, candidates_for, computes_alone, needs_no_decode
+
+
+def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
+    """Decode worker first: room for the prompt now, then the fewest sequences, then the most room. Prefill worker: the fewest tokens
+    queued, then the fewest sequences. Ties break by id."""
+    field = candidates_for(query, cluster)
+    if isinstance(field, Rejection):
+        return field
+    if needs_no_decode(query):
+        chosen = min(field.prefill, key=_prefill_load)
+        return Choice(prefill=chosen, decode=None, candidates=(*_explained(field.prefill, "prefill"), *field.excluded))
+    decode = min(field.decode, key=lambda w: _decode_load(w, query))
+    sources = [] if computes_alone(decode) else field.readable_by(decode)
+    prefill = min(sources, key=_prefill_load, default=None)
+    considered = (*_explained(field.decode, "decode"), *_explained(sources, "prefill"))
+    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded))
+
+
+def _decode_load(w: WorkerView, query: PlacementQuery) -> tuple[bool, int, int, str]:
+    num_blocks = num_blocks_for(query.num_prompt_tokens + query.sample_count, w.report.layout.block_size_tokens)
+    return num_blocks > w.num_free_blocks, w.num_seqs, -w.num_free_blocks, w.worker_id
+
+
+def _prefill_load(w: WorkerView) -> tuple[int, int, str]:
+    return w.queued_prefill_tokens, w.num_seqs, w.worker_id
+
+
+def _explained(workers: list[WorkerView], side: str) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(
+            worker=w.worker,
+            side=side,
+            terms={"queued_prefill_tokens": w.queued_prefill_tokens, "seqs": w.num_seqs, "free_blocks": w.num_free_blocks},
+        )
+        for w in workers
+    )

@@ -1,0 +1,209 @@
+"""The scheduler: takes reports, places requests, tells gateways who is there, remembers why. Its decisions wait for nobody."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+
+from baton.core.apis import DecisionStore, Duplex, SchedulerService, Source
+from baton.core.cluster import (
+    Candidate,
+    ClusterUpdate,
+    Command,
+    CommandKind,
+    DecisionRecord,
+    Placement,
+    PlacementQuery,
+    Rejection,
+    WorkerReport,
+    WorkerRole,
+    WorkerState,
+)
+from baton.core.errors import StoreUnavailable, StreamBroken
+from baton.core.ids import DecisionId, WorkerRef
+from baton.core.request import RequestActuals
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import SchedulerMetrics
+from baton.scheduler.admission import admit
+from baton.scheduler.explain import RecentDecisions, record_of
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.choice import Turn
+from baton.scheduler.view import ClusterView
+from baton.scheduler.watch import Watchers
+
+log = get_logger(__name__)
+
+RECORD_TTL_S = 3_600.0
+MAX_UNWRITTEN_RECORDS = 1_024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerTimes:
+    """`silence_s`: a worker not heard of for so long is gone. `reservation_s`: how long a placement counts if no report ever does."""
+
+    silence_s: float
+    reservation_s: float
+    watch_interval_s: float
+
+
+class Scheduler(SchedulerService):
+    """One scheduler. All are active; each is advice, since workers admit for themselves."""
+
+    def __init__(
+        self,
+        *,
+        scheduler_id: str,
+        policy: str,
+        times: SchedulerTimes,
+        max_waiting_seqs: int,
+        store: DecisionStore,
+        metrics: SchedulerMetrics,
+        rng: Random,
+    ) -> None:
+        self._id = scheduler_id
+        self._policy_name = policy
+        self._policy = POLICIES[policy]
+        self._max_waiting_seqs = max_waiting_seqs
+        self._store = store
+        self._metrics = metrics
+        self._rng = rng
+        self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
+        self._watchers = Watchers(scheduler_id, times.watch_interval_s)
+        self._recent = RecentDecisions()
+        self._unwritten: asyncio.Queue[DecisionRecord] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
+        self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
+        self._turn = 0
+        self._tasks = [
+            asyncio.create_task(self._write_records(), name="scheduler-records"),
+            asyncio.create_task(self._watch_silence(times.silence_s / 4), name="scheduler-silence"),
+        ]
+
+    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        decision_id = DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
+        choice = self._policy(query, self._view.snapshot(now_s), Turn(number=self._turn, rng=self._rng))
+        self._turn += 1
+        answer: Placement | Rejection
+        candidates: tuple[Candidate, ...] = ()
+        if isinstance(choice, Rejection):
+            answer = choice
+        else:
+            candidates = choice.candidates
+            answer = admit(query, choice, max_waiting_seqs=self._max_waiting_seqs) or Placement(
+                decision_id=decision_id,
+                scheduler_id=self._id,
+                policy=self._policy_name,
+                prefill=choice.prefill.worker if choice.prefill else None,
+                decode=choice.decode.worker if choice.decode else None,
+            )
+        if isinstance(answer, Placement):
+            self._view.reserve(decision_id, query, answer, now_s)
+            self._metrics.decisions.labels(self._policy_name).inc()
+        else:
+            self._metrics.rejections.labels(answer.reason.value).inc()
+        self._metrics.decision_s.observe(loop.time() - now_s)
+        record = record_of(decision_id, self._id, self._policy_name, query, answer, candidates)
+        self._recent.put(record)
+        self._keep(record)
+        return answer
+
+    async def finished(self, actuals: RequestActuals) -> None:
+        record = self._recent.finish(actuals)
+        if record is None:
+            return
+        if record.placement is not None:
+            ends = (record.placement.prefill, record.placement.decode)
+            self._view.release(actuals.decision_id, tuple(w.worker_id for w in ends if w is not None))
+        self._keep(record)
+
+    async def watch(self) -> Source[ClusterUpdate]:
+        return self._watchers.add(self._view.reports())
+
+    async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        recent = self._recent.of_request(request_id)
+        if recent:
+            return recent
+        try:
+            return await self._store.get(request_id)
+        except StoreUnavailable:
+            return ()
+
+    async def drain(self, worker_id: str) -> bool:
+        for worker, stream in self._streams.items():
+            if worker.worker_id == worker_id:
+                with suppress(StreamBroken):
+                    stream.send(Command(kind=CommandKind.DRAIN))
+                    return True
+        return False
+
+    async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
+        """One worker life's reports, from its first to the end of the stream, which is the end of that life as far as we know."""
+        worker: WorkerRef | None = None
+        warmed: set[WorkerRef] = set()
+        try:
+            while True:
+                report = await stream.receive()
+                if worker is None:
+                    worker = report.worker
+                    self._streams[worker] = stream
+                    log.info("worker_joined", worker=str(worker), role=report.role.value, address=worker.address)
+                if self._view.take_report(report, asyncio.get_running_loop().time()):
+                    self._changed()
+                self._warm_pairs(report, stream, warmed)
+        except StreamBroken:
+            pass
+        finally:
+            if worker is not None and self._streams.get(worker) is stream:
+                del self._streams[worker]
+                if self._view.lose(worker):
+                    log.warning("worker_lost", worker=str(worker))
+                    self._changed()
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._watchers.close()
+
+    def _warm_pairs(self, report: WorkerReport, stream: Duplex[Command, WorkerReport], warmed: set[WorkerRef]) -> None:
+        """Ask a decode worker to connect to each prefill worker whose KV it may be sent for, before the first request needs the pair."""
+        if report.role is not WorkerRole.DECODE:
+            return
+        for other in self._view.reports():
+            is_source = other.role.can_prefill and other.state is WorkerState.READY and other.worker not in warmed
+            if is_source and other.layout.mismatch(report.layout) is None:
+                warmed.add(other.worker)
+                stream.send(Command(kind=CommandKind.CONNECT, peer=other.worker))
+
+    def _changed(self) -> None:
+        reports = self._view.reports()
+        self._metrics.workers.clear()
+        for (role, state), number in Counter((r.role.value, r.state.value) for r in reports).items():
+            self._metrics.workers.labels(role, state).set(number)
+        self._watchers.update(reports)
+
+    def _keep(self, record: DecisionRecord) -> None:
+        """Write the record later; drop it where the store is too slow to keep up."""
+        with suppress(asyncio.QueueFull):
+            self._unwritten.put_nowait(record)
+
+    async def _write_records(self) -> None:
+        """Off the decision path: a slow or absent store costs records, never time."""
+        while True:
+            record = await self._unwritten.get()
+            try:
+                await self._store.put(record, RECORD_TTL_S)
+                self._metrics.store_degraded.set(0)
+            except StoreUnavailable:
+                self._metrics.store_degraded.set(1)
+
+    async def _watch_silence(self, interval_s: float) -> None:
+        """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement."""
+        while True:
+            await asyncio.sleep(interval_s)
+            before = self._view.reports()
+            self._view.snapshot(asyncio.get_running_loop().time())
+            if self._view.reports() != before:
+                self._changed()

@@ -1,0 +1,71 @@
+"""Watch streams: every gateway and tool gets the newest cluster state, never a backlog of old ones."""
+
+import asyncio
+from collections.abc import Callable
+
+from baton.core.apis import Source
+from baton.core.cluster import ClusterUpdate, WorkerReport
+from baton.core.errors import StreamBroken
+
+
+class Watchers:
+    """The open Watch streams of one scheduler."""
+
+    def __init__(self, scheduler_id: str, interval_s: float) -> None:
+        self._scheduler_id = scheduler_id
+        self._interval_s = interval_s
+        self._watchers: set[Watcher] = set()
+
+    def add(self, reports: tuple[WorkerReport, ...]) -> "Watcher":
+        watcher = Watcher(self._interval_s, self._watchers.discard)
+        self._watchers.add(watcher)
+        watcher.offer(ClusterUpdate(scheduler_id=self._scheduler_id, reports=reports))
+        return watcher
+
+    def update(self, reports: tuple[WorkerReport, ...]) -> None:
+        update = ClusterUpdate(scheduler_id=self._scheduler_id, reports=reports)
+        for watcher in self._watchers:
+            watcher.offer(update)
+
+    def close(self) -> None:
+        for watcher in tuple(self._watchers):
+            watcher.end()
+
+
+class Watcher(Source[ClusterUpdate]):
+    """One stream. A newer update replaces one that was not taken yet; updates come at least `interval_s` apart."""
+
+    def __init__(self, interval_s: float, on_close: "Callable[[Watcher], None]") -> None:
+        self._interval_s = interval_s
+        self._on_close = on_close
+        self._latest: ClusterUpdate | None = None
+        self._wake = asyncio.Event()
+        self._next_s = 0.0
+        self._ended = False
+
+    def offer(self, update: ClusterUpdate) -> None:
+        self._latest = update
+        self._wake.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._on_close(self)
+        self._wake.set()
+
+    async def receive(self) -> ClusterUpdate:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            if self._ended:
+                raise StreamBroken("the watch stream has ended")
+            if loop.time() < self._next_s:
+                await asyncio.sleep(self._next_s - loop.time())
+            if self._ended or self._latest is None:
+                continue
+            self._wake.clear()
+            self._next_s = loop.time() + self._interval_s
+            update, self._latest = self._latest, None
+            return update
+
+    async def aclose(self) -> None:
+        self.end()

@@ -1,0 +1,73 @@
+"""A device that takes virtual seconds and computes exactly what its KV memory says, right or wrong."""
+
+import asyncio
+from dataclasses import dataclass
+
+from baton.core.kv_layout import KvLayout
+from baton.core.request import TokenLogprobs
+from baton.engine.step import SampledToken, StepPlan, StepResult, StepSequence
+from baton.sim.memory import SimMemory, contents, extend, token_after
+
+
+class KvCorrupted(AssertionError):
+    """A sequence was about to attend to KV that is not its own: the failure that everything in Baton exists to prevent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimStepCost:
+    """Seconds of a step: `base_s` + `per_token_s` for each scheduled token."""
+
+    base_s: float = 0.004
+    per_token_s: float = 0.0001
+
+
+class SimExecutor:
+    """Implements `Executor`. The next token is a function of the KV in the sequence's blocks, so a stale, foreign or torn block shows in
+    the answer; where a step samples, every slot that it attends to is compared with the sequence's history as well."""
+
+    def __init__(self, *, layout: KvLayout, memory: SimMemory, vocab_size: int, cost: SimStepCost) -> None:
+        self._layout = layout
+        self.memory = memory
+        self._vocab_size = vocab_size
+        self._cost = cost
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        for source, destination in plan.block_copies:
+            self.memory.write_block(destination, self.memory.block(source))
+        for sequence in plan.sequences:
+            self._write(sequence)
+        await asyncio.sleep(self._cost.base_s + self._cost.per_token_s * plan.num_tokens)
+        return StepResult(step_id=plan.step_id, samples={s.seq_id: self._sample(s) for s in plan.sequences if s.sample is not None})
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+    def _write(self, sequence: StepSequence) -> None:
+        content = self.memory.prefix_before(sequence.block_table, sequence.kv_begin)
+        for index, token_id in enumerate(sequence.token_ids, sequence.kv_begin):
+            content = extend(content, token_id)
+            self.memory.write_slot(sequence.block_table, index, content)
+
+    def _sample(self, sequence: StepSequence) -> tuple[SampledToken, ...]:
+        sample = sequence.sample
+        assert sample is not None
+        expected = contents(sample.history)
+        for index, content in enumerate(expected):
+            if self.memory.slot(sequence.block_table, index) != content:
+                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
+        return tuple(
+            SampledToken(
+                sample_index=index,
+                token_id=token_after(expected[-1], sample.sampling.seed, index, sample.position, self._vocab_size),
+                logprobs=None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0),
+            )
+            for index in sample.sample_indices
+        )

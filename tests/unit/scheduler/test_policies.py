@@ -1,0 +1,134 @@
+"""What every policy must and must not choose, and what tells the two apart."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.cluster import Rejection, WorkerState
+from baton.core.errors import Reason
+from baton.scheduler.policies import POLICIES, Policy
+from baton.scheduler.policies.choice import Choice, Turn
+from tests.builders import blocks, cluster, layout, link, query, rng, worker_ref, worker_report
+
+
+def choose(policy: Policy, *args: object, number: int = 0) -> Choice:
+    answer = policy(*args, Turn(number=number, rng=rng()))  # type: ignore[arg-type]
+    assert isinstance(answer, Choice), answer
+    return answer
+
+
+def ids(choice: Choice) -> tuple[str | None, str | None]:
+    return (choice.prefill.worker_id if choice.prefill else None, choice.decode.worker_id if choice.decode else None)
+
+
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+@every_policy
+def test_prefill_and_decode_run_on_workers_of_their_role(policy: Policy) -> None:
+    assert ids(choose(policy, query(), cluster(worker_report("p", "prefill"), worker_report("d", "decode")))) == ("p", "d")
+
+
+@every_policy
+def test_a_hybrid_worker_prefills_its_own_prompt(policy: Policy) -> None:
+    assert ids(choose(policy, query(), cluster(worker_report("h", "hybrid")))) == (None, "h")
+
+
+@every_policy
+def test_one_token_needs_no_decode_worker(policy: Policy) -> None:
+    both = cluster(worker_report("p", "prefill"), worker_report("d", "decode"))
+    assert ids(choose(policy, query(max_tokens=1), both)) == ("p", None)
+    assert ids(choose(policy, query(max_tokens=9, num_output_tokens=8), both)) == ("p", None)
+
+
+@every_policy
+def test_without_a_prefill_worker_the_decode_worker_computes(policy: Policy) -> None:
+    assert ids(choose(policy, query(), cluster(worker_report("d", "decode")))) == (None, "d")
+
+
+@every_policy
+def test_without_a_decode_worker_the_request_is_refused(policy: Policy) -> None:
+    answer = policy(query(), cluster(worker_report("p", "prefill")), Turn(number=0, rng=rng()))
+    assert isinstance(answer, Rejection)
+    assert answer.reason is Reason.NO_WORKERS
+    assert answer.retry_after_s > 0
+
+
+@every_policy
+def test_layouts_that_differ_are_never_paired(policy: Policy) -> None:
+    other = worker_report("p", "prefill", layout=layout(model_fingerprint="model-b"))
+    assert ids(choose(policy, query(), cluster(other, worker_report("d", "decode")))) == (None, "d")
+
+
+@every_policy
+def test_a_broken_link_is_not_used(policy: Policy) -> None:
+    decode = worker_report("d", "decode", links=(link("p0", broken=True), link("p1")))
+    chosen = choose(policy, query(), cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), decode))
+    assert ids(chosen) == ("p1", "d")
+
+
+@every_policy
+def test_warm_pairs_go_first(policy: Policy) -> None:
+    decode = worker_report("d", "decode", links=(link("p1"), link("p0", epoch=7)))
+    chosen = choose(policy, query(), cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), decode))
+    assert ids(chosen) == ("p1", "d"), "p0 is warm only for a life that has ended"
+
+
+@every_policy
+def test_workers_to_avoid_are_used_only_when_nobody_else_is_left(policy: Policy) -> None:
+    workers = [worker_report("p0", "prefill"), worker_report("p1", "prefill"), worker_report("d", "decode")]
+    assert ids(choose(policy, query(avoid=(worker_ref("p0"),)), cluster(*workers)))[0] == "p1"
+    assert ids(choose(policy, query(avoid=(worker_ref("p0"), worker_ref("p1"))), cluster(*workers)))[0] in ("p0", "p1")
+
+
+@every_policy
+@given(seed=st.integers(0, 10_000))
+def test_no_policy_places_on_a_worker_that_cannot_serve(policy: Policy, seed: int) -> None:
+    random = Random(seed)
+    reports = [
+        worker_report(
+            f"w{i}",
+            random.choice(["prefill", "decode", "hybrid"]),
+            state=random.choice(list(WorkerState)),
+            model=random.choice(["demo", "other"]),
+            blocks=blocks(total=random.choice([5, 100])),
+        )
+        for i in range(random.randrange(6))
+    ]
+    snapshot, turn = cluster(*reports), Turn(number=seed, rng=rng())
+    answer = policy(query(), snapshot, turn)
+    assert answer == policy(query(), snapshot, turn), "equal inputs, equal answers"
+    if isinstance(answer, Rejection):
+        return
+    assert answer.prefill is None or answer.decode is None or answer.prefill.worker_id != answer.decode.worker_id
+    for worker in (answer.prefill, answer.decode):
+        if worker is not None:
+            assert worker.report.state is WorkerState.READY
+            assert worker.report.model == "demo"
+            assert worker.report.blocks.total == 100
+
+
+def test_round_robin_takes_turns() -> None:
+    four = cluster(*(worker_report(f"{r[0]}{i}", r) for r in ("prefill", "decode") for i in (0, 1)))
+    assert [ids(choose(POLICIES["round_robin"], query(), four, number=n)) for n in range(3)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
+
+
+def test_least_loaded_follows_tokens_and_sequences() -> None:
+    busy_p, idle_p = worker_report("p0", "prefill", waiting_prefill_tokens=500), worker_report("p1", "prefill", waiting_prefill_tokens=10)
+    busy_d, idle_d = worker_report("d0", "decode", running_seqs=7), worker_report("d1", "decode", running_seqs=1)
+    assert ids(choose(POLICIES["least_loaded"], query(), cluster(busy_p, idle_p, busy_d, idle_d))) == ("p1", "d1")
+
+
+def test_least_loaded_prefers_room_to_idleness() -> None:
+    full = worker_report("d0", "decode", blocks=blocks(total=100, used=99))
+    roomy = worker_report("d1", "decode", running_seqs=5)
+    assert ids(choose(POLICIES["least_loaded"], query(), cluster(worker_report("p", "prefill"), full, roomy))) == ("p", "d1")
+
+
+def test_least_loaded_counts_reservations() -> None:
+    snapshot = cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), worker_report("d", "decode"))
+    placed = replace(snapshot, workers=tuple(replace(w, reserved_prefill_tokens=40 * (w.worker_id == "p0")) for w in snapshot.workers))
+    assert ids(choose(POLICIES["least_loaded"], query(), placed)) == ("p1", "d")
