@@ -1,8 +1,10 @@
 """One-line inputs for tests: every argument has a default that makes a valid value."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from baton.core.blocks import chain, token_ids
 from baton.core.cluster import (
     BlockCounts,
     ClusterSnapshot,
@@ -13,8 +15,12 @@ from baton.core.cluster import (
     WorkerState,
     WorkerView,
 )
-from baton.core.ids import WorkerRef
+from baton.core.errors import Code, Failure, Reason
+from baton.core.ids import JobId, WorkerRef
+from baton.core.jobs import PrefillJob
 from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.request import Sampling, TokenDelta
+from baton.engine.sequence import SequenceRequest
 
 
 def layout(**changes: Any) -> KvLayout:
@@ -74,3 +80,52 @@ def query(**changes: Any) -> PlacementQuery:
 
 def rng(seed: int = 0) -> Random:
     return Random(seed)
+
+
+BLOCK_SIZE_TOKENS = 4
+ROOT = b"root".ljust(16, b"\0")
+
+
+def hashes_of(tokens: Sequence[int], block_size_tokens: int = BLOCK_SIZE_TOKENS) -> tuple[bytes, ...]:
+    """Chained hashes of the full blocks of `tokens`, below `ROOT`."""
+    return tuple(chain(ROOT, token_ids(tokens), block_size_tokens))
+
+
+def sequence_request(
+    seq_id: int = 1, tokens: Sequence[int] = (5, 6, 7), *, max_tokens: int = 8, sampling: Any = None, **changes: Any
+) -> SequenceRequest:
+    """Blocks of 4 tokens, or of `block_size_tokens`; what `Sampling` has besides max_tokens goes into `sampling`, a dict."""
+    block_size_tokens = changes.pop("block_size_tokens", BLOCK_SIZE_TOKENS)
+    fields: dict[str, Any] = {
+        "seq_id": seq_id,
+        "token_ids": token_ids(tokens),
+        "num_prompt_tokens": len(tokens),
+        "sampling": Sampling(max_tokens=max_tokens, **(sampling or {})),
+        "root_hash": ROOT,
+        "block_hashes": hashes_of(tokens, block_size_tokens),
+    }
+    return SequenceRequest(**(fields | changes))
+
+
+def job_id(request: int = 0, attempt: int = 0) -> JobId:
+    return JobId(request_id=b"request-%d" % request, attempt=attempt)
+
+
+def prefill_job(tokens: Sequence[int] = (5, 6, 7), **changes: Any) -> PrefillJob:
+    fields: dict[str, Any] = {
+        "job": job_id(),
+        "token_ids": token_ids(tokens),
+        "num_prompt_tokens": len(tokens),
+        "sampling": Sampling(max_tokens=8),
+        "sample_indices": (0,),
+        "deadline_s": 60.0,
+    }
+    return PrefillJob(**(fields | changes))
+
+
+def token_delta(*tokens: int, job: JobId | None = None, sample_index: int = 0, output_index: int = 0, **more: Any) -> TokenDelta:
+    return TokenDelta(job=job or job_id(), sample_index=sample_index, output_index=output_index, token_ids=tokens, **more)
+
+
+def failure(reason: Reason = Reason.QUEUE_FULL, code: Code = Code.RESOURCE_EXHAUSTED, message: str = "try later", **more: Any) -> Failure:
+    return Failure(code=code, reason=reason, message=message, **more)

@@ -62,6 +62,7 @@ class Reason(Enum):
     NUMERICAL_ERROR = "numerical_error"
     SLOW_READER = "slow_reader"
     POISON = "poison"
+    STORE_UNAVAILABLE = "store_unavailable"
     INTERNAL = "internal"
 
 
@@ -100,7 +101,11 @@ class LayoutMismatch(BatonError):
 
 class StreamBroken(BatonError):
     """The other end of a stream is gone, or the stream's bounded buffer is full. Nothing sent since the last acknowledgement is known
-    to have arrived."""
+    to have arrived. `failure`: why the other end ended it, where it said so."""
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class StoreUnavailable(BatonError):

@@ -5,6 +5,7 @@ from enum import Enum
 
 from baton.core.blocks import TokenIds
 from baton.core.ids import DecisionId, JobId
+from baton.core.kv_layout import SAMPLER_VERSION
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature sampling is argmax: dividing by less would only overflow."""
@@ -39,6 +40,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    sampler_version: int = SAMPLER_VERSION
 
     @property
     def is_greedy(self) -> bool:

@@ -1,0 +1,34 @@
+"""The `baton` command."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+import baton
+from baton.cli import admin, config, doctor, model, services
+from baton.core.errors import BatonError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(baton.__version__, prog_name="baton", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Serve large language models with prefill and decode on different workers.
+
+    `baton up` starts a whole cluster on this machine. Completion for your shell: eval "$(_BATON_COMPLETE=bash_source baton)"
+    """
+
+
+for command in (*services.COMMANDS, *admin.COMMANDS, config.config, doctor.doctor, model.model):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one command; an error that Baton raised on purpose is one line on standard error and exit code 1, not a traceback."""
+    try:
+        cli.main(args=list(args) if args is not None else None, prog_name="baton")
+    except BatonError as error:
+        click.echo(f"baton: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""Which processes exist: services as child processes, workers as Ray actors, all of them restarted within bounds and gone when we are."""

@@ -1,0 +1,105 @@
+"""Logs are events with fields: one line a state change, JSON in a file per process, or readable on a terminal.
+
+`get_logger` may be called at import; `configure` decides once per process where the lines go. What other libraries log goes the same way.
+"""
+
+import faulthandler
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+from structlog.typing import Processor
+
+_SHARED: tuple[Processor, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_logger_name,
+    structlog.stdlib.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+    structlog.processors.StackInfoRenderer(),
+)
+_BEFORE_STDLIB: tuple[Processor, ...] = (
+    structlog.stdlib.filter_by_level,
+    *_SHARED,
+    structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+)
+_HANDLER = "baton"
+_QUIET: Mapping[str, int] = {"asyncio": logging.WARNING, "httpcore": logging.WARNING, "httpx": logging.WARNING}
+"""Libraries whose `info` is one line a request."""
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose methods take an event name and fields: `log.info("kv_pull_done", transfer_bytes=n, duration_s=t)`."""
+    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name), processors=_BEFORE_STDLIB, wrapper_class=structlog.stdlib.BoundLogger
+    )
+    return logger
+
+
+def configure(
+    name: str, *, level: str = "info", log_dir: Path | None = None, stream: TextIO | None = None, **fields: object
+) -> Path | None:
+    """Send this process's logs to `{log_dir}/{name}.log`, or without `log_dir` to `stream` (standard error).
+
+    A file, and a stream that is no terminal, get JSON lines; a terminal gets coloured text. `fields` stand in every line, beside `process`,
+    which is `name`. A second call replaces the first. A crash in native code leaves its stacks in the file.
+    Returns the file's path. Raises OSError when it cannot be opened.
+    """
+    _remove_handler()
+    path: Path | None = None
+    if log_dir is None:
+        stream = stream or sys.stderr
+        handler: logging.Handler = logging.StreamHandler(stream)
+        handler.setFormatter(_formatter(stream.isatty(), {"process": name, **fields}))
+    else:
+        path = log_dir.expanduser() / f"{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(_formatter(False, {"process": name, **fields}))
+        if handler.stream is not None:  # it is None only with `delay`
+            faulthandler.enable(handler.stream)
+    handler.set_name(_HANDLER)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for library, least in _QUIET.items():
+        logging.getLogger(library).setLevel(max(least, root.level))
+    logging.captureWarnings(True)
+    return path
+
+
+def _remove_handler() -> None:
+    """Take back what an earlier `configure` installed."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if h.get_name() == _HANDLER]:
+        root.removeHandler(handler)
+        if isinstance(handler, logging.FileHandler):
+            faulthandler.disable()  # it holds the file's descriptor, which may soon be another file's
+        handler.close()
+
+
+def _formatter(is_human: bool, fields: Mapping[str, object]) -> logging.Formatter:
+    def with_fields(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {**event, **fields}
+
+    last: list[Processor] = (
+        [structlog.dev.ConsoleRenderer()]
+        if is_human
+        else [with_fields, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=_jsonable)]
+    )
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *_SHARED],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+
+
+def _jsonable(value: object) -> object:
+    """Ids are bytes, states are enums; anything else is shown as its text."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.value if isinstance(value.value, str | int) else value.name
+    return str(value)

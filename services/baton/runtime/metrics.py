@@ -1,0 +1,126 @@
+"""The metrics of each part, as one class a part over an injected registry, so that several services can live in one process.
+
+Names begin with `baton_` and end with their unit. A field of these classes is a Prometheus metric: `metrics.blocks.labels("free").set(n)`.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics import MetricWrapperBase
+
+import baton
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""What `expose` returns, for the HTTP header."""
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+TPOT_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
+SHORT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+def process_registry(service: str) -> CollectorRegistry:
+    """A registry for a process of its own: what the operating system says of it (memory, CPU, file descriptors), and the version."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    Gauge("baton_build_info", "The version that runs, as a label.", ("service", "version"), registry=registry).labels(
+        service, baton.__version__
+    ).set(1)
+    return registry
+
+
+def expose(registry: CollectorRegistry) -> bytes:
+    """The registry's metrics in Prometheus's text format."""
+    return generate_latest(registry)
+
+
+class _Family:
+    """Shorthands for declaring metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"baton_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"baton_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+
+class ProcessMetrics(_Family):
+    """What every process has."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.loop_lag_s = self._histogram("event_loop_lag_seconds", "How late the event loop ran a timer.", SHORT_BUCKETS_S)
+
+
+class GatewayMetrics(_Family):
+    """What clients got."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.requests = self._counter(
+            "requests_total", "Requests that ended, by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
+        )
+        self.open_requests = self._gauge("open_requests", "Requests that have not ended.")
+        self.attempts = self._counter("attempts_total", "Attempts that failed and were placed again or given up, by reason.", "reason")
+        self.request_s = self._histogram("request_seconds", "From a request's receipt to its last token.", REQUEST_BUCKETS_S)
+        self.ttft_s = self._histogram("ttft_seconds", "From a request's receipt to its first token.", TTFT_BUCKETS_S)
+        self.tpot_s = self._histogram("tpot_seconds", "Mean gap between a request's tokens.", TPOT_BUCKETS_S)
+        self.pause_s = self._histogram("resume_pause_seconds", "Gap between tokens around a lost worker.", TTFT_BUCKETS_S)
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts.")
+        self.cached_tokens = self._counter("cached_tokens_total", "Tokens of prompts whose KV came from a prefix cache.")
+        self.output_tokens = self._counter("output_tokens_total", "Tokens delivered to clients.")
+
+
+class SchedulerMetrics(_Family):
+    """What was decided."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.decisions = self._counter("decisions_total", "Placements made, by policy.", "policy")
+        self.rejections = self._counter("rejections_total", "Requests refused before any prefill, by reason.", "reason")
+        self.decision_s = self._histogram("decision_seconds", "Time to decide.", SHORT_BUCKETS_S)
+        self.workers = self._gauge("workers", "Workers with a living report stream, by role and state.", "role", "state")
+        self.store_degraded = self._gauge("store_degraded", "1 while Redis cannot be reached or lags behind.")
+
+
+class EngineMetrics(_Family):
+    """What a worker computes, and where its blocks are."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.blocks = self._gauge("kv_blocks", "Blocks by state: free, used, cached, landing, quarantined.", "state")
+        self.running_seqs = self._gauge("running_seqs", "Sequences in the batch.")
+        self.waiting_seqs = self._gauge("waiting_seqs", "Sequences waiting for their first step or for memory.")
+        self.waiting_prefill_tokens = self._gauge("waiting_prefill_tokens", "Prompt tokens not computed yet.")
+        self.step_s = self._histogram("step_seconds", "Duration of a step on the device.", TPOT_BUCKETS_S)
+        self.step_tokens = self._counter("step_tokens_total", "Tokens computed.")
+        self.preemptions = self._counter("preemptions_total", "Sequences that lost their blocks to others.")
+        self.evictions = self._counter("evictions_total", "Cached blocks handed out again.")
+
+
+class TransferMetrics(_Family):
+    """How KV moves, as its reader and as its owner see it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.transfers = self._counter("transfers_total", "Transfers that ended, by transport and outcome.", "transport", "outcome")
+        self.bytes = self._counter("transfer_bytes_total", "KV bytes read and proven.", "transport")
+        self.duration_s = self._histogram(
+            "transfer_seconds", "From the first KvReady to the last proven block.", TTFT_BUCKETS_S, "transport"
+        )
+        self.link_bytes_per_s = self._gauge("link_bytes_per_second", "Measured speed of reading from a peer.", "peer", "transport")
+        self.broken_links = self._gauge("broken_links", "Peers whose reads were given up and not probed successfully since.")
+        self.open_leases = self._gauge("open_leases", "Transfers whose blocks are pinned here for a reader.")
+        self.leases_ended = self._counter("leases_ended_total", "Leases by how they ended: released, abandoned, expired.", "outcome")
+        self.proof_failures = self._counter("proof_failures_total", "Blocks discarded, by what differed from KvReady.", "field")
+        self.dropped_notices = self._counter("dropped_notices_total", "Late, repeated or unknown notices, by kind.", "kind")

@@ -1,0 +1,223 @@
+"""What a process is to the operating system: its signals, its parent, its event loop and its threads."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_S = 0.5
+LAG_INTERVAL_S = 0.25
+
+
+class Stop:
+    """Asked once, a process drains: it takes no new work and finishes what runs. Asked twice, it stops now.
+
+    `drain` and `now` are events of the loop that made them. Call `request` from that loop.
+    """
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def request(self) -> None:
+        """The first call sets `drain`, the second `now`."""
+        if self.drain.is_set():
+            self.now.set()
+        self.drain.set()
+
+    def request_now(self) -> None:
+        """Set both."""
+        self.drain.set()
+        self.now.set()
+
+
+Main = Callable[[Stop], Coroutine[Any, Any, None]]
+"""A service's main: returns when it has drained; is cancelled when it must stop now."""
+
+
+def run(main: Main) -> int:
+    """Run `main` in the main thread until it returns; SIGTERM and SIGINT are requests to stop.
+
+    Returns the process's exit code: 0 when `main` returned, 128 + the signal's number when a second signal cut it off. What `main` raises,
+    this raises.
+    """
+    last_signal = 0
+
+    async def supervised() -> None:
+        nonlocal last_signal
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            nonlocal last_signal
+            last_signal = number
+            stop.request()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            await until_stopped(main, stop)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:
+            runner.run(supervised())
+        except StoppedNow:
+            return 128 + last_signal
+    return 0
+
+
+class StoppedNow(Exception):
+    """A service was cut off by a second request to stop, before it had drained."""
+
+
+async def until_stopped(main: Main, stop: Stop) -> None:
+    """Await `main(stop)`; when `stop.now` is set first, cancel it, let it clean up, and raise StoppedNow."""
+    work = asyncio.create_task(main(stop))
+    now = asyncio.create_task(stop.now.wait())
+    try:
+        await asyncio.wait((work, now), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            raise StoppedNow
+        await work
+    finally:
+        now.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait((work,))
+
+
+class ServiceThread:
+    """A service in a thread with a loop of its own and no signal handlers, as it lives in a Ray actor. Any thread may call its methods."""
+
+    def __init__(self, main: Main, *, name: str) -> None:
+        self._main = main
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: Stop | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread; returns once its loop runs."""
+        self._thread.start()
+        self._started.wait()
+
+    def request_stop(self) -> None:
+        """Ask the service to drain; a second call cuts it off."""
+        self._call(lambda stop: stop.request())
+
+    def request_stop_now(self) -> None:
+        self._call(lambda stop: stop.request_now())
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the service has ended; whether it has. What it raised is in `error`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _call(self, action: Callable[[Stop], None]) -> None:
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: the service has ended already
+                self._loop.call_soon_threadsafe(action, self._stop)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._supervised())
+        except BaseException as error:  # kept for the owner of the thread, to whom it cannot be raised
+            self.error = error
+        finally:
+            self._started.set()
+
+    async def _supervised(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), Stop()
+        self._started.set()
+        await until_stopped(self._main, self._stop)
+
+
+class Background:
+    """Tasks that live as long as a scope: `async with Background(reap(), report()): ...`.
+
+    Leaving the scope cancels them and waits for them. A task that fails cancels the scope's body; both errors leave as TaskGroup's
+    ExceptionGroup does. A task that just returns is no failure.
+    """
+
+    def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._tasks = [self._group.create_task(work) for work in self._work]
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._group.__aexit__(*error)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's loop where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:
+    """Tell `observe`, for ever, by how many seconds the loop was late for a timer of `interval_s`."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        observe(max(0.0, loop.time() - due_s))
+
+
+def set_parent_death_signal(number: int = signal.SIGKILL) -> bool:
+    """Have the kernel send this process a signal when the *thread* that started it ends; whether this system can (Linux).
+
+    Allocates nothing, so that it may be a `preexec_fn` for programs that are not ours. Raises OSError when the kernel refuses.
+    """
+    if LIBC is None:
+        return False
+    if LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    return True
+
+
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """End this process with signal `number` when `parent_pid`, its parent, is gone; call it first thing in a child.
+
+    On Linux the kernel does it, when the parent's thread that started this process ends: start children from a thread that stays.
+    Elsewhere a thread looks twice a second. A parent that went before the call counts as gone.
+    """
+    if not set_parent_death_signal(number):
+        threading.Thread(target=_watch_parent, args=(parent_pid, number), name="parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), number)
+
+
+def _watch_parent(parent_pid: int, number: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,301 @@
+"""The settings of each service. A field stands here once, in the group of those who read it, and a service has only what it reads.
+
+Every field is a flag, a `BATON_` variable and a key of the config file; see `config.py`. Durations are seconds. The defaults are for
+production; tests run with those of `tests/times.py`, about a tenth.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from baton.core.errors import ConfigError
+from baton.runtime.config import Config, Loaded, config, load, setting, settings_of
+
+C = TypeVar("C", bound=Config)
+
+MIB = 2**20
+
+
+@config
+class ProcessSettings(Config):
+    """Read by every process."""
+
+    log_dir: Path | None = setting(None, help="directory of the log files, one a process; without it logs go to standard error")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", help="least level that is logged")
+    drain_s: float = setting(60.0, help="time to finish running work after SIGTERM before it is cut off", unit="seconds", above=0)
+
+
+@config
+class ListenSettings(Config):
+    """Read by every service that others reach over the network."""
+
+    host: str = setting("127.0.0.1", help="address to listen on")
+    advertise_host: str | None = setting(
+        None, help="address that others reach this process at; without it, --host or this machine's address"
+    )
+    admin_port: int | None = setting(
+        None,
+        help="port of this service's own metrics, health and ready; 0 picks a free one, without it there is none",
+        minimum=0,
+        maximum=65535,
+    )
+
+
+@config
+class RpcSettings(Config):
+    """Read by services that are called by other services only."""
+
+    rpc_port: int = setting(0, help="port that other services call; 0 picks a free one", minimum=0, maximum=65535)
+
+
+@config
+class FrontDoorSettings(Config):
+    """Read by who opens or announces the ports that clients use."""
+
+    http_port: int = setting(8000, help="port of the OpenAI API; 0 picks a free one", minimum=0, maximum=65535)
+    grpc_port: int = setting(8001, help="port of the gRPC API; 0 picks a free one", minimum=0, maximum=65535)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ConfigError(f"http_port and grpc_port are both {self.http_port}; choose two ports, or 0 for a free one")
+
+
+@config
+class HeartbeatSettings(Config):
+    """Read by both ends of every standing stream."""
+
+    heartbeat_s: float = setting(2.0, help="interval of heartbeats, reports and lease renewals", unit="seconds", above=0)
+    detection_s: float = setting(
+        5.0, help="silence after which the other side counts as lost, at least two heartbeats", unit="seconds", above=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.detection_s < 2 * self.heartbeat_s:
+            raise ConfigError(f"detection_s ({self.detection_s:g}) must be at least two heartbeat_s ({self.heartbeat_s:g})")
+
+
+@config
+class StoreSettings(Config):
+    """Read by who keeps membership, block events or decisions."""
+
+    redis_url: str | None = setting(None, help="Redis to share state through; without it, `baton up` starts a private one", secret=True)
+
+
+@config
+class SchedulerClientSettings(Config):
+    """Read by who asks schedulers or reports to them."""
+
+    schedulers: tuple[str, ...] = setting((), help="schedulers to talk to, HOST:PORT,…; without them, those that Redis lists")
+
+
+@config
+class ModelSettings(Config):
+    """Read by who tokenizes or computes."""
+
+    model: str = setting("demo", help="demo, a Hugging Face directory, or a hub id")
+    served_model_name: str | None = setting(None, help="name that requests use for the model; without it, --model as given")
+
+    @property
+    def model_name(self) -> str:
+        """What clients and placements call the model."""
+        return self.served_model_name or self.model
+
+
+@config
+class RequestSettings(Config):
+    """Read by the gateway: what it accepts from clients, and how long it keeps trying."""
+
+    request_timeout_s: float = setting(600.0, help="deadline of a request that sets none", unit="seconds", above=0)
+    receive_deadline_s: float = setting(30.0, help="time for a request's head and body to arrive", unit="seconds", above=0)
+    max_body_bytes: int = setting(
+        8 * MIB, help="largest request body; larger ones get 413 before they are parsed", unit="bytes", minimum=1024
+    )
+    max_open_requests: int = setting(1024, help="requests open in one gateway at a time; more get 429", minimum=1)
+    max_attempts: int = setting(8, help="times that a request is placed before its last failure is its answer", minimum=1)
+    scheduler_wait_s: float = setting(20.0, help="time that new requests wait for a scheduler before 503", unit="seconds", above=0)
+    stream_buffer_bytes: int = setting(
+        256 * 1024, help="unread answer of one stream; the request of a client that reads slower is cancelled", unit="bytes", minimum=4096
+    )
+
+
+@config
+class PolicySettings(Config):
+    """Read by the scheduler."""
+
+    policy: Literal["round_robin", "least_loaded"] = setting("least_loaded", help="who decides where a request runs")
+
+
+@config
+class ComputeSettings(Config):
+    """Read by the worker: its model, device and memory."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", help="where the model runs; auto is cuda where there is a GPU")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", help="type of weights and KV; auto is what the checkpoint says"
+    )
+    kv_memory: int | None = setting(
+        None, help="memory for KV blocks of one worker; without it, a share of what is free after loading", unit="bytes", minimum=1
+    )
+    block_size_tokens: int = setting(16, help="tokens of a KV block, one size a cluster", unit="tokens", minimum=1, maximum=1024)
+    max_model_len: int | None = setting(
+        None, help="most tokens of prompt and answer together; without it, the model's own", unit="tokens", minimum=1
+    )
+    max_num_seqs: int = setting(64, help="sequences that a worker runs at a time", minimum=1)
+    max_num_batched_tokens: int = setting(
+        512, help="token budget of a step, which is also the largest chunk of a prompt", unit="tokens", minimum=1
+    )
+    threads_per_worker: int | None = setting(None, help="compute threads of a worker; without it, its share of the cores", minimum=1)
+    max_queue: int = setting(256, help="jobs that wait for their first step in one worker; more are refused", minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "each running sequence needs a token of every step"
+            )
+
+
+@config
+class TransferSettings(Config):
+    """Read by the worker: how KV moves, and how long each side waits for the other."""
+
+    transfer: Literal["nixl", "local"] = setting(
+        "nixl", help="how KV moves: nixl, or local (shared memory between processes of one machine)"
+    )
+    kv_port_range: str | None = setting(None, help="TCP ports for KV, LOW-HIGH, where a firewall needs to know; without it, any")
+    lease_s: float = setting(30.0, help="life of a lease after its last renewal", unit="seconds", above=0)
+    claim_s: float = setting(30.0, help="time that computed KV is kept for a reader that has not come yet", unit="seconds", above=0)
+    early_s: float = setting(
+        5.0, help="time that a reader waits for a job it overtook, and that an ended transfer is remembered", unit="seconds", above=0
+    )
+    handoff_wait_s: float = setting(30.0, help="time that a pull waits for memory before it is refused", unit="seconds", above=0)
+    transfer_deadline_min_s: float = setting(5.0, help="least deadline of a read, however small it is", unit="seconds", above=0)
+    transfer_deadline_max_s: float = setting(40.0, help="most deadline of a read, however large it is", unit="seconds", above=0)
+    session_grace_s: float = setting(20.0, help="time that jobs of a gateway live on after its stream broke", unit="seconds", above=0)
+    session_buffer_bytes: int = setting(
+        16 * MIB, help="unacknowledged messages kept for one gateway; a session that needs more is ended", unit="bytes", minimum=64 * 1024
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transfer_deadline_min_s > self.transfer_deadline_max_s:
+            raise ConfigError(
+                f"transfer_deadline_min_s ({self.transfer_deadline_min_s:g}) is more than "
+                f"transfer_deadline_max_s ({self.transfer_deadline_max_s:g})"
+            )
+        if self.kv_port_range is not None:
+            port_range(self.kv_port_range)
+
+
+@config
+class FleetSettings(Config):
+    """Read by the fleet: which workers exist."""
+
+    prefill: int = setting(1, help="prefill workers", minimum=0)
+    decode: int = setting(1, help="decode workers", minimum=0)
+    hybrid: int = setting(0, help="workers that prefill and decode", minimum=0)
+    ray_address: str | None = setting(None, help="Ray cluster to place workers on; without it, a Ray of our own on this machine")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.prefill or self.hybrid) or not (self.decode or self.hybrid):
+            raise ConfigError(
+                f"prefill {self.prefill}, decode {self.decode}, hybrid {self.hybrid}: nobody could "
+                f"{'decode' if self.prefill or self.hybrid else 'prefill'}; give both roles a worker, or --hybrid 1"
+            )
+
+
+@config
+class GatewayConfig(
+    RequestSettings,
+    ModelSettings,
+    SchedulerClientSettings,
+    StoreSettings,
+    HeartbeatSettings,
+    FrontDoorSettings,
+    ListenSettings,
+    ProcessSettings,
+):
+    """`baton gateway`."""
+
+
+@config
+class SchedulerConfig(PolicySettings, StoreSettings, HeartbeatSettings, RpcSettings, ListenSettings, ProcessSettings):
+    """`baton scheduler`."""
+
+
+@config
+class WorkerConfig(
+    TransferSettings,
+    ComputeSettings,
+    ModelSettings,
+    SchedulerClientSettings,
+    StoreSettings,
+    HeartbeatSettings,
+    RpcSettings,
+    ListenSettings,
+    ProcessSettings,
+):
+    """`baton worker`."""
+
+    role: Literal["prefill", "decode", "hybrid"] = setting("hybrid", help="what the scheduler gives this worker to do")
+    worker_id: str | None = setting(None, help="name of this worker, the same over restarts; without it, one is drawn")
+
+
+@config
+class FleetConfig(FleetSettings, TransferSettings, ComputeSettings, ModelSettings, StoreSettings, HeartbeatSettings, ProcessSettings):
+    """`baton fleet`: how many workers, and the settings that each of them gets."""
+
+
+@config
+class ClusterConfig(
+    FleetSettings,
+    TransferSettings,
+    ComputeSettings,
+    PolicySettings,
+    RequestSettings,
+    ModelSettings,
+    StoreSettings,
+    HeartbeatSettings,
+    FrontDoorSettings,
+    ProcessSettings,
+):
+    """`baton up`: every service of one machine; each gets its own settings with `derive`."""
+
+    host: str = setting("127.0.0.1", help="address that clients reach; the services call each other on the loopback")
+    log_dir: Path | None = setting(Path("~/.cache/baton/logs"), help="directory of the logs; each run makes one of its own in it")
+    first_prompt: str | None = setting(None, help="prompt to send, and to show the answer of, once the cluster is ready")
+    once: bool = setting(False, help="stop after the answer to --first-prompt")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.once and self.first_prompt is None:
+            raise ConfigError("once needs first_prompt: the prompt after whose answer to stop")
+
+
+SERVICES: Mapping[str, type[Config]] = {
+    "up": ClusterConfig,
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+    "fleet": FleetConfig,
+}
+"""By the command that starts it."""
+
+ALL_NAMES: frozenset[str] = frozenset(item.name for cls in SERVICES.values() for item in settings_of(cls))
+
+
+def load_settings(cls: type[C], *, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None) -> Loaded[C]:
+    """`config.load` for a service of Baton: a key or variable of another service may stand in what a whole cluster shares."""
+    return load(cls, flags=flags, environ=environ, file=file, also_known=ALL_NAMES)
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """(low, high) of `LOW-HIGH`, both included. Raises ConfigError."""
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536):
+        raise ConfigError(f"kv_port_range: expected LOW-HIGH with 1 <= LOW <= HIGH <= 65535, got {text!r}")
+    return int(low), int(high)

@@ -1,0 +1,53 @@
+"""What every test shares. Each directory's own fixtures stand in its own conftest."""
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.scale import IS_LONG
+
+LONG_TIMEOUT_S = 3600
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
+    for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
+        monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none."""
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
+    for item in items:
+        is_long = IS_LONG or item.get_closest_marker("long")
+        if is_long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(no_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What did not run, and why."""
+    skips = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    num_deselected = len(terminalreporter.stats.get("deselected", []))
+    if skips or num_deselected:
+        terminalreporter.section("not run")
+        for reason, count in skips.most_common():
+            terminalreporter.line(f"{count:5} skipped: {reason}")
+        if num_deselected:
+            terminalreporter.line(f"{num_deselected:5} deselected; those marked `long` run with `make test-long`")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """The reason of a skip, which pytest reports as (file, line, text)."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

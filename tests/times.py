@@ -1,0 +1,17 @@
+"""Times for tests: about a tenth of the production defaults, so that every deadline passes within a test."""
+
+TEST_TIMES: dict[str, float] = {
+    "heartbeat_s": 0.2,
+    "detection_s": 1.0,
+    "lease_s": 2.0,
+    "claim_s": 2.0,
+    "early_s": 0.5,
+    "handoff_wait_s": 2.0,
+    "session_grace_s": 2.0,
+    "scheduler_wait_s": 2.0,
+    "transfer_deadline_min_s": 0.5,
+    "transfer_deadline_max_s": 3.0,
+    "drain_s": 5.0,
+    "receive_deadline_s": 3.0,
+}
+"""By the name of the setting; the bounds of the acceptance tables are in these times."""

@@ -1,0 +1,58 @@
+"""However `baton up` ends, its directory and its processes end too, and nobody else's do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from baton.fleet.run_dir import MARK, RunDir, marked
+
+OWNER = """
+import subprocess, sys, time
+from baton.fleet.run_dir import RunDir
+run = RunDir()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+print(run.run_id, run.path, child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def wait_until_gone(pid: int, path: Path, limit_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if not psutil.pid_exists(pid) and not path.exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_what_a_killed_owner_started_is_gone_in_ten_seconds() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    _, path, child = owner.stdout.readline().split()
+    assert psutil.pid_exists(int(child))
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert wait_until_gone(int(child), Path(path))
+
+
+def test_closing_ends_what_is_left_and_nobody_else() -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    run = RunDir()
+    ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    try:
+        assert [process.pid for process in marked(run.run_id)] == [ours.pid]
+        assert run.path.stat().st_mode & 0o077 == 0, "nobody else may look inside"
+        run.close()
+        ours.wait(timeout=10)
+        assert stranger.poll() is None
+        assert not run.path.exists()
+        assert MARK not in os.environ
+    finally:
+        stranger.kill()
+        stranger.wait()

@@ -1,0 +1,46 @@
+import socket
+
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.runtime.network import advertised_host, choose_port, join_address, listen, outward_address
+
+
+def test_listen_on_a_free_port_accepts() -> None:
+    with listen("127.0.0.1", 0, flag="--http-port") as server:
+        port = server.getsockname()[1]
+        assert port > 0
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize("claim", [listen, choose_port])
+def test_a_taken_port_names_port_and_flag(claim: object) -> None:
+    with listen("127.0.0.1", 0, flag="--x") as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is taken; choose another with --http-port, or 0"):
+            claim("127.0.0.1", port, flag="--http-port")  # type: ignore[operator]
+
+
+def test_choose_port_keeps_the_given_and_finds_a_free_one() -> None:
+    free = choose_port("127.0.0.1", 0, flag="--http-port")
+    assert free > 0
+    assert choose_port("127.0.0.1", free, flag="--http-port") == free
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0 \(--http-port\)"):
+        listen("192.0.2.1", 0, flag="--http-port")
+
+
+def test_advertised_host() -> None:
+    assert advertised_host("127.0.0.1", None) == "127.0.0.1"
+    assert advertised_host("0.0.0.0", "node-7") == "node-7"
+    assert advertised_host("0.0.0.0", None) == outward_address()
+    socket.inet_aton(outward_address())
+
+
+def test_join_address() -> None:
+    assert join_address("127.0.0.1", 80) == "127.0.0.1:80"
+    assert join_address("::1", 80) == "[::1]:80"

@@ -1,0 +1,231 @@
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, new_event_loop, until_stopped, watch_loop_lag
+
+
+@contextmanager
+def program(code: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+DRAINING_SERVICE = """
+import asyncio, sys
+from baton.runtime.process import run
+
+async def main(stop):
+    print("ready", flush=True)
+    await stop.drain.wait()
+    print("draining", flush=True)
+    try:
+        await asyncio.sleep(DRAIN_S)
+        print("drained", flush=True)
+    finally:
+        print("clean", flush=True)
+
+sys.exit(run(main))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
+    with program(DRAINING_SERVICE.replace("DRAIN_S", "0.01")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "draining\ndrained\nclean\n"
+        assert process.wait(10) == 0
+
+
+def test_a_second_signal_stops_now_but_cleans_up() -> None:
+    with program(DRAINING_SERVICE.replace("DRAIN_S", "60")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "clean\n"
+        assert process.wait(10) == 128 + signal.SIGINT
+
+
+def test_what_main_raises_ends_the_process_with_1() -> None:
+    code = "from baton.runtime.process import run\nasync def main(stop): raise OSError('no disk')\nrun(main)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False).returncode == 1
+
+
+async def test_until_stopped_returns_raises_or_is_cut_off() -> None:
+    stop = Stop()
+
+    async def returns(_stop: Stop) -> None:
+        return
+
+    async def fails(_stop: Stop) -> None:
+        raise LookupError
+
+    async def hangs(_stop: Stop) -> None:
+        await asyncio.Event().wait()
+
+    await until_stopped(returns, stop)
+    with pytest.raises(LookupError):
+        await until_stopped(fails, stop)
+    asyncio.get_running_loop().call_soon(stop.request_now)
+    with pytest.raises(StoppedNow):
+        await until_stopped(hangs, stop)
+
+
+async def test_cancelling_until_stopped_cancels_main_and_waits_for_it() -> None:
+    ended = []
+
+    async def main(_stop: Stop) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    task = asyncio.create_task(until_stopped(main, Stop()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+def test_a_service_thread_drains_on_request() -> None:
+    events: list[str] = []
+
+    async def main(stop: Stop) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        await stop.drain.wait()
+        events.append("drained")
+
+    service = ServiceThread(main, name="worker-w0")
+    service.start()
+    assert service.is_alive
+    service.request_stop()
+    assert service.join(10)
+    assert (events, service.error) == (["drained"], None)
+    service.request_stop()  # too late, and harmless
+
+
+def test_a_service_thread_can_be_cut_off_and_keeps_its_error() -> None:
+    async def hangs(stop: Stop) -> None:
+        await asyncio.Event().wait()
+
+    async def fails(stop: Stop) -> None:
+        raise LookupError("no model")
+
+    hanging, failing = ServiceThread(hangs, name="a"), ServiceThread(fails, name="b")
+    hanging.start()
+    failing.start()
+    hanging.request_stop_now()
+    assert hanging.join(10)
+    assert failing.join(10)
+    assert isinstance(hanging.error, StoppedNow)
+    assert isinstance(failing.error, LookupError)
+
+
+async def test_background_tasks_end_with_their_scope() -> None:
+    events: list[str] = []
+
+    async def reap() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("ended")
+
+    async def short() -> None:
+        events.append("short")
+
+    async with Background(reap(), short()):
+        await asyncio.sleep(0)
+        events.append("body")
+    assert events == ["short", "body", "ended"]
+
+
+async def test_a_background_failure_ends_the_body() -> None:
+    async def fails() -> None:
+        raise LookupError
+
+    with pytest.raises(ExceptionGroup) as group:
+        async with Background(fails()):
+            await asyncio.Event().wait()
+    assert group.group_contains(LookupError)
+
+
+async def test_loop_lag_is_observed() -> None:
+    lags: list[float] = []
+    async with Background(watch_loop_lag(lags.append, interval_s=0.01)):
+        await asyncio.sleep(0.03)
+        time.sleep(0.1)  # noqa: ASYNC251 - the lag to be seen
+        await asyncio.sleep(0.03)
+    assert max(lags) > 0.08
+    assert min(lags) >= 0
+
+
+def test_new_event_loop_runs() -> None:
+    loop = new_event_loop()
+    assert loop.run_until_complete(asyncio.sleep(0, 7)) == 7
+    loop.close()
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", CHILD])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+BY_CALL = """
+import os, time
+from baton.runtime import process
+POLL
+process.die_with_parent(os.getppid())
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("poll", ["", "process.LIBC = None"], ids=["kernel", "poll"])
+def test_a_child_dies_with_its_parent(poll: str) -> None:
+    if not poll and sys.platform != "linux":
+        pytest.skip("PR_SET_PDEATHSIG is Linux's")
+    with program(PARENT.replace("CHILD", repr(BY_CALL.replace("POLL", poll)))) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+        parent.wait()
+        assert gone(child, within_s=5)
+
+
+def test_a_parent_that_has_gone_before_counts_as_gone() -> None:
+    code = "from baton.runtime.process import die_with_parent\ndie_with_parent(1 << 22)\nprint('lives')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+def gone(pid: int, *, within_s: float) -> bool:
+    """Whether no such process runs any more; a zombie has ended."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False

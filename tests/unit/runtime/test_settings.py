@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.runtime.config import Config, derive, settings_of
+from baton.runtime.settings import (
+    ALL_NAMES,
+    SERVICES,
+    ClusterConfig,
+    FleetConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    load_settings,
+    port_range,
+)
+from tests.times import TEST_TIMES
+
+
+@pytest.mark.parametrize("cls", SERVICES.values())
+def test_each_service_has_usable_defaults_and_documents_each_setting(cls: type[Config]) -> None:
+    cls()
+    for item in settings_of(cls):
+        assert item.help, item.name
+        assert not item.help.endswith("."), item.name
+        assert item.name.endswith("_s") == (item.unit == "seconds"), item.name
+
+
+def test_a_name_means_one_thing_in_every_service() -> None:
+    kinds: dict[str, tuple[object, ...]] = {}
+    for cls in SERVICES.values():
+        for item in settings_of(cls):
+            kind = (item.kind, item.optional, item.choices, item.unit, item.minimum, item.above, item.maximum)
+            assert kinds.setdefault(item.name, kind) == kind, item.name
+
+
+def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
+    decided_by_up = {"advertise_host", "admin_port", "rpc_port", "schedulers", "role", "worker_id"}
+    assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
+
+
+def test_up_configures_its_services() -> None:
+    cluster = ClusterConfig(model="/m", lease_s=7.0, decode=2, http_port=0)
+    assert derive(WorkerConfig, cluster, role="decode", worker_id="w1").lease_s == 7.0
+    assert derive(GatewayConfig, cluster).model_name == "/m"
+    assert derive(FleetConfig, cluster).decode == 2
+    assert derive(SchedulerConfig, cluster).heartbeat_s == cluster.heartbeat_s
+
+
+def test_test_times_are_settings_below_the_defaults() -> None:
+    cluster = ClusterConfig(**TEST_TIMES)  # type: ignore[arg-type]
+    assert all(getattr(cluster, name) < getattr(ClusterConfig(), name) for name in TEST_TIMES)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prefill": 1, "decode": 0}, "nobody could decode"),
+        ({"prefill": 0, "decode": 2}, "nobody could prefill"),
+        ({"http_port": 9, "grpc_port": 9}, "http_port and grpc_port are both 9"),
+        ({"heartbeat_s": 3.0}, "at least two heartbeat_s"),
+        ({"transfer_deadline_min_s": 50.0}, "is more than transfer_deadline_max_s"),
+        ({"max_num_seqs": 600}, "must be at least max_num_seqs"),
+        ({"kv_port_range": "9-3"}, "expected LOW-HIGH"),
+        ({"once": True}, "once needs first_prompt"),
+    ],
+)
+def test_rules_between_settings(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(**values)  # type: ignore[arg-type]
+
+
+def test_hybrid_workers_alone_make_a_cluster() -> None:
+    assert ClusterConfig(prefill=0, decode=0, hybrid=2).hybrid == 2
+    assert ClusterConfig(http_port=0, grpc_port=0).grpc_port == 0
+
+
+def test_one_file_serves_a_whole_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("policy: round_robin\nlease_s: 3\nmax_body_bytes: 1MiB\n")
+    assert load_settings(SchedulerConfig, flags={}, environ={}, file=file).config.policy == "round_robin"
+    assert load_settings(GatewayConfig, flags={}, environ={"BATON_LEASE_S": "4"}, file=file).config.max_body_bytes == 2**20
+    file.write_text("polcy: round_robin\n")
+    with pytest.raises(ConfigError, match="did you mean 'policy'"):
+        load_settings(GatewayConfig, flags={}, environ={}, file=file)
+
+
+def test_port_range() -> None:
+    assert port_range("20000-20100") == (20000, 20100)

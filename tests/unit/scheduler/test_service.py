@@ -1,0 +1,168 @@
+"""One scheduler over in-process streams: it joins, loses and warms workers, counts what it places, and remembers why."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.apis import DecisionStore, Duplex
+from baton.core.cluster import Command, CommandKind, DecisionRecord, Placement, Rejection, WorkerReport, WorkerState
+from baton.core.errors import Reason, StoreUnavailable, StreamBroken
+from baton.core.request import RequestActuals
+from baton.runtime.in_process import InProcessNetwork
+from baton.runtime.metrics import SchedulerMetrics
+from baton.scheduler.service import Scheduler, SchedulerTimes
+from tests.builders import query, worker_report
+
+ADDRESS = "scheduler:1"
+
+
+class BrokenStore(DecisionStore):
+    async def put(self, record: DecisionRecord, ttl_s: float) -> None:
+        raise StoreUnavailable("redis is away")
+
+    async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        raise StoreUnavailable("redis is away")
+
+
+@asynccontextmanager
+async def a_scheduler(policy: str = "least_loaded", max_waiting_seqs: int = 4) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
+    scheduler = Scheduler(
+        scheduler_id="s0",
+        policy=policy,
+        times=SchedulerTimes(silence_s=0.5, reservation_s=5.0, watch_interval_s=0.0),
+        max_waiting_seqs=max_waiting_seqs,
+        store=BrokenStore(),
+        metrics=SchedulerMetrics(CollectorRegistry()),
+        rng=Random(0),
+    )
+    network = InProcessNetwork()
+    network.add_scheduler(ADDRESS, scheduler)
+    try:
+        yield scheduler, network
+    finally:
+        await network.aclose()
+        await scheduler.aclose()
+
+
+async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[WorkerReport, Command]:
+    stream = await network.open_report(ADDRESS)
+    stream.send(report)
+    await settle()
+    return stream
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_workers_are_placed_on_from_their_first_report_to_the_end_of_their_stream() -> None:
+    async with a_scheduler() as (scheduler, network):
+        nobody = await scheduler.place(query())
+        assert isinstance(nobody, Rejection)
+        assert nobody.reason is Reason.NO_WORKERS
+        await join(network, worker_report("p", "prefill"))
+        decode = await join(network, worker_report("d", "decode"))
+        placed = await scheduler.place(query())
+        assert isinstance(placed, Placement)
+        assert placed.prefill is not None
+        assert placed.decode is not None
+        assert (placed.prefill.worker_id, placed.decode.worker_id) == ("p", "d")
+        await decode.aclose()
+        await settle()
+        assert isinstance(await scheduler.place(query()), Rejection)
+
+
+async def test_a_burst_between_two_reports_does_not_pile_up() -> None:
+    async with a_scheduler() as (scheduler, network):
+        for worker_id in ("w0", "w1"):
+            await join(network, worker_report(worker_id, "hybrid"))
+        placements = [await scheduler.place(query()) for _ in range(8)]
+        chosen = [p.decode.worker_id for p in placements if isinstance(p, Placement) and p.decode is not None]
+        assert sorted(chosen) == ["w0"] * 4 + ["w1"] * 4
+
+
+async def test_full_queues_refuse_new_requests_but_not_ones_that_lost_a_worker() -> None:
+    async with a_scheduler(max_waiting_seqs=2) as (scheduler, network):
+        await join(network, worker_report("w0", "hybrid"))
+        answers = [await scheduler.place(query()) for _ in range(3)]
+        refused = answers[-1]
+        assert isinstance(refused, Rejection)
+        assert refused.reason is Reason.QUEUE_FULL
+        assert refused.retry_after_s > 0
+        assert isinstance(await scheduler.place(query(attempt=1)), Placement)
+
+
+async def test_decode_workers_are_told_to_warm_their_pairs_once() -> None:
+    async with a_scheduler() as (_, network):
+        prefill = await join(network, worker_report("p", "prefill"))
+        decode = await join(network, worker_report("d", "decode"))
+        command = await decode.receive()
+        assert command.kind is CommandKind.CONNECT
+        assert command.peer == worker_report("p").worker
+        decode.send(worker_report("d", "decode", report_seq=2))
+        await settle()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(decode.receive(), 0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(prefill.receive(), 0.01)
+
+
+async def test_watchers_see_each_change_and_only_the_newest_state() -> None:
+    async with a_scheduler() as (scheduler, network):
+        watch = await scheduler.watch()
+        assert (await watch.receive()).reports == ()
+        stream = await join(network, worker_report("w0"))
+        stream.send(worker_report("w0", report_seq=2, running_seqs=3))
+        await settle()
+        assert [r.running_seqs for r in (await watch.receive()).reports] == [3]
+        await watch.aclose()
+        with pytest.raises(StreamBroken):
+            await watch.receive()
+
+
+async def test_a_worker_that_says_nothing_any_more_is_dropped() -> None:
+    async with a_scheduler() as (scheduler, network):
+        await join(network, worker_report("w0"))
+        watch = await scheduler.watch()
+        await watch.receive()
+        async with asyncio.timeout(5):
+            assert (await watch.receive()).reports == ()
+
+
+async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> None:
+    async with a_scheduler() as (scheduler, network):
+        stream = await join(network, worker_report("w0", state=WorkerState.READY))
+        assert await scheduler.drain("w0")
+        assert (await stream.receive()).kind is CommandKind.DRAIN
+        assert not await scheduler.drain("w9")
+
+
+async def test_decisions_are_explained_with_what_came_of_them_though_the_store_is_away() -> None:
+    async with a_scheduler() as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"r", block_hashes=(b"h" * 16,)))
+        assert isinstance(placed, Placement)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop", ttft_s=0.5))
+        (record,) = await scheduler.explain(b"r")
+        assert record.placement == placed
+        assert record.actuals["ttft_s"] == 0.5
+        assert record.query.block_hashes == (), "records stay small"
+        assert await scheduler.explain(None) == (record,)
+        assert await scheduler.explain(b"unknown") == ()
+
+
+async def test_a_finished_request_no_longer_counts() -> None:
+    async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query())
+        assert isinstance(placed, Placement)
+        assert isinstance(await scheduler.place(query()), Rejection)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        assert isinstance(await scheduler.place(query()), Placement)
+        with suppress(StreamBroken):
+            await network.aclose()

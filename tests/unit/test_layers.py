@@ -1,0 +1,212 @@
+"""What may import what, beyond the ranks that `lint-imports` checks (pyproject.toml): the homes of outside libraries, and of time."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = ("baton.v1", "baton.wire.v1")
+SERVICES = ("baton.gateway", "baton.scheduler", "baton.worker")
+
+HOMES: dict[str, tuple[str, ...]] = {
+    "grpc": ("baton.wire", *GENERATED, "loadgen"),
+    "grpc_health": ("baton.wire",),
+    "grpc_reflection": ("baton.wire",),
+    "redis": ("baton.store",),
+    "nixl": ("baton.transfer.nixl_backend",),
+    "ray": ("baton.fleet",),
+    "torch": ("baton.engine.model", "baton.transfer.*_backend"),
+    "transformers": ("baton.engine.model",),
+    "click": ("baton.cli", "loadgen"),
+    "yaml": ("baton.runtime",),
+}
+"""The only modules that may name a library; a `*` stands for any letters."""
+
+ON_THE_LOOPS_TIME = ("core", "prefix", "engine", "scheduler", "gateway", "worker", "sim", "transfer")
+"""Packages whose code runs in the simulator, too: they ask the running event loop for the time, and get a seeded generator."""
+LEAVES = (
+    "baton.engine.model",
+    "baton.transfer.*_backend",
+    "baton.gateway.main",
+    "baton.scheduler.main",
+    "baton.worker.main",
+    "baton.sim.main",
+)
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}
+OF_LOADGEN_FOR_SIM = {"loadgen.plan", "loadgen.trace", "loadgen.arrivals", "loadgen.records", "loadgen.metrics"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`module` imports `target`, which may be a module or a name in one."""
+
+    module: str
+    target: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def sources(root: Path = ROOT) -> dict[str, ast.Module]:
+    """The modules of both packages, generated code left out."""
+    files = {
+        ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
+        for base, package in ((root / "services", "baton"), (root, "loadgen"))
+        for file in sorted((base / package).rglob("*.py"))
+    }
+    return {module: ast.parse(file.read_bytes()) for module, file in files.items() if not is_in(module, GENERATED)}
+
+
+def imports(modules: dict[str, ast.Module]) -> Iterator[Import]:
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (Import(module, alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}:{node.lineno} imports relatively"
+                yield from (Import(module, f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def is_in(module: str, packages: tuple[str, ...] | set[str]) -> bool:
+    """Whether `module` is one of `packages` or inside one."""
+    for package in packages:
+        head, star, tail = package.partition("*")
+        if star and module.startswith(head) and tail in module[len(head) :]:
+            return True
+        if module == package or module.startswith(package + "."):
+            return True
+    return False
+
+
+def misplaced_libraries(found: list[Import]) -> list[str]:
+    return [str(i) for i in found if (homes := HOMES.get(i.target.split(".")[0])) and not is_in(i.module, homes)]
+
+
+def services_that_touch_the_wire(found: list[Import]) -> list[str]:
+    mains = {f"{service}.main" for service in SERVICES}
+    return [str(i) for i in found if is_in(i.module, SERVICES) and i.module not in mains and is_in(i.target, ("baton.wire", "baton.store"))]
+
+
+def loadgen_beyond_the_front_door(found: list[Import]) -> list[str]:
+    inward = [i for i in found if is_in(i.module, ("loadgen",)) and is_in(i.target, ("baton",)) and not is_in(i.target, ("baton.v1",))]
+    outward = [
+        i
+        for i in found
+        if is_in(i.target, ("loadgen",))
+        and not is_in(i.module, ("loadgen",))
+        and not (is_in(i.module, ("baton.sim",)) and is_in(i.target, OF_LOADGEN_FOR_SIM))
+    ]
+    return [str(i) for i in inward + outward]
+
+
+def clocks_and_dice(modules: dict[str, ast.Module]) -> list[str]:
+    """Uses of the process's own clock, or of its shared random numbers, in code that the simulator runs."""
+    found = []
+    packages = tuple(f"baton.{name}" for name in ON_THE_LOOPS_TIME)
+    for module, tree in modules.items():
+        if not is_in(module, packages) or is_in(module, LEAVES):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"{node.value.id}.{node.attr}"
+                is_dice = node.value.id == "random" and node.attr[0].islower()
+                if (node.value.id == "time" and node.attr in CLOCKS) or is_dice or name in ("os.urandom", "uuid.uuid4"):
+                    found.append(f"{module}:{node.lineno} uses {name}")
+            elif isinstance(node, ast.ImportFrom) and node.module in ("time", "random"):
+                names = [alias.name for alias in node.names if alias.name in CLOCKS or (node.module == "random" and alias.name.islower())]
+                found += [f"{module}:{node.lineno} uses {node.module}.{name}" for name in names]
+    return found
+
+
+def test_outside_libraries_stay_in_their_homes() -> None:
+    assert misplaced_libraries(list(imports(sources()))) == []
+
+
+def test_in_a_service_only_main_touches_wire_and_store() -> None:
+    assert services_that_touch_the_wire(list(imports(sources()))) == []
+
+
+def test_loadgen_and_baton_meet_at_the_front_door_only() -> None:
+    assert loadgen_beyond_the_front_door(list(imports(sources()))) == []
+
+
+def test_simulated_code_has_no_clock_or_dice_of_its_own() -> None:
+    assert clocks_and_dice(sources()) == []
+
+
+def test_the_core_needs_the_standard_library_only() -> None:
+    found = [i for i in imports(sources()) if is_in(i.module, ("baton.core",))]
+    allowed = sys.stdlib_module_names | {"baton"}
+    assert [str(i) for i in found if i.target.split(".")[0] not in allowed] == []
+
+
+def test_every_directory_of_code_is_a_package() -> None:
+    """A directory without `__init__.py` works from a checkout and is missing from the wheel."""
+    directories = {file.parent for package in ("services/baton", "loadgen") for file in (ROOT / package).rglob("*.py")}
+    assert [str(directory.relative_to(ROOT)) for directory in directories if not (directory / "__init__.py").exists()] == []
+
+
+def loaded_after_importing(package: str, forbidden: set[str]) -> list[str]:
+    """Which of `forbidden` are in memory once every module of `package` that exists has been imported, in a process of its own."""
+    modules = [module for module in sources() if is_in(module, (package,))]
+    code = (
+        "import importlib, json, sys\n"
+        f"for module in {modules!r}: importlib.import_module(module)\n"
+        f"print(json.dumps(sorted({forbidden!r} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("baton.gateway", {"torch", "transformers"}),
+        ("baton.sim", {"grpc", "redis", "ray", "nixl", "torch"}),
+    ],
+)
+def test_importing_a_package_loads_no_heavy_library(package: str, forbidden: set[str]) -> None:
+    assert loaded_after_importing(package, forbidden) == []
+
+
+# The checks themselves, on sources that break each rule.
+
+BROKEN = {
+    "services/baton/worker/report.py": "import grpc\nfrom baton.wire import worker\n",
+    "services/baton/worker/main.py": "from baton.wire import worker\nfrom baton.store.keys import key\n",
+    "services/baton/wire/worker.py": "import grpc.aio\n",
+    "services/baton/wire/v1/x_pb2_grpc.py": "import grpc\n",
+    "services/baton/transfer/local_backend.py": "import torch, time\ntime.sleep(1)\n",
+    "services/baton/transfer/leases.py": "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n",
+    "services/baton/engine/loop.py": "from time import sleep, time\nfrom random import Random, random\n",
+    "services/baton/sim/scenario.py": "from loadgen import plan\nfrom loadgen.client import Client\n",
+    "loadgen/client.py": "from baton.v1 import inference_pb2\nfrom baton.core import ids\n",
+}
+
+
+def test_each_rule_sees_what_breaks_it(tmp_path: Path) -> None:
+    for name, text in BROKEN.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    modules = sources(tmp_path)
+    found = list(imports(modules))
+    assert misplaced_libraries(found) == ["baton.transfer.leases:1 imports torch", "baton.worker.report:1 imports grpc"]
+    assert services_that_touch_the_wire(found) == ["baton.worker.report:2 imports baton.wire.worker"]
+    assert loadgen_beyond_the_front_door(found) == [
+        "loadgen.client:2 imports baton.core.ids",
+        "baton.sim.scenario:2 imports loadgen.client.Client",
+    ]
+    assert clocks_and_dice(modules) == [
+        "baton.engine.loop:1 uses time.sleep",
+        "baton.engine.loop:2 uses random.random",
+        "baton.transfer.leases:2 uses time.monotonic",
+        "baton.transfer.leases:4 uses random.random",
+    ]
