@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.core.errors import BatonError
 from baton.runtime.logging import get_logger
@@ -36,13 +37,15 @@ class RestartLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """How to start a process. It prints `ready ADDRESS` once it serves; whatever else it prints goes to `output`."""
+    """How to start a process. It prints `ready ADDRESS` once it serves; whatever else it prints goes to `output`. A program that is
+    not ours does not say so: `wait_until_ready` then returns its address once it answers."""
 
     name: str
     argv: Sequence[str]
     output: Path
     environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
+    wait_until_ready: Callable[[], Coroutine[Any, Any, str]] | None = None
 
 
 class RestartBudget:
@@ -79,6 +82,16 @@ class Child:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.returncode if self._process is not None else None
+
+    def resume(self) -> None:
+        """Let a stopped process go on, so that it can end."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGCONT)
+
     async def start(self) -> str:
         """Start the process; returns the address it serves at. Raises ServiceFailed with the end of its output."""
         self.spec.output.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +107,7 @@ class Child:
             )
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
-                self.address = await self._read_ready(self._process)
+                self.address = await self._ready(self._process)
         except TimeoutError:
             await self._kill()
             raise ServiceFailed(
@@ -103,7 +116,6 @@ class Child:
         except BaseException:
             await self._kill()
             raise
-        self._drain = asyncio.create_task(self._copy_output(self._process), name=f"{self.spec.name}-output")
         log.info("child_started", child=self.spec.name, pid=self.pid, address=self.address)
         return self.address
 
@@ -157,6 +169,29 @@ class Child:
         async with asyncio.timeout(KILL_WAIT_S):
             await self._process.wait()
 
+    async def _ready(self, process: asyncio.subprocess.Process) -> str:
+        """The address, as the process says it or as it is found to answer; from now on its output is copied."""
+        if self.spec.wait_until_ready is None:
+            address = await self._read_ready(process)
+            self._drain = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+            return address
+        self._drain = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+        answered = asyncio.create_task(self.spec.wait_until_ready())
+        ended = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await self._drain
+                raise self._ended_early(ended.result())
+            return answered.result()
+        finally:
+            for task in (answered, ended):
+                task.cancel()
+            await asyncio.gather(answered, ended, return_exceptions=True)
+
+    def _ended_early(self, code: int) -> ServiceFailed:
+        return ServiceFailed(f"{self.spec.name} ended with exit code {code} before it was ready: {_tail(self.spec.output)}")
+
     async def _read_ready(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         while line := await process.stdout.readline():
@@ -164,8 +199,7 @@ class Child:
             if text.startswith(READY):
                 return text[len(READY) :].split()[0]
             self._keep(line)
-        code = await process.wait()
-        raise ServiceFailed(f"{self.spec.name} ended with exit code {code} before it was ready: {_tail(self.spec.output)}")
+        raise self._ended_early(await process.wait())
 
     async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

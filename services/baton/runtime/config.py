@@ -21,6 +21,8 @@ from baton.runtime.setting import Setting
 PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
     "BATON_CONFIG": "the YAML file, where --config is not given",
+    "BATON_GATEWAY": "the gateway that `baton status`, `explain` and `drain` ask, where --gateway is not given",
+    "BATON_RUN_ID": "the mark of a `baton up` on every process that it starts",
     "BATON_FAILPOINTS": "faults to inject into this process, for tests (baton.runtime.failpoints)",
     "BATON_TEST_LONG": "run the full-size form of the tests",
 }

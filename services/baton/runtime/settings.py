@@ -128,6 +128,13 @@ class PolicySettings(Config):
 
 
 @config
+class QueueSettings(Config):
+    """Read by workers, which let jobs wait, and by the scheduler, which refuses what would only wait."""
+
+    max_queue: int = setting(256, help="jobs that wait for their first step in one worker; more are refused", minimum=1)
+
+
+@config
 class ComputeSettings(Config):
     """Read by the worker: its model, device and memory."""
 
@@ -147,7 +154,7 @@ class ComputeSettings(Config):
         512, help="token budget of a step, which is also the largest chunk of a prompt", unit="tokens", minimum=1
     )
     threads_per_worker: int | None = setting(None, help="compute threads of a worker; without it, its share of the cores", minimum=1)
-    max_queue: int = setting(256, help="jobs that wait for their first step in one worker; more are refused", minimum=1)
+    step_limit_s: float = setting(60.0, help="longest step; a worker whose step takes longer is stuck, and exits", unit="seconds", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,7 +230,7 @@ class GatewayConfig(
 
 
 @config
-class SchedulerConfig(PolicySettings, StoreSettings, HeartbeatSettings, RpcSettings, ListenSettings, ProcessSettings):
+class SchedulerConfig(PolicySettings, QueueSettings, StoreSettings, HeartbeatSettings, RpcSettings, ListenSettings, ProcessSettings):
     """`baton scheduler`."""
 
 
@@ -231,6 +238,7 @@ class SchedulerConfig(PolicySettings, StoreSettings, HeartbeatSettings, RpcSetti
 class WorkerConfig(
     TransferSettings,
     ComputeSettings,
+    QueueSettings,
     ModelSettings,
     SchedulerClientSettings,
     StoreSettings,
@@ -243,10 +251,13 @@ class WorkerConfig(
 
     role: Literal["prefill", "decode", "hybrid"] = setting("hybrid", help="what the scheduler gives this worker to do")
     worker_id: str | None = setting(None, help="name of this worker, the same over restarts; without it, one is drawn")
+    workers_on_host: int = setting(1, help="workers of this machine, between which its free memory is split", minimum=1)
 
 
 @config
-class FleetConfig(FleetSettings, TransferSettings, ComputeSettings, ModelSettings, StoreSettings, HeartbeatSettings, ProcessSettings):
+class FleetConfig(
+    FleetSettings, TransferSettings, ComputeSettings, QueueSettings, ModelSettings, StoreSettings, HeartbeatSettings, ProcessSettings
+):
     """`baton fleet`: how many workers, and the settings that each of them gets."""
 
 
@@ -255,6 +266,7 @@ class ClusterConfig(
     FleetSettings,
     TransferSettings,
     ComputeSettings,
+    QueueSettings,
     PolicySettings,
     RequestSettings,
     ModelSettings,

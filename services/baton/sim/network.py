@@ -40,6 +40,7 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
 
     def __init__(self, stream: "SimStream") -> None:
         self._stream = stream
+        self._under_way: deque[Any] = deque()  # timers of one moment fire in any order: each brings the oldest message, not its own
         self._arrived: deque[Any] = deque()
         self._wake = asyncio.Event()
         self._broken: StreamBroken | None = None
@@ -84,9 +85,11 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
         """In order: never before what was sent earlier. A StreamBroken is the other end's goodbye."""
         loop = asyncio.get_running_loop()
         self._next_arrival_s = max(self._next_arrival_s, loop.time() + self._stream.draw_delay())
-        loop.call_at(self._next_arrival_s, self._arrive, message)
+        self._under_way.append(message)
+        loop.call_at(self._next_arrival_s, self._arrive)
 
-    def _arrive(self, message: Any) -> None:
+    def _arrive(self) -> None:
+        message = self._under_way.popleft()
         if self._broken:
             return
         if isinstance(message, StreamBroken):

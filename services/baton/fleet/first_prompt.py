@@ -1,0 +1,65 @@
+"""The first question to a new cluster: asked as any client would, through HTTP streaming, with proof of the way it took."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from baton.core.errors import BatonError
+
+TIMEOUT_S = 120.0
+
+
+async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> None:
+    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is no answer."""
+    body = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "timeline": True,
+        "temperature": 0,
+        "max_tokens": 128,
+        "messages": [{"role": "user", "content": prompt}],
+    }
+    write(f"\n> {prompt}\n")
+    last: dict[str, Any] = {}
+    async with (
+        httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+        client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+    ):
+        if answer.status_code != httpx.codes.OK:
+            raise BatonError(f"the first prompt was answered with HTTP {answer.status_code}: {(await answer.aread()).decode()}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise BatonError(f"the first prompt failed: {event['error'].get('message')}")
+            for choice in event["choices"]:
+                write(choice["delta"].get("content") or "")
+            last = event
+    write(f"\n{proof(last)}\n")
+
+
+def proof(event: dict[str, Any]) -> str:
+    """Who prefilled, what was pulled, who decoded, and how fast, from a stream's last event (`usage` and `baton`)."""
+    timeline, usage = event["baton"], event["usage"]
+    prefill, decode = timeline["prefill"], timeline["decode"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt = f"{usage['prompt_tokens']} tokens" + (f" ({cached} cached)" if cached else "")
+    parts = []
+    if prefill is not None:
+        parts.append(f"{prefill['worker_id']} (pid {prefill['pid']}) prefilled {prompt}")
+    if decode is not None:
+        pulled = f"{timeline['kv_bytes'] / 1024:.0f} KiB pulled by " if timeline["kv_bytes"] else ""
+        by = f" by {timeline['transport']}" if pulled and timeline["transport"] else ""
+        parts.append(f"{pulled}{decode['worker_id']} (pid {decode['pid']}){by}, which decoded {usage['completion_tokens']}")
+    ttft, tpot = (f"{timeline[name] * 1e3:.1f} ms" if timeline.get(name) is not None else "-" for name in ("ttft_s", "tpot_s"))
+    return f"{', '.join(parts)}.   TTFT {ttft}   TPOT {tpot}"
+
+
+def curl_example(url: str, model: str) -> str:
+    """A request to paste into a terminal."""
+    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": "What does os.getcwd do?"}]})
+    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

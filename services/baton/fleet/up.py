@@ -1,0 +1,232 @@
+"""`baton up`: the whole real cluster on one machine, from one configuration to nothing left behind."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from baton.core.errors import BatonError
+from baton.engine.model.hub import DEMO, resolve_model
+from baton.fleet.first_prompt import ask, curl_example
+from baton.fleet.plan import WorkerSpec, plan_workers
+from baton.fleet.progress import Progress, Say
+from baton.fleet.ray_fleet import RayFleet
+from baton.fleet.run_dir import RunDir
+from baton.fleet.supervisor import Child, ChildSpec, baton_command
+from baton.fleet.worker_actor import WorkerFacts
+from baton.runtime import logging
+from baton.runtime.config import Config, derive, dump
+from baton.runtime.network import choose_port, join_address
+from baton.runtime.process import Stop
+from baton.runtime.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.store.private_redis import START_S, redis_command
+
+log = logging.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+READY_LIMIT_S = 120.0
+STOP_GRACE_S = 5.0
+
+
+class Cluster:
+    """Everything that one `baton up` starts, in the order in which it has to end."""
+
+    def __init__(self, config: ClusterConfig, run: RunDir, log_dir: Path | None, say: Say) -> None:
+        self._config = config
+        self._run = run
+        self._log_dir = log_dir
+        self._progress = Progress(say)
+        self._say = say
+        self._stack = AsyncExitStack()
+        self._children: list[Child] = []
+        self._fleet = RayFleet(
+            ray_dir=run.path / "ray", ray_address=config.ray_address, log_dir=log_dir, detached=False, on_change=self._worker_changed
+        )
+        self._serving = False
+        self.http_url = ""
+        self.grpc_address = ""
+
+    async def start(self) -> None:
+        """Bring everything up. Raises BatonError naming what did not start, and why."""
+        config = self._config
+        http_port = choose_port(config.host, config.http_port, flag="--http-port")
+        grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
+        self.http_url = f"http://{join_address(config.host, http_port)}"
+        self.grpc_address = join_address(config.host, grpc_port)
+        model = await self._model()
+        async with asyncio.TaskGroup() as group:
+            ray = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
+            self._stack.push_async_callback(self._fleet.close, STOP_GRACE_S)
+            redis_url = config.redis_url or await self._start_redis()
+            scheduler = derive(SchedulerConfig, config, host=LOOPBACK, redis_url=redis_url, rpc_port=self._free_port())
+            group.create_task(self._start_child("scheduler", scheduler, config.policy))
+            gateway = derive(
+                GatewayConfig,
+                config,
+                http_port=http_port,
+                grpc_port=grpc_port,
+                model=model,
+                served_model_name=config.model_name,
+                redis_url=redis_url,
+            )
+            group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
+            await ray
+            for spec in plan_workers(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []):
+                group.create_task(self._start_worker(spec, self._worker_config(spec, model, redis_url)))
+        await self._progress.phase("link", self._until_ready(), str)
+        self._serving = True
+
+    async def supervise(self) -> None:
+        """Keep everything alive until cancelled. Raises BatonError when something keeps dying."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fleet.supervise())
+            for child in self._children:
+                group.create_task(child.supervise())
+
+    async def close(self) -> None:
+        """End all of it, gateway first, so that running answers can finish while their workers live."""
+        self._serving = False
+        for child in reversed(self._children):
+            await child.stop(STOP_GRACE_S)
+        await self._stack.aclose()
+
+    async def _model(self) -> str:
+        """The directory that every process loads without the network; a hub id is fetched now, once."""
+        began_s = asyncio.get_running_loop().time()
+        directory = str(await asyncio.to_thread(resolve_model, self._config.model))
+        if directory != self._config.model and self._config.model != DEMO:
+            self._progress.line("model", directory, asyncio.get_running_loop().time() - began_s)
+        return directory
+
+    async def _start_redis(self) -> str:
+        command = redis_command(self._run.path / "redis")
+        child = Child(self._spec("redis", command.argv, START_S, command.wait_until_ready))
+        self._children.append(child)
+        await self._progress.phase("redis", child.start(), lambda _: command.description)
+        return command.url
+
+    async def _start_child(self, name: str, settings: Config, what: str) -> None:
+        file = self._run.path / f"{name}.yaml"
+        file.touch(mode=0o600)
+        file.write_text(yaml.safe_dump({key: value for key, value in dump(settings).items() if value is not None}))
+        child = Child(
+            self._spec(name, baton_command(name, file), READY_LIMIT_S), on_restart=lambda name: self._say(f"{name} was restarted")
+        )
+        self._children.append(child)
+        await self._progress.phase(name, child.start(), lambda _: f"{what}  pid {child.pid}")
+
+    async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
+        def describe(facts: WorkerFacts) -> str:
+            return f"{spec.role.value:<8} pid {facts.pid}  {facts.summary}"
+
+        await self._progress.phase(f"worker {spec.worker_id}", self._fleet.start(spec, settings), describe)
+
+    def _worker_config(self, spec: WorkerSpec, model: str, redis_url: str) -> WorkerConfig:
+        config = self._config
+        return derive(
+            WorkerConfig,
+            config,
+            host=LOOPBACK,
+            worker_id=spec.worker_id,
+            role=spec.role.value,
+            model=model,
+            served_model_name=config.model_name,
+            redis_url=redis_url,
+            threads_per_worker=config.threads_per_worker or max(1, len(spec.cores)),
+            workers_on_host=config.prefill + config.decode + config.hybrid,
+            log_dir=self._log_dir,
+        )
+
+    def _spec(
+        self, name: str, argv: list[str], start_timeout_s: float, ready: Callable[[], Coroutine[Any, Any, str]] | None = None
+    ) -> ChildSpec:
+        output = self._output_dir / f"{name}.out"
+        return ChildSpec(name=name, argv=argv, output=output, start_timeout_s=start_timeout_s, wait_until_ready=ready)
+
+    @property
+    def _output_dir(self) -> Path:
+        return self._log_dir or self._run.path
+
+    async def _until_ready(self) -> str:
+        """Wait until the gateway says that roles and pairs are there; returns what it says of the links."""
+        last = "no answer"
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            try:
+                async with asyncio.timeout(READY_LIMIT_S):
+                    while True:
+                        try:
+                            answer = await client.get(f"{self.http_url}/ready")
+                        except httpx.HTTPError as error:
+                            last = str(error) or type(error).__name__
+                        else:
+                            if answer.status_code == 200:
+                                return str(answer.json().get("links", ""))
+                            last = answer.text
+                        await asyncio.sleep(0.05)
+            except TimeoutError:
+                raise BatonError(f"the gateway was not ready within {READY_LIMIT_S:g} s: {last}; logs: {self._output_dir}") from None
+
+    def _worker_changed(self, worker_id: str, facts: WorkerFacts | None) -> None:
+        if self._serving:
+            self._say(f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}")
+
+    def _free_port(self) -> int:
+        return choose_port(LOOPBACK, 0, flag="--rpc-port")
+
+
+async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
+    """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every case."""
+    log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
+    logging.configure("up", level=config.log_level, log_dir=log_dir)
+    run = RunDir()
+    cluster = Cluster(config, run, log_dir, say)
+    try:
+        await _until(stop, cluster.start())
+        if not stop.drain.is_set():
+            await _serve(config, cluster, stop, say, log_dir)
+    finally:
+        await cluster.close()
+        await asyncio.to_thread(run.close)
+
+
+async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, say: Say, log_dir: Path | None) -> None:
+    say(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}" + (f"    logs {log_dir}" if log_dir else ""))
+    supervision = asyncio.create_task(cluster.supervise())
+    try:
+        if config.first_prompt is not None:
+            await ask(cluster.http_url, config.model_name, config.first_prompt, write=_write)
+            if config.once:
+                return
+        else:
+            say(curl_example(cluster.http_url, config.model_name))
+        say("Why there? baton explain last      Stop: Ctrl-C")
+        await _until(stop, supervision)
+    finally:
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+
+async def _until(stop: Stop, work: Awaitable[None]) -> None:
+    """Await `work`, or leave it when a stop is asked for."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.create_task(stop.drain.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

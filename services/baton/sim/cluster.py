@@ -1,0 +1,86 @@
+"""A simulated cluster: `fleet.local` over the simulator's leaves, all of it from one seed."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.core.ids import WorkerRef
+from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.engine.block_pool import BlockPool
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.fleet.local import LocalCluster, WorkerLeaves
+from baton.gateway.tokenizer import ByteTokenizer
+from baton.runtime.settings import ClusterConfig, WorkerConfig
+from baton.sim.executor import SimExecutor, SimStepCost
+from baton.sim.memory import SimMemory
+from baton.sim.network import Delays, SimNetwork
+from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.store.memory import MemoryDecisionStore, MemoryMembership
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimModel:
+    """The model that is simulated, and what it costs."""
+
+    vocab_size: int = 251
+    max_model_len: int = 256
+    num_blocks: int = 96
+    step: SimStepCost = field(default_factory=SimStepCost)
+    link: LinkModel = field(default_factory=LinkModel)
+    delays: Delays = field(default_factory=Delays)
+
+
+class SimCluster(LocalCluster):
+    """Must be made inside the virtual-time loop that runs it."""
+
+    def __init__(self, config: ClusterConfig, model: SimModel, seed: int) -> None:
+        rng = Random(seed)
+        self.model = model
+        self.network = SimNetwork(Random(rng.getrandbits(64)), model.delays)
+        self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
+        super().__init__(
+            config=config,
+            switchboard=self.network,
+            membership=MemoryMembership(),
+            decisions=MemoryDecisionStore(),
+            tokenizer=ByteTokenizer(vocab_size=model.vocab_size, max_model_len=model.max_model_len),
+            make_leaves=self._make_sim_leaves,
+            rng=rng,
+        )
+
+    def _make_sim_leaves(self, worker: WorkerRef, config: WorkerConfig) -> WorkerLeaves:
+        model = self.model
+        layout = sim_layout(config.block_size_tokens)
+        memory = SimMemory(model.num_blocks, config.block_size_tokens)
+        lives = MemoryLifeTable(bytearray(ENTRY_BYTES * model.num_blocks), worker.worker_epoch)
+        pool = BlockPool(model.num_blocks, config.block_size_tokens, lives)
+        backend = SimTransferBackend(fabric=self.fabric, worker=worker, layout=layout, memory=memory, lives=lives)
+        engine = Engine(
+            EngineConfig(
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=model.max_model_len,
+                block_size_tokens=config.block_size_tokens,
+                max_waiting_seqs=config.max_queue,
+            ),
+            pool,
+        )
+        return WorkerLeaves(
+            engine=engine,
+            pool=pool,
+            executor=SimExecutor(layout=layout, memory=memory, vocab_size=model.vocab_size, cost=model.step),
+            backend=backend,
+            close=lambda: self.fabric.kill(backend.memory[0].agent_name),
+        )
+
+
+def sim_layout(block_size_tokens: int) -> KvLayout:
+    """A small model's: what matters is the bytes a block has on the wire."""
+    components = tuple(KvComponent(name=name, num_kv_heads=2, head_dim=64, dtype="bfloat16") for name in ("k", "v"))
+    return KvLayout(
+        model_fingerprint="simulated",
+        tokenizer_fingerprint="bytes",
+        block_size_tokens=block_size_tokens,
+        groups=(LayerGroup(layer_begin=0, num_layers=4, components=components),),
+    )

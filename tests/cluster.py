@@ -1,0 +1,181 @@
+"""A cluster of real processes for tests: Redis, scheduler, workers, gateway, without Ray. Each can be stopped, killed and started."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from baton.core.front import ClusterStatus
+from baton.fleet.supervisor import Child, ChildSpec, baton_command
+from baton.runtime.config import settings_of
+from baton.runtime.network import choose_port
+from baton.runtime.settings import SERVICES
+from baton.store.private_redis import redis_command
+from baton.wire.admin import AdminClient
+from baton.wire.channel import channel_options, open_channel
+from tests.times import TEST_TIMES
+
+HOST = "127.0.0.1"
+START_S = 90.0
+CALM_S = 10.0
+"""I2: so long after the last request and the last fault nothing may be left."""
+
+
+class ProcessCluster:
+    """Processes by name: `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, …"""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.settings: dict[str, Any] = {
+            "host": HOST,
+            "model": "demo",
+            "dtype": "float32",
+            "kv_memory": 64 * 2**20,
+            "threads_per_worker": 1,
+            **TEST_TIMES,
+            **settings,
+        }
+        self.children: dict[str, Child] = {}
+        self.roles: dict[str, str] = {}
+        self.url = ""
+        self.grpc_address = ""
+
+    async def start(self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, schedulers: int = 1) -> None:
+        """Everything, and wait until the gateway is ready."""
+        redis = redis_command(self.directory / "redis")
+        self.settings["redis_url"] = redis.url
+        await self._start_child("redis", redis.argv, {}, redis.wait_until_ready)
+        http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
+        self.url, self.grpc_address = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
+        names = {f"{role[0]}{i}": role for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid)) for i in range(n)}
+        self.roles = names
+        await asyncio.gather(
+            *(self.start_service(f"scheduler{i or ''}", "scheduler") for i in range(schedulers)),
+            self.start_service("gateway", "gateway", http_port=http_port, grpc_port=grpc_port),
+            *(self.start_worker(name) for name in names),
+        )
+        await self.wait_ready()
+
+    async def start_worker(self, name: str, *, failpoints: str = "", **settings: Any) -> None:
+        """A (new) life of the worker `name`."""
+        role = self.roles.setdefault(name, {"p": "prefill", "d": "decode", "h": "hybrid"}[name[0]])
+        await self.start_service(name, "worker", failpoints=failpoints, worker_id=name, role=role, **settings)
+
+    async def start_service(self, name: str, command: str, *, failpoints: str = "", **settings: Any) -> None:
+        known = {setting.name for setting in settings_of(SERVICES[command])}
+        values = {key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None}
+        file = self.directory / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({**values, "log_dir": str(self.directory / "logs" / name)}))
+        await self._start_child(name, baton_command(command, file), {"BATON_FAILPOINTS": failpoints} if failpoints else {})
+
+    async def _start_child(self, name: str, argv: list[str], environ: dict[str, str], ready: Any = None) -> None:
+        output = self.directory / f"{name}.out"
+        child = Child(
+            ChildSpec(name=name, argv=argv, output=output, environ=environ, start_timeout_s=START_S, wait_until_ready=ready),
+        )
+        self.children[name] = child
+        await child.start()
+
+    def pid(self, name: str) -> int:
+        return self.children[name].pid
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.pid(name), number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.signal(name, signal.SIGKILL)
+        await self.children.pop(name).stop(grace_s=5)
+
+    async def stop_one(self, name: str) -> int:
+        """SIGTERM; the exit code."""
+        child = self.children.pop(name)
+        await child.stop(grace_s=30)
+        assert child.exit_code is not None
+        return child.exit_code
+
+    async def wait_ready(self) -> None:
+        last = ""
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            for _ in range(int(START_S / 0.05)):
+                try:
+                    answer = await client.get(f"{self.url}/ready")
+                    last = answer.text
+                    if answer.status_code == 200:
+                        return
+                except httpx.HTTPError as error:
+                    last = repr(error)
+                await asyncio.sleep(0.05)
+        raise AssertionError(f"not ready: {last}; see {self.directory}")
+
+    async def status(self) -> ClusterStatus:
+        async with open_channel(self.grpc_address, channel_options(1.0)) as channel:
+            return await AdminClient(channel, self.grpc_address).status()
+
+    async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
+        """Poll the cluster's status until it is so. Raises AssertionError with the last one."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while True:
+            status = await self.status()
+            if condition(status):
+                return status
+            if loop.time() > end_s:
+                raise AssertionError(f"not within {limit_s:g} s: {what}; {status}; see {self.directory}")
+            await asyncio.sleep(0.05)
+
+    async def until_workers(self, *names: str, limit_s: float = START_S) -> None:
+        """Wait until exactly these workers are ready."""
+        await self.until(
+            lambda s: sorted(w.worker.worker_id for w in s.workers if w.state.value == "ready") == sorted(names),
+            limit_s,
+            f"workers {names}",
+        )
+
+    async def check_clean(self, *, may_quarantine: bool = False) -> None:
+        """Invariant I2 on every living worker."""
+
+        def is_clean(status: ClusterStatus) -> bool:
+            return all(
+                w.blocks.is_balanced
+                and not w.blocks.used
+                and not w.blocks.landing
+                and (may_quarantine or not w.blocks.quarantined)
+                and not w.open_leases
+                and not w.running_seqs
+                and not w.waiting_seqs
+                for w in status.workers
+            )
+
+        await self.until(is_clean, CALM_S, "no block used, landing or quarantined, no lease, no sequence")
+
+    async def stop(self) -> None:
+        """Everything, the gateway first; nothing may be left."""
+        order = sorted(self.children, key=lambda name: (name != "gateway", name == "redis"))
+        pids = [self.pid(name) for name in order]
+        for name in order:
+            self.children[name].resume()
+        for name in order:
+            await self.children.pop(name).stop(grace_s=15)
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        assert not left, f"processes left behind: {left}"
+
+
+@asynccontextmanager
+async def process_cluster(*, prefill: int = 1, decode: int = 1, hybrid: int = 0, **settings: Any) -> AsyncIterator[ProcessCluster]:
+    """A running cluster; what a failed test leaves is cleaned up, too."""
+    with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        cluster = ProcessCluster(Path(directory), settings)
+        try:
+            await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid)
+            yield cluster
+        finally:
+            await cluster.stop()

@@ -1,0 +1,50 @@
+"""500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every token right, nothing leaked."""
+
+import pytest
+
+from baton.runtime.settings import ClusterConfig, settings_of
+from baton.sim import virtual_time
+from baton.sim.chaos import Storm, StormReport, run_storm
+from baton.sim.cluster import SimModel
+from baton.sim.transfer_backend import LinkModel
+from tests.scale import sized
+from tests.times import TEST_TIMES
+
+pytestmark = pytest.mark.sim
+
+NUM_SEEDS = sized(50, 500)
+STORM = Storm()
+MODEL = SimModel(link=LinkModel(stuck=0.01, stuck_s=12.0))
+
+
+def config() -> ClusterConfig:
+    names = {setting.name for setting in settings_of(ClusterConfig)}
+    return ClusterConfig(
+        prefill=2,
+        decode=2,
+        log_dir=None,
+        block_size_tokens=8,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        **{name: value for name, value in TEST_TIMES.items() if name in names},  # type: ignore[arg-type]
+    )
+
+
+def storm(seed: int) -> StormReport:
+    return virtual_time.run(run_storm(config(), MODEL, STORM, seed))
+
+
+def test_one_seed_gives_the_same_bytes_twice() -> None:
+    first, second = storm(0), storm(0)
+    assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
+    assert first.faults["cut"] > 5
+    assert first.faults["kill"] > 2
+
+
+@pytest.mark.parametrize("seed", range(1, NUM_SEEDS))
+def test_a_storm_passes_and_leaves_nothing_behind(seed: int) -> None:
+    report = storm(seed)
+    assert sum(report.outcomes.values()) == STORM.num_requests
+    assert report.outcomes.keys() <= {"finished", "cancelled", "poison"}, report.outcomes
+    assert report.outcomes["finished"] > STORM.num_requests * 0.7
+    assert report.outcomes.get("poison", 0) <= 3, "only those that two killed workers had in a step"
