@@ -13,8 +13,10 @@ from tests.times import TEST_TIMES
 pytestmark = pytest.mark.sim
 
 NUM_SEEDS = sized(50, 500)
-STORM = Storm()
-MODEL = SimModel(link=LinkModel(stuck=0.01, stuck_s=12.0))
+FULL = Storm()
+SHORT = Storm(num_requests=120, duration_s=8.0, cuts_per_s=1.5, deaths_per_s=0.6)
+STORM = sized(SHORT, FULL)
+MODEL = SimModel(num_blocks=160, link=LinkModel(stuck=0.005, stuck_s=8.0))
 
 
 def config() -> ClusterConfig:
@@ -30,12 +32,12 @@ def config() -> ClusterConfig:
     )
 
 
-def storm(seed: int) -> StormReport:
-    return virtual_time.run(run_storm(config(), MODEL, STORM, seed))
+def storm(shape: Storm, seed: int) -> StormReport:
+    return virtual_time.run(run_storm(config(), MODEL, shape, seed))
 
 
 def test_one_seed_gives_the_same_bytes_twice() -> None:
-    first, second = storm(0), storm(0)
+    first, second = storm(FULL, 0), storm(FULL, 0)
     assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
     assert first.faults["cut"] > 5
     assert first.faults["kill"] > 2
@@ -43,7 +45,7 @@ def test_one_seed_gives_the_same_bytes_twice() -> None:
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS))
 def test_a_storm_passes_and_leaves_nothing_behind(seed: int) -> None:
-    report = storm(seed)
+    report = storm(STORM, seed)
     assert sum(report.outcomes.values()) == STORM.num_requests
     assert report.outcomes.keys() <= {"finished", "cancelled", "poison"}, report.outcomes
     assert report.outcomes["finished"] > STORM.num_requests * 0.7

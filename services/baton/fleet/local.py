@@ -103,7 +103,12 @@ class LocalCluster:
         scheduler = Scheduler(
             scheduler_id=name,
             policy=config.policy,
-            times=SchedulerTimes(silence_s=config.detection_s, reservation_s=config.detection_s, watch_interval_s=config.heartbeat_s / 10),
+            times=SchedulerTimes(
+                silence_s=config.detection_s,
+                settle_s=config.detection_s / 2,
+                reservation_s=2 * config.detection_s,
+                watch_interval_s=config.heartbeat_s / 10,
+            ),
             max_waiting_seqs=config.max_queue,
             store=self._decisions,
             metrics=SchedulerMetrics(CollectorRegistry()),
@@ -183,6 +188,8 @@ class LocalCluster:
             finally:
                 await leaves.backend.aclose()
                 leaves.close()
+            await self._switchboard.kill(worker_ref.address)
+            self.start_worker(worker_id, role)  # it has drained by itself: a new life takes its place, as a fleet would have it
 
         self._run(worker_id, worker_ref.address, run)
         self.workers[worker_id] = worker

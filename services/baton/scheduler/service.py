@@ -20,7 +20,7 @@ from baton.core.cluster import (
     WorkerRole,
     WorkerState,
 )
-from baton.core.errors import StoreUnavailable, StreamBroken
+from baton.core.errors import Reason, StoreUnavailable, StreamBroken
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.request import RequestActuals
 from baton.runtime.logging import get_logger
@@ -28,7 +28,7 @@ from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import admit
 from baton.scheduler.explain import RecentDecisions, record_of
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Turn
+from baton.scheduler.policies.choice import Choice, Turn
 from baton.scheduler.view import ClusterView
 from baton.scheduler.watch import Watchers
 
@@ -36,13 +36,17 @@ log = get_logger(__name__)
 
 RECORD_TTL_S = 3_600.0
 MAX_UNWRITTEN_RECORDS = 1_024
+LAST_RECORDS_S = 1.0
+"""How long a scheduler that ends goes on writing records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
-    """`silence_s`: a worker not heard of for so long is gone. `reservation_s`: how long a placement counts if no report ever does."""
+    """`silence_s`: a worker not heard of for so long is gone. `settle_s`: for so long after the start, or after a worker's stream broke, a
+    request for which there is no worker waits for one to report. `reservation_s`: how long a placement counts if no report ever does."""
 
     silence_s: float
+    settle_s: float
     reservation_s: float
     watch_interval_s: float
 
@@ -61,7 +65,7 @@ class Scheduler(SchedulerService):
         metrics: SchedulerMetrics,
         rng: Random,
     ) -> None:
-        self._id = scheduler_id
+        self.scheduler_id = scheduler_id
         self._policy_name = policy
         self._policy = POLICIES[policy]
         self._max_waiting_seqs = max_waiting_seqs
@@ -74,6 +78,10 @@ class Scheduler(SchedulerService):
         self._unwritten: asyncio.Queue[DecisionRecord] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
         self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
         self._turn = 0
+        self._times = times
+        self._view_changed = asyncio.Event()
+        self._unsettled_until_s = 0.0
+        self._unsettled()
         self._tasks = [
             asyncio.create_task(self._write_records(), name="scheduler-records"),
             asyncio.create_task(self._watch_silence(times.silence_s / 4), name="scheduler-silence"),
@@ -83,7 +91,9 @@ class Scheduler(SchedulerService):
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         decision_id = DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
-        choice = self._policy(query, self._view.snapshot(now_s), Turn(number=self._turn, rng=self._rng))
+        choice = self._choose(query)
+        while isinstance(choice, Rejection) and choice.reason is Reason.NO_WORKERS and await self._may_find_more():
+            choice = self._choose(query)
         self._turn += 1
         answer: Placement | Rejection
         candidates: tuple[Candidate, ...] = ()
@@ -93,7 +103,7 @@ class Scheduler(SchedulerService):
             candidates = choice.candidates
             answer = admit(query, choice, max_waiting_seqs=self._max_waiting_seqs) or Placement(
                 decision_id=decision_id,
-                scheduler_id=self._id,
+                scheduler_id=self.scheduler_id,
                 policy=self._policy_name,
                 prefill=choice.prefill.worker if choice.prefill else None,
                 decode=choice.decode.worker if choice.decode else None,
@@ -104,7 +114,7 @@ class Scheduler(SchedulerService):
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
         self._metrics.decision_s.observe(loop.time() - now_s)
-        record = record_of(decision_id, self._id, self._policy_name, query, answer, candidates)
+        record = record_of(decision_id, self.scheduler_id, self._policy_name, query, answer, candidates)
         self._recent.put(record)
         self._keep(record)
         return answer
@@ -157,15 +167,44 @@ class Scheduler(SchedulerService):
         finally:
             if worker is not None and self._streams.get(worker) is stream:
                 del self._streams[worker]
+                self._unsettled()
                 if self._view.lose(worker):
                     log.warning("worker_lost", worker=str(worker))
                     self._changed()
 
     async def aclose(self) -> None:
+        """End the standing streams, whose other ends then go to another scheduler, and write what is left to write. Safe to call twice."""
+        if not self._tasks:
+            return
+        self._watchers.close()
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            await stream.aclose()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_RECORDS_S):
+                await self._unwritten.join()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._watchers.close()
+        self._tasks.clear()
+
+    def _choose(self, query: PlacementQuery) -> Choice | Rejection:
+        snapshot = self._view.snapshot(asyncio.get_running_loop().time())
+        return self._policy(query, snapshot, Turn(number=self._turn, rng=self._rng))
+
+    async def _may_find_more(self) -> bool:
+        """Wait for the view to change, while workers may only not have reported yet: after our own start, or after a stream broke."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._unsettled_until_s:
+            return False
+        self._view_changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._unsettled_until_s):
+                await self._view_changed.wait()
+        return True
+
+    def _unsettled(self) -> None:
+        self._unsettled_until_s = asyncio.get_running_loop().time() + self._times.settle_s
 
     def _warm_pairs(self, report: WorkerReport, stream: Duplex[Command, WorkerReport], warmed: set[WorkerRef]) -> None:
         """Ask a decode worker to connect to each prefill worker whose KV it may be sent for, before the first request needs the pair."""
@@ -183,6 +222,7 @@ class Scheduler(SchedulerService):
         for (role, state), number in Counter((r.role.value, r.state.value) for r in reports).items():
             self._metrics.workers.labels(role, state).set(number)
         self._watchers.update(reports)
+        self._view_changed.set()
 
     def _keep(self, record: DecisionRecord) -> None:
         """Write the record later; drop it where the store is too slow to keep up."""
@@ -198,6 +238,8 @@ class Scheduler(SchedulerService):
                 self._metrics.store_degraded.set(0)
             except StoreUnavailable:
                 self._metrics.store_degraded.set(1)
+            finally:
+                self._unwritten.task_done()
 
     async def _watch_silence(self, interval_s: float) -> None:
         """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement."""

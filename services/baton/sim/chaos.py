@@ -14,7 +14,7 @@ from baton.runtime.settings import ClusterConfig
 from baton.sim.clients import SimAnswer, SimRequest, run_client
 from baton.sim.cluster import SimCluster, SimModel
 
-CALM_S = 60.0
+CALM_S = 20.0
 """After the last request and the last fault: longer than every lease, grace, deadline and stuck read."""
 GRACE_S = 1.0
 """By how much a request may end after its deadline (I4)."""
@@ -76,7 +76,7 @@ async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: 
             raise AssertionError(f"{name}: {counts.quarantined} blocks are still quarantined {CALM_S:g} s after the last fault")
         report.transcript.append(f"{name} {counts}")
     await cluster.aclose()
-    left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    left = [f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if left:
         raise AssertionError(f"tasks left behind: {sorted(left)}")
     return report

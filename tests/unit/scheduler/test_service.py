@@ -33,7 +33,7 @@ async def a_scheduler(policy: str = "least_loaded", max_waiting_seqs: int = 4) -
     scheduler = Scheduler(
         scheduler_id="s0",
         policy=policy,
-        times=SchedulerTimes(silence_s=0.5, reservation_s=5.0, watch_interval_s=0.0),
+        times=SchedulerTimes(silence_s=0.5, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         max_waiting_seqs=max_waiting_seqs,
         store=BrokenStore(),
         metrics=SchedulerMetrics(CollectorRegistry()),
@@ -75,6 +75,15 @@ async def test_workers_are_placed_on_from_their_first_report_to_the_end_of_their
         await decode.aclose()
         await settle()
         assert isinstance(await scheduler.place(query()), Rejection)
+
+
+async def test_a_request_waits_for_workers_that_may_only_not_have_reported_yet() -> None:
+    async with a_scheduler() as (scheduler, network):
+        asked = asyncio.create_task(scheduler.place(query()))
+        await settle()
+        assert not asked.done(), "a scheduler that has just started knows nobody yet"
+        await join(network, worker_report("w0"))
+        assert isinstance(await asked, Placement)
 
 
 async def test_a_burst_between_two_reports_does_not_pile_up() -> None:

@@ -1,0 +1,137 @@
+"""`baton scheduler`: one scheduler as a process, joined from its leaves: gRPC, Redis, the admin port."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from random import Random
+
+from baton.core.apis import DecisionStore, Member, MemberKind, Membership
+from baton.core.errors import StoreUnavailable
+from baton.runtime.admin_http import AdminServer
+from baton.runtime.health import Health
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_registry
+from baton.runtime.network import advertised_host, join_address
+from baton.runtime.process import Background, Stop, watch_loop_lag
+from baton.runtime.settings import SchedulerConfig
+from baton.scheduler.service import Scheduler, SchedulerTimes
+from baton.store.connection import RedisConnection
+from baton.store.decisions import RedisDecisionStore
+from baton.store.keys import Keys
+from baton.store.membership import RedisMembership
+from baton.store.memory import MemoryDecisionStore, MemoryMembership
+from baton.wire.server import GrpcServer
+
+log = get_logger(__name__)
+
+UPDATES_A_HEARTBEAT = 20
+"""At most so many on a Watch stream; workers report no more often."""
+CALLS_GRACE_S = 1.0
+"""Time for the calls that are being answered when a drain begins; each takes milliseconds."""
+
+
+async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
+    """Serve until `stop` is asked for; `on_ready` gets the address that gateways and workers call.
+
+    A drain takes this scheduler out of the membership, answers the calls that have begun, and ends the standing streams, so that gateways
+    and workers go on with another one. Raises ConfigError when a port is taken or the Redis URL is none; a Redis that is away is no error.
+    """
+    rng = Random()
+    registry = process_registry("scheduler")
+    health = Health("rpc")
+    async with AsyncExitStack() as stack:
+        membership, decisions = _stores(config, stack)
+        scheduler = Scheduler(
+            scheduler_id=f"scheduler-{rng.getrandbits(32):08x}",
+            policy=config.policy,
+            times=times_of(config),
+            max_waiting_seqs=config.max_queue,
+            store=decisions,
+            metrics=SchedulerMetrics(registry),
+            rng=rng,
+        )
+        stack.push_async_callback(scheduler.aclose)
+        server = GrpcServer(heartbeat_s=config.heartbeat_s)
+        server.add_scheduler(scheduler)
+        server.follow(health)
+        port = await server.start(config.host, config.rpc_port)
+        stack.push_async_callback(server.stop, CALLS_GRACE_S)
+        admin = AdminServer(health, registry)
+        if config.admin_port is not None:
+            admin_port = admin.start(config.host, config.admin_port)
+            stack.push_async_callback(admin.stop)
+            log.info("admin_started", address=join_address(config.host, admin_port))
+        member = Member(
+            kind=MemberKind.SCHEDULER,
+            member_id=scheduler.scheduler_id,
+            epoch=rng.getrandbits(64),
+            address=join_address(advertised_host(config.host, config.advertise_host), port),
+            info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
+        )
+        log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
+        announcements = Announcements(membership, member, ttl_s=config.detection_s)
+        await announcements.announce()
+        health.ready("rpc")
+        async with Background(announcements.keep(config.heartbeat_s), watch_loop_lag(ProcessMetrics(registry).loop_lag_s.observe)):
+            on_ready(member.address)
+            await stop.drain.wait()
+        log.info("scheduler_draining", scheduler=member.member_id)
+        health.drain()
+        await announcements.withdraw()
+        await scheduler.aclose()
+
+
+def times_of(config: SchedulerConfig) -> SchedulerTimes:
+    """A job reaches its worker, and the next report its scheduler, long before a second detection time is over."""
+    return SchedulerTimes(
+        silence_s=config.detection_s,
+        settle_s=config.detection_s / 2,
+        reservation_s=2 * config.detection_s,
+        watch_interval_s=config.heartbeat_s / UPDATES_A_HEARTBEAT,
+    )
+
+
+class Announcements:
+    """Keeps one member listed. A store that is away is logged once, and again when it is back."""
+
+    def __init__(self, membership: Membership, member: Member, ttl_s: float) -> None:
+        self._membership = membership
+        self._member = member
+        self._ttl_s = ttl_s
+        self._is_away = False
+
+    async def announce(self) -> None:
+        """Once; waits no longer than the store's own bound."""
+        try:
+            await self._membership.announce(self._member, self._ttl_s)
+        except StoreUnavailable as error:
+            if not self._is_away:
+                log.warning("store_away", problem=str(error))
+            self._is_away = True
+        else:
+            if self._is_away:
+                log.info("store_back")
+            self._is_away = False
+
+    async def keep(self, every_s: float) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.announce()
+
+    async def withdraw(self) -> None:
+        """Where the store is away the announcement ends by itself."""
+        with suppress(StoreUnavailable):
+            await self._membership.withdraw(self._member)
+
+
+def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore]:
+    """In Redis, or without a URL in this process: then gateways and workers need this scheduler's address, and a restart forgets."""
+    if config.redis_url is None:
+        return MemoryMembership(), MemoryDecisionStore()
+    connection = RedisConnection(config.redis_url)
+    stack.push_async_callback(connection.aclose)
+    keys = Keys()
+    return RedisMembership(connection, keys), RedisDecisionStore(connection, keys)
