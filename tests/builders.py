@@ -8,7 +8,9 @@ from baton.core.blocks import chain, token_ids
 from baton.core.cluster import (
     BlockCounts,
     ClusterSnapshot,
+    DecisionRecord,
     LinkReport,
+    Placement,
     PlacementQuery,
     WorkerReport,
     WorkerRole,
@@ -16,7 +18,8 @@ from baton.core.cluster import (
     WorkerView,
 )
 from baton.core.errors import Code, Failure, Reason
-from baton.core.ids import JobId, WorkerRef
+from baton.core.front import ClusterStatus, ProcessInfo, WorkerStatus
+from baton.core.ids import DecisionId, JobId, WorkerRef
 from baton.core.jobs import PrefillJob
 from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.request import Sampling, TokenDelta
@@ -129,3 +132,41 @@ def token_delta(*tokens: int, job: JobId | None = None, sample_index: int = 0, o
 
 def failure(reason: Reason = Reason.QUEUE_FULL, code: Code = Code.RESOURCE_EXHAUSTED, message: str = "try later", **more: Any) -> Failure:
     return Failure(code=code, reason=reason, message=message, **more)
+
+
+def cluster_status(*reports: WorkerReport, **changes: Any) -> ClusterStatus:
+    """As one gateway, `g0`, tells it, with scheduler `s0`."""
+    fields: dict[str, Any] = {
+        "version": "1.2.3",
+        "model": "demo",
+        "gateway": ProcessInfo(process_id="g0", pid=11, host="here", address="127.0.0.1:8001"),
+        "scheduler": ProcessInfo(process_id="s0", pid=12, host="here", address="127.0.0.1:9000"),
+        "workers": tuple(WorkerStatus.of(report) for report in reports),
+    }
+    return ClusterStatus(**(fields | changes))
+
+
+def placement(prefill: str | None = "w0", decode: str | None = "w1", **changes: Any) -> Placement:
+    fields: dict[str, Any] = {
+        "decision_id": DecisionId("d0"),
+        "scheduler_id": "s0",
+        "policy": "least_loaded",
+        "prefill": worker_ref(prefill) if prefill is not None else None,
+        "decode": worker_ref(decode) if decode is not None else None,
+    }
+    return Placement(**(fields | changes))
+
+
+def decision_record(attempt: int = 0, **changes: Any) -> DecisionRecord:
+    """Placed on w0 and w1, and not finished."""
+    fields: dict[str, Any] = {
+        "decision_id": DecisionId("d0"),
+        "scheduler_id": "s0",
+        "policy": "least_loaded",
+        "request_id": b"request-0",
+        "attempt": attempt,
+        "query": query(attempt=attempt),
+        "placement": placement(),
+        "rejection": None,
+    }
+    return DecisionRecord(**(fields | changes))

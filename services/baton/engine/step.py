@@ -94,7 +94,8 @@ class Executor(Protocol):
     def num_blocks(self) -> int: ...
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; when it returns, the step's KV is written. Raises only when the device itself is at fault (the worker is unhealthy)."""
+        """Run one step; when it returns, the step's KV is written. Raises only when the device itself is at fault: the worker is unhealthy
+        unless the loop finds one sequence that causes it."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,0 +1,34 @@
+"""What goes into a step and who waits: pure functions over sequences. They know no phases: a sequence is some tokens behind, a step
+closes part of the gap."""
+
+from collections.abc import Iterable
+
+from baton.core.lifecycle import SequenceState
+from baton.engine.sequence import EngineSequence
+
+
+def queue_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
+    """In which order sequences get blocks: those that were preempted first, then by priority, then as they came."""
+    return sorted(waiting, key=lambda seq: (seq.state is not SequenceState.PREEMPTED, seq.order))
+
+
+def one_token_behind(running: Iterable[EngineSequence]) -> list[EngineSequence]:
+    """Those that the step carries by one token, best first. They get blocks in this order, so nobody who has got one is a victim later."""
+    return sorted((seq for seq in running if seq.num_tokens_behind == 1), key=lambda seq: seq.order)
+
+
+def victim(running: Iterable[EngineSequence]) -> EngineSequence | None:
+    """Who loses its blocks when they run out: the lowest priority (highest number), then the youngest, of those that may be preempted."""
+    return max((seq for seq in running if seq.can_be_preempted), key=lambda seq: seq.order, default=None)
+
+
+def share_budget(running: Iterable[EngineSequence], max_num_batched_tokens: int) -> list[tuple[EngineSequence, int]]:
+    """Tokens for each running sequence: first to those one token behind, then chunks of what is left to the others, each best first."""
+    shares: list[tuple[EngineSequence, int]] = []
+    budget = max_num_batched_tokens
+    for seq in sorted(running, key=lambda seq: (seq.num_tokens_behind > 1, seq.order)):
+        num_scheduled_tokens = min(seq.num_tokens_behind, budget)
+        if num_scheduled_tokens:
+            shares.append((seq, num_scheduled_tokens))
+            budget -= num_scheduled_tokens
+    return shares

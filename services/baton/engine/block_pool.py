@@ -1,0 +1,345 @@
+"""Who uses which block of KV memory, and which content can be found again. Integers only; the memory itself is the executor's.
+
+Each block is in exactly one state: `landing` or `quarantined` while a read of another worker's memory may write to it, else `used` while a
+sequence refers to it or a transfer pins it, else `cached` if its content is known by hash, else `free`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import chain, islice
+
+from baton.core.apis import LifeTable
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.cluster import BlockCounts
+from baton.core.kv_events import KvEventKind
+from baton.engine.invariants import demand
+
+
+class BlockFill(Enum):
+    """Whether a read of another worker's memory stands between a block and its use. VOID: that read came to nothing, and the sequence
+    that was to use the block has not let go of it yet."""
+
+    NONE = "none"
+    LANDING = "landing"
+    QUARANTINED = "quarantined"
+    VOID = "void"
+
+
+class BlockPool:
+    """The blocks of one worker. The engine owns the references; transfers pin, land and quarantine (`PinPool`, `LandingPool`).
+
+    `on_room` is called whenever blocks have become allocatable, also by a transfer: who waits for memory waits for that.
+    Wrong use (a reference to a free block, a landing that is none) raises ValueError and leaves that block as it was.
+    """
+
+    def __init__(self, num_blocks: int, block_size_tokens: int, life_table: LifeTable) -> None:
+        self.num_blocks = num_blocks
+        self.block_size_tokens = block_size_tokens
+        self.on_room: Callable[[], None] | None = None
+        self._life_table = life_table
+        self._refs = [0] * num_blocks
+        self._pins = [0] * num_blocks
+        self._hash = [NO_HASH] * num_blocks
+        self._fill = [BlockFill.NONE] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # longest free first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._by_hash: dict[BlockHash, int] = {}
+        self._more_copies: dict[BlockHash, list[int]] = {}  # further blocks with that content, all of them used
+        self._num_landing = 0
+        self._num_quarantined = 0
+        self._held_for_others = 0
+        self._changes: dict[BlockHash, KvEventKind] = {}  # net since last taken, so never more than twice the pool
+        self._steps_launched = 0
+        self._steps_finished = 0
+        self._fenced: OrderedDict[int, int] = OrderedDict()  # idle block -> last step that may still write to it; oldest first
+
+    # -- counts -------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones that nobody uses."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held_for_others(self) -> int:
+        """Blocks that only transfers keep."""
+        return self._held_for_others
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            total=self.num_blocks,
+            free=len(self._free),
+            cached=len(self._cached),
+            used=self.num_blocks - self.num_allocatable - self._num_landing - self._num_quarantined,
+            landing=self._num_landing,
+            quarantined=self._num_quarantined,
+            held_for_others=self._held_for_others,
+        )
+
+    def num_refs(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these nobody uses now."""
+        return sum(self._is_idle(b) for b in block_ids)
+
+    def is_readable(self, block_id: int) -> bool:
+        """Whether no read stands between this block and its use."""
+        return self._fill[block_id] is BlockFill.NONE
+
+    # -- handing out and taking back ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Blocks to compute into, each with a new life and one reference; None, and nothing changed, if there are not so many."""
+        if num_blocks > self.num_allocatable:
+            return None
+        return self._hand_out(list(islice(chain(self._free, self._cached), num_blocks)))
+
+    def allocate_landing(self, num_blocks: int) -> list[int] | None:
+        """Blocks to read into, each with a new life and one reference: none that a step in flight may still write to."""
+        chosen = list(islice((b for b in chain(self._free, self._cached) if b not in self._fenced), num_blocks))
+        if len(chosen) < num_blocks:
+            return None
+        for block_id in self._hand_out(chosen):
+            self._fill[block_id] = BlockFill.LANDING
+        self._num_landing += num_blocks
+        return chosen
+
+    def ref(self, block_ids: Iterable[int]) -> None:
+        """One more reference on each; they must be used or cached."""
+        for block_id in block_ids:
+            self._take(block_id)
+            self._count(block_id, refs=1)
+
+    def unref(self, block_ids: Sequence[int]) -> None:
+        """One reference less on each. Given in a sequence's order they are released from the last on: a chain is evicted from its tail."""
+        for block_id in reversed(block_ids):
+            if not self._refs[block_id]:
+                raise ValueError(f"block {block_id} has no reference to give back")
+            self._count(block_id, refs=-1)
+            self._release(block_id)
+        self._tell_room()
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Keep these for a transfer, also when their sequence is over; they must be used or cached."""
+        for block_id in block_ids:
+            if not self.is_readable(block_id):
+                raise ValueError(f"block {block_id} is {self._fill[block_id].value}; it cannot be pinned")
+            self._take(block_id)
+            self._count(block_id, pins=1)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        for block_id in reversed(block_ids):
+            if not self._pins[block_id]:
+                raise ValueError(f"block {block_id} has no pin to give back")
+            self._count(block_id, pins=-1)
+            self._release(block_id)
+        self._tell_room()
+
+    def life(self, block_id: int) -> int:
+        return self._life_table.life(block_id)
+
+    # -- content ------------------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks that hold the leading ones of `hashes`, without taking a reference."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def count_cached(self, hashes: Iterable[BlockHash]) -> int:
+        """How many leading blocks are here now. Nothing keeps them here."""
+        return len(self.lookup(hashes))
+
+    def match(self, hashes: Iterable[BlockHash], max_blocks: int) -> list[int]:
+        """At most `max_blocks` leading blocks, with a reference on each."""
+        found = self.lookup(islice(hashes, max_blocks))
+        self.ref(found)
+        return found
+
+    def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
+        """The block is full, computed and final: others may share it, and nobody writes it any more."""
+        is_in_use = self.is_readable(block_id) and (self._refs[block_id] or self._pins[block_id])
+        if self._hash[block_id] != NO_HASH or block_hash == NO_HASH or not is_in_use:
+            raise ValueError(f"block {block_id} cannot take hash {block_hash.hex()}: it has one or is not in use")
+        self._publish(block_id, block_hash)
+
+    def hash_of(self, block_id: int) -> BlockHash:
+        """NO_HASH: its content is not (yet) shared."""
+        return self._hash[block_id]
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """The content of these is in doubt, and no other sequence uses it: it is not found by hash any more, and as the blocks' life ends
+        no read of them is proven."""
+        for block_id in block_ids:
+            if self._hash[block_id] != NO_HASH:
+                self._forget_content(block_id)
+            self._life_table.begin_life(block_id)
+
+    def hashes(self) -> list[BlockHash]:
+        """All content that can be found here, for a snapshot."""
+        return list(self._by_hash)
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        """What has come (STORED) and gone (EVICTED) since the last call, net: content that came and went again is not named."""
+        events = [(kind, block_hash) for block_hash, kind in self._changes.items()]
+        self._changes.clear()
+        return events
+
+    # -- landing (LandingPool) ----------------------------------------------------------------------------------------------------------
+
+    def land(self, block_id: int, block_hash: BlockHash) -> None:
+        """See LandingPool. If its sequence is over the block stays as cache, or is free if it has no hash."""
+        self._end_landing(block_id, BlockFill.NONE)
+        if block_hash != NO_HASH:
+            self._publish(block_id, block_hash)
+        self._release(block_id)
+        self._tell_room()
+
+    def drop_landing(self, block_ids: Sequence[int]) -> None:
+        """See LandingPool. While its sequence has not let go, a block stays used."""
+        for block_id in reversed(block_ids):
+            self._end_landing(block_id, BlockFill.VOID)
+            self._release(block_id)
+        self._tell_room()
+
+    def quarantine(self, block_ids: Sequence[int]) -> None:
+        """See LandingPool."""
+        for block_id in block_ids:
+            self._end_landing(block_id, BlockFill.QUARANTINED)
+            self._num_quarantined += 1
+
+    def end_quarantine(self, block_ids: Sequence[int]) -> None:
+        """See LandingPool."""
+        for block_id in reversed(block_ids):
+            if self._fill[block_id] is not BlockFill.QUARANTINED:
+                raise ValueError(f"block {block_id} is not quarantined")
+            self._fill[block_id] = BlockFill.VOID
+            self._num_quarantined -= 1
+            self._release(block_id)
+        self._tell_room()
+
+    # -- fence --------------------------------------------------------------------------------------------------------------------------
+
+    def step_launched(self) -> None:
+        """From now on the device may write to blocks that are in use now, until as many steps have finished."""
+        self._steps_launched += 1
+
+    def step_finished(self) -> None:
+        """The oldest step in flight has completed on the device."""
+        if self._steps_finished == self._steps_launched:
+            raise ValueError("no step is in flight")
+        self._steps_finished += 1
+        while self._fenced and next(iter(self._fenced.values())) <= self._steps_finished:
+            self._fenced.popitem(last=False)
+
+    # -- invariants ---------------------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError naming the first invariant that does not hold. Reads the whole pool: for tests and audits."""
+        idle = {b for b in range(self.num_blocks) if self._is_idle(b)}
+        demand(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
+        demand(self._free.keys() | self._cached.keys() == idle, "the idle blocks are not exactly the free and the cached ones")
+        demand(not self._free.keys() & self._cached.keys(), "a block is free and cached")
+        demand(all(self._hash[b] != NO_HASH for b in self._cached), "a cached block has no hash")
+        demand(all(self._hash[b] == NO_HASH for b in self._free), "a free block has a hash")
+        demand(self._fenced.keys() <= idle, "a block in use is fenced")
+        demand(not self._fenced or self._steps_launched > self._steps_finished, "a block is fenced and no step is in flight")
+        demand(self._held_for_others == sum(self._is_held(b) for b in range(self.num_blocks)), "held_for_others is wrong")
+        demand(self._num_landing == self._fill.count(BlockFill.LANDING), "landing count is wrong")
+        demand(self._num_quarantined == self._fill.count(BlockFill.QUARANTINED), "quarantined count is wrong")
+        for b in range(self.num_blocks):
+            demand(self._refs[b] >= 0 and self._pins[b] >= 0, f"block {b} has negative counts")
+            demand(self.is_readable(b) or (self._hash[b] == NO_HASH and not self._pins[b]), f"block {b} is seen before it has landed")
+            demand(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and nobody's")
+        copies = [*self._by_hash.items(), *((h, b) for h, more in self._more_copies.items() for b in more)]
+        demand(all(self._hash[b] == h for h, b in copies), "a hash finds a block of other content")
+        demand(len(copies) == sum(h != NO_HASH for h in self._hash), "a block's hash is not found, or twice")
+        demand(not any(self._is_idle(b) for more in self._more_copies.values() for b in more), "a second copy is kept that nobody uses")
+
+    # -- inside -------------------------------------------------------------------------------------------------------------------------
+
+    def _is_idle(self, block_id: int) -> bool:
+        return not self._refs[block_id] and not self._pins[block_id] and self.is_readable(block_id)
+
+    def _is_held(self, block_id: int) -> bool:
+        return self._pins[block_id] > 0 and not self._refs[block_id]
+
+    def _hand_out(self, block_ids: list[int]) -> list[int]:
+        """Idle blocks become used, with a new life."""
+        for block_id in block_ids:
+            if self._hash[block_id] != NO_HASH:
+                del self._cached[block_id]
+                self._forget_content(block_id)
+            else:
+                del self._free[block_id]
+            self._fenced.pop(block_id, None)
+            self._life_table.begin_life(block_id)
+            self._refs[block_id] = 1
+        return block_ids
+
+    def _take(self, block_id: int) -> None:
+        """Before a cached block is used again. Raises ValueError if it is free."""
+        if self._is_idle(block_id):
+            if block_id in self._free:
+                raise ValueError(f"block {block_id} is free; its content is not there")
+            del self._cached[block_id]
+            self._fenced.pop(block_id, None)  # it has a hash, so no step writes it
+
+    def _release(self, block_id: int) -> None:
+        """After a reference, a pin or a read has ended: the block may be idle now."""
+        if self._refs[block_id] or self._pins[block_id] or self._fill[block_id] in (BlockFill.LANDING, BlockFill.QUARANTINED):
+            return
+        self._fill[block_id] = BlockFill.NONE
+        if self._hash[block_id] != NO_HASH and self._hash[block_id] in self._more_copies:
+            self._forget_content(block_id)  # another block in use has it too
+        idle = self._cached if self._hash[block_id] != NO_HASH else self._free
+        idle[block_id] = None
+        if self._steps_launched > self._steps_finished:
+            self._fenced[block_id] = self._steps_launched
+
+    def _publish(self, block_id: int, block_hash: BlockHash) -> None:
+        self._hash[block_id] = block_hash
+        self._life_table.set_hash(block_id, block_hash)
+        if block_hash in self._by_hash:
+            self._more_copies.setdefault(block_hash, []).append(block_id)
+            return
+        self._by_hash[block_hash] = block_id
+        self._changed(block_hash, KvEventKind.STORED)
+
+    def _forget_content(self, block_id: int) -> None:
+        """The block has no hash any more; the content is gone from here if it was the last copy."""
+        block_hash, self._hash[block_id] = self._hash[block_id], NO_HASH
+        copies = [b for b in (self._by_hash[block_hash], *self._more_copies.pop(block_hash, ())) if b != block_id]
+        if copies:
+            self._by_hash[block_hash] = copies[0]
+            if copies[1:]:
+                self._more_copies[block_hash] = copies[1:]
+        else:
+            del self._by_hash[block_hash]
+            self._changed(block_hash, KvEventKind.EVICTED)
+
+    def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
+        if self._changes.pop(block_hash, kind) is kind:
+            self._changes[block_hash] = kind
+
+    def _end_landing(self, block_id: int, to: BlockFill) -> None:
+        if self._fill[block_id] is not BlockFill.LANDING:
+            raise ValueError(f"block {block_id} is not landing")
+        self._fill[block_id] = to
+        self._num_landing -= 1
+
+    def _count(self, block_id: int, *, refs: int = 0, pins: int = 0) -> None:
+        was_held = self._is_held(block_id)
+        self._refs[block_id] += refs
+        self._pins[block_id] += pins
+        self._held_for_others += self._is_held(block_id) - was_held
+
+    def _tell_room(self) -> None:
+        if self.on_room is not None:
+            self.on_room()

@@ -1,0 +1,155 @@
+"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine that takes time."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from baton.core.errors import BatonError, Code, Failure, Reason, Refused
+from baton.engine.engine import Engine
+from baton.engine.outcome import Outcome
+from baton.engine.sequence import SequenceRequest
+from baton.engine.step import Executor, SampledToken, StepPlan, StepResult
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+
+class EngineUnhealthy(BatonError):
+    """No sequence of a step can be executed, each alone: the device is at fault. The worker says so and exits."""
+
+
+class EngineLoop:
+    """Runs one engine on one executor, in one event loop.
+
+    `add`, `cancel`, `fail` and `landed` may be called at any time and take effect between steps, in the order of the calls. `deliver` is
+    called after each plan (admissions, and what the inbox brought about) and each apply, never with an empty Outcome; it must not wait,
+    may call this loop's methods, and must pass over sequences that it no longer knows. If it or the engine raises, `run` ends.
+    """
+
+    def __init__(self, engine: Engine, executor: Executor, deliver: Callable[[Outcome], None]) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.draining = False
+        self.steps_done = 0
+        self.step_started_s: float | None = None  # by the event loop's clock; None between steps
+        self._deliver = deliver
+        self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
+        self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
+        self._wake = asyncio.Event()
+        self._has_ended = False
+        engine.pool.on_room = self._wake.set
+
+    # -- inbox --------------------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: SequenceRequest) -> None:
+        """Queue a sequence. Raises Refused at once as `Engine.check_request` does, or with DRAINING once the loop has ended."""
+        if self._has_ended:
+            raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this worker has stopped", retriable=True))
+        if request.seq_id in self._adds:
+            raise ValueError(f"sequence {request.seq_id} exists already")
+        self.engine.check_request(request, num_more_waiting=len(self._adds))
+        self._adds[request.seq_id] = request
+        self._put(lambda: self.engine.add(request))
+
+    def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
+        self._put(lambda: self.engine.cancel(seq_id, sample_indices))
+
+    def fail(self, seq_id: int, failure: Failure) -> None:
+        self._put(lambda: self.engine.fail(seq_id, failure))
+
+    def landed(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
+        self._put(lambda: self.engine.landed(seq_id, first_tokens))
+
+    def drain(self) -> None:
+        """`run` returns once every sequence has ended. Sequences added until then are still served."""
+        self.draining = True
+        self._wake.set()
+
+    def step_age_s(self) -> float:
+        """How long the current step has run; 0 between steps."""
+        return 0.0 if self.step_started_s is None else asyncio.get_running_loop().time() - self.step_started_s
+
+    @property
+    def inbox_seqs(self) -> int:
+        """Sequences that were added since the step in flight began: the engine does not count them yet."""
+        return len(self._adds)
+
+    @property
+    def inbox_prefill_tokens(self) -> int:
+        """Their tokens that are to be computed here."""
+        return sum(len(request.token_ids) for request in self._adds.values() if not request.pulled)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until drained. Raises EngineUnhealthy when the device is at fault."""
+        try:
+            while True:
+                self._wake.clear()
+                self._take_inbox()  # adds and cancels land between steps, never during one
+                plan = self.engine.plan()
+                self._hand_over(self.engine.take_outcome())  # before the step, so that a pull starts while it runs
+                if plan.is_empty:
+                    if self.draining and self.engine.is_idle and not self._inbox:
+                        return
+                    await self._wake.wait()
+                    continue
+                result = await self._execute(plan)
+                self._hand_over(self.engine.apply(plan, result))
+                await asyncio.sleep(0)  # an executor that returns at once must not keep everybody else waiting
+        finally:
+            self._has_ended = True
+
+    def _put(self, change: Callable[[], None]) -> None:
+        self._inbox.append(change)
+        self._wake.set()
+
+    def _take_inbox(self) -> None:
+        changes, self._inbox = self._inbox, []
+        self._adds.clear()
+        for change in changes:
+            change()
+
+    def _hand_over(self, outcome: Outcome) -> None:
+        if not outcome.is_empty:
+            self._deliver(outcome)
+
+    async def _execute(self, plan: StepPlan) -> StepResult:
+        """One step. If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on."""
+        try:
+            return await self._execute_timed(plan)
+        except Exception as error:
+            log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
+            return await self._find_guilty(plan, error)
+
+    async def _execute_timed(self, plan: StepPlan) -> StepResult:
+        self.step_started_s = asyncio.get_running_loop().time()
+        try:
+            result = await self.executor.execute(plan)
+        finally:
+            self.step_started_s = None
+        self.steps_done += 1
+        return result
+
+    async def _find_guilty(self, plan: StepPlan, error: Exception) -> StepResult:
+        """Running a sequence's part again writes the same KV to the same places. The copies are made again until one part has run: from
+        then on their sources may have been written to."""
+        samples: dict[int, tuple[SampledToken, ...]] = {}
+        failures: dict[int, Failure] = {}
+        num_raised = 0
+        block_copies = plan.block_copies
+        for part in plan.sequences:
+            try:
+                result = await self._execute_timed(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies))
+            except Exception as part_error:
+                log.exception("sequence_failed", step_id=plan.step_id, key=part.seq_id)
+                error = part_error
+                num_raised += 1
+                message = f"this request's part of a step failed: {type(part_error).__name__}"
+                failures[part.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
+            else:
+                block_copies = ()
+                samples.update(result.samples)
+                failures.update(result.failures)
+        if num_raised == len(plan.sequences):
+            raise EngineUnhealthy(f"step {plan.step_id} failed for each of its {num_raised} sequences alone; restart the worker") from error
+        return StepResult(step_id=plan.step_id, samples=samples, failures=failures)

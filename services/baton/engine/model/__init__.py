@@ -1,0 +1,1 @@
+"""The real device: transformers models over paged KV memory. Importing torch and transformers is for this package alone."""

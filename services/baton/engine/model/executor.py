@@ -1,0 +1,118 @@
+"""`Executor` over a real model: each step runs in one dedicated thread, packed, over paged KV memory."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.core.errors import Code, Failure, LayoutMismatch, Reason
+from baton.core.kv_layout import KvLayout
+from baton.engine.model.attention import STEP_ARGUMENT, PagedKernel, paged_attention
+from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.sampler import numerical_error, sample
+from baton.engine.model.step_inputs import FiniteWatch, Part, pack, prepare
+from baton.engine.step import StepPlan, StepResult
+from baton.runtime import failpoints
+
+
+class TorchExecutor:
+    """One model, one KV memory, one thread. Closing it ends the thread; the KV memory is its giver's."""
+
+    def __init__(self, model: PreTrainedModel, cache: KvCache, *, num_threads: int, kernel: PagedKernel = paged_attention) -> None:
+        """`model` as `load_model` makes it. `num_threads`: compute threads of a step. Raises LayoutMismatch if dtype or device differ."""
+        if (model.dtype, model.device) != (cache.dtype, cache.device):
+            raise LayoutMismatch(f"a {model.dtype} model on {model.device} cannot use {cache.dtype} KV memory on {cache.device}")
+        self._model = model
+        self._cache = cache
+        self._kernel = kernel
+        self._masks = CausalMasks(cache.dtype, cache.device)
+        self._vocab_size = int(model.config.vocab_size)
+        self._watch = FiniteWatch(model)
+        self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
+        self._thread = ThreadPoolExecutor(1, "baton-step", initializer=torch.set_num_threads, initargs=(num_threads,))
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._cache.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`; what raises is charged to nobody."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, plan)
+
+    async def aclose(self) -> None:
+        """Wait for a step that still runs, then end the thread."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """As `aclose`, for a caller without an event loop."""
+        self._thread.shutdown()
+        self._watch.remove()
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step in the calling thread."""
+        result = self._run(plan)
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)  # peers read the KV on streams of their own as soon as it is announced
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        failpoints.hit("executor_step", step=plan.step_id)
+        self._cache.copy_blocks(plan.block_copies)
+        failures: dict[int, Failure] = {}
+        parts: list[Part] = []
+        for sequence in plan.sequences:
+            try:
+                if self._failpoints_armed:
+                    for token in dict.fromkeys(sequence.token_ids):
+                        failpoints.hit("sequence_step", seq=sequence.seq_id, token=token)
+                parts.append(prepare(sequence, self._cache, self._vocab_size))
+            except Exception as error:  # whatever it is, it is this sequence's: nothing of the others has been touched yet
+                message = f"this request's step cannot be prepared: {error}"
+                failures[sequence.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
+        if not parts:
+            return StepResult(step_id=plan.step_id, samples={}, failures=failures)
+        logits, bad_seq_ids = self._forward(parts)
+        failures.update((seq_id, numerical_error("hidden states that are not numbers")) for seq_id in bad_seq_ids)
+        sampling = [part for part in parts if part.sample is not None]
+        if self._failpoints_armed:
+            logits = self._poisoned(logits, sampling)
+        # A sequence already failed is left out by name, not by row: rows of `logits` are those of `sampling`.
+        keep = [row for row, part in enumerate(sampling) if part.seq_id not in failures]
+        requests = [(sampling[row].seq_id, sampling[row].sample) for row in keep]
+        drawn = sample(logits[keep], [(seq_id, request) for seq_id, request in requests if request is not None])
+        return StepResult(step_id=plan.step_id, samples=drawn.samples, failures={**failures, **drawn.failures})
+
+    def _forward(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
+        """Logits of the sampling parts [num_samples, vocab_size], and the sequences with values that are not numbers."""
+        step = pack(parts, self._cache, self._masks, self._kernel)
+        arguments: dict[str, Any] = {
+            "input_ids": step.token_ids[None],
+            "position_ids": step.position_ids[None],
+            "use_cache": False,
+            STEP_ARGUMENT: step.attention,
+        }
+        if step.sample_rows.numel():
+            logits = self._model(**arguments, logits_to_keep=step.sample_rows).logits[0]
+        else:
+            self._model.base_model(**arguments)
+            logits = torch.empty(0, self._vocab_size)
+        return logits, self._watch.bad_seq_ids(parts)
+
+    def _poisoned(self, logits: torch.Tensor, sampling: Sequence[Part]) -> torch.Tensor:
+        """A failpoint at `logits` that raises makes that sequence's logits NaN, so that the real check is what finds them."""
+        for row, part in enumerate(sampling):
+            try:
+                failpoints.hit("logits", seq=part.seq_id, token=int(part.token_ids[-1]))
+            except failpoints.FailpointError:
+                logits[row] = float("nan")
+        return logits

@@ -1,0 +1,191 @@
+"""Prove, at every start, that paged attention computes what the model's own attention computes, or refuse to serve the model.
+
+Two halves. What each layer may see is compared with the mask that transformers would build for it, up to the longest context: exact, in any
+dtype. Then a packed, chunked, paged pass over memory full of NaN is compared with the model's own sdpa pass.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from baton.core.errors import BatonError, ModelError
+from baton.engine.model.attention import PAGED, STEP_ARGUMENT, PagedKernel, attend, paged_attention
+from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.loading import LoadedModel
+from baton.engine.model.step_inputs import Part, pack
+
+_PAGED_WITH_MASKS = "baton_paged_proof"
+_NUM_PROBES = 64
+_FLOAT32_LIMIT = 1e-3
+_HALF_LIMIT = 0.1
+_NOISE_FACTOR = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Stands where transformers would put a mask: the function that says who sees whom."""
+
+    function: Any
+
+
+def _describe_mask(*, mask_function: Any, **_others: Any) -> _Mask:
+    return _Mask(mask_function)
+
+
+AttentionInterface.register(_PAGED_WITH_MASKS, attend)
+AttentionMaskInterface.register(_PAGED_WITH_MASKS, _describe_mask)
+
+
+def prove(loaded: LoadedModel, *, block_size_tokens: int, kernel: PagedKernel = paged_attention) -> None:
+    """Takes two short forward passes. Raises ModelError naming what differs. The model is as it was afterwards."""
+    name = type(loaded.model).__name__
+    try:
+        with torch.inference_mode():
+            _prove_masks(loaded, block_size_tokens)
+            _prove_numbers(loaded, block_size_tokens, kernel)
+    except BatonError:
+        raise
+    except Exception as error:  # whatever a foreign architecture does with our arguments, it cannot be served
+        raise ModelError(f"{name} cannot run with paged attention: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    model.set_attn_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        raise ModelError(f"{type(model).__name__} does not let its attention be chosen ({implementation})")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PAGED)
+
+
+class _WatchedStep(AttentionStep):
+    """Notes what each layer was given."""
+
+    def __init__(self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: PagedKernel) -> None:
+        super().__init__(cache, segments, masks, kernel)
+        self.seen: list[tuple[int, Any, int | None]] = []
+
+    def observe(self, layer: int, attention_mask: Any, window: int | None) -> None:
+        self.seen.append((layer, attention_mask, window))
+
+
+def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> None:
+    """Every layer attends once, and sees exactly the tokens that its own mask would show it."""
+    name = type(loaded.model).__name__
+    cache = KvCache.zeros(loaded.layout(block_size_tokens), 1, loaded.device)
+    num_tokens = min(4, block_size_tokens)
+    segment = Segment(token_begin=0, num_tokens=num_tokens, kv_begin=0, block_ids=np.zeros(1, dtype=np.int64))
+    step = _WatchedStep(cache, [segment], CausalMasks(cache.dtype, cache.device), paged_attention)
+    tokens = torch.arange(num_tokens, device=loaded.device)[None]
+    with _attention_of(loaded.model, _PAGED_WITH_MASKS):
+        arguments: dict[str, Any] = {STEP_ARGUMENT: step}
+        loaded.model(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments)
+    if sorted(layer for layer, _, _ in step.seen) != list(range(cache.num_layers)):
+        raise ModelError(f"{name} does not attend exactly once in each of its {cache.num_layers} layers")
+    proven: set[tuple[int, int | None]] = set()  # layers of a kind share one mask
+    for layer, mask, window in step.seen:
+        if not isinstance(mask, _Mask):
+            raise ModelError(f"layer {layer} of {name} makes its attention mask itself, so what it may see is unknown")
+        if (id(mask), window) in proven:
+            continue
+        proven.add((id(mask), window))
+        for query in _probes(loaded.max_model_len, window):
+            keys = torch.arange(max(0, query - 2 * (window or query)), min(query + 2, loaded.max_model_len))
+            zero = torch.zeros((), dtype=torch.int64)
+            shown = torch.as_tensor(mask.function(zero, zero, torch.tensor(query), keys)).expand(keys.shape)
+            paged = (keys <= query) & (keys > query - (window or query + 1))
+            if not torch.equal(shown, paged):
+                raise ModelError(f"layer {layer} of {name} masks attention in a way that its sliding_window {window} does not tell")
+
+
+def _probes(max_model_len: int, window: int | None) -> list[int]:
+    """Query positions to compare masks at: the ends, both sides of the window and of powers of two, some in between."""
+    rng = random.Random(0)
+    powers = [1 << bit for bit in range(max_model_len.bit_length())]
+    places = [0, max_model_len - 1, *powers, *(p - 1 for p in powers), *(rng.randrange(max_model_len) for _ in range(_NUM_PROBES))]
+    if window is not None:
+        places += [window - 2, window - 1, window, window + 1, 2 * window]
+    return sorted({p for p in places if 0 <= p < max_model_len})
+
+
+def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel) -> None:
+    """Prompts around block boundaries, computed together in uneven chunks and single tokens, against each alone with sdpa."""
+    rng = random.Random(0)
+    size = block_size_tokens
+    lengths = [min(n, loaded.max_model_len) for n in (size + 3, 2 * size, 5)]
+    prompts = [torch.tensor([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in lengths]
+    with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
+        alone = [_logits(loaded, prompt[None])[0] for prompt in prompts]
+        doubled = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
+    paged = _paged_logits(loaded, prompts, size, kernel, rng)
+    noise = _difference(doubled, alone, loaded.dtype)
+    error = _difference(paged, alone, loaded.dtype)
+    limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
+    if not error <= limit:
+        raise ModelError(
+            f"{type(loaded.model).__name__} computes something else with paged attention: its logits differ from its own sdpa pass by "
+            f"{error:.2g} of their spread, where {limit:.2g} could be rounding; it needs more than causal or sliding-window attention"
+        )
+
+
+def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    logits: torch.Tensor = loaded.model(input_ids=tokens.to(loaded.device), use_cache=False, **arguments).logits
+    return logits.float().cpu()
+
+
+def _paged_logits(
+    loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, rng: random.Random
+) -> list[torch.Tensor]:
+    """Each prompt's logits from one packed pass after another, a random share of each prompt at a time, in scattered blocks."""
+    tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
+    free = list(range(sum(len(table) for table in tables) + 1))
+    rng.shuffle(free)
+    for table in tables:
+        table[:] = [free.pop() for _ in table]
+    cache = KvCache.zeros(loaded.layout(size), sum(len(table) for table in tables) + 1, loaded.device)
+    cache.blocks.fill_(float("nan"))
+    masks = CausalMasks(cache.dtype, cache.device)
+    done = [0] * len(prompts)
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
+        shares = [min(rng.choice((0, 1, 1, 3, size)), len(prompt) - done[i]) for i, prompt in enumerate(prompts)]
+        parts = [
+            Part(
+                seq_id=i,
+                token_ids=prompts[i][done[i] : done[i] + share].numpy(),
+                position_begin=done[i],
+                kv_begin=done[i],
+                block_ids=tables[i][: -(-(done[i] + share) // size)],
+                sample=None,
+            )
+            for i, share in enumerate(shares)
+            if share
+        ]
+        if not parts:
+            continue
+        step = pack(parts, cache, masks, kernel)
+        logits = _logits(loaded, step.token_ids[None], position_ids=step.position_ids[None], **{STEP_ARGUMENT: step.attention})[0]
+        for part, rows in zip(parts, logits.split([part.token_ids.size for part in parts]), strict=True):
+            found[part.seq_id].append(rows)
+            done[part.seq_id] += len(rows)
+    return [torch.cat(rows) for rows in found]
+
+
+def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+    """Root mean square difference of a position's logits over their spread: the worst position in float32, the median one in half
+    precision, where a router near a tie may well send one token elsewhere."""
+    errors = []
+    for a, b in zip(ours, theirs, strict=True):
+        spread = (b - b.mean(dim=-1, keepdim=True)).pow(2).mean(dim=-1).sqrt()
+        errors.append((a - b).pow(2).mean(dim=-1).sqrt() / spread)
+    joined = torch.cat(errors)
+    return float(joined.max() if dtype == torch.float32 else joined.median())

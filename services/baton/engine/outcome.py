@@ -1,0 +1,67 @@
+"""What the engine tells its worker after planning or applying a step."""
+
+from dataclasses import dataclass
+
+from baton.core.errors import Failure
+from baton.core.request import FinishReason
+from baton.engine.step import SampledToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The sequence has all blocks of its `token_ids`, in order; sent once, not again after a preemption. The first `num_cached_blocks` hold
+    their KV already; `landing_block_ids` (pulled sequences only) are the rest, which the pull is to fill."""
+
+    seq_id: int
+    block_table: tuple[int, ...]
+    num_cached_blocks: int
+    landing_block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A `prefill_only` sequence has advanced: the KV of its first `num_computed_tokens` tokens is written, full blocks are hashed."""
+
+    seq_id: int
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """New tokens of one sample, `output_index` that of the first (0 = the sample's first output, over all attempts). `finish` or `failure`
+    ends the sample: every sample that is not cancelled gets exactly one, except that a `prefill_only` one ends with its first token and
+    carries a `finish` only if that token ended the sample."""
+
+    seq_id: int
+    sample_index: int
+    output_index: int
+    tokens: tuple[SampledToken, ...] = ()
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """In the order in which things happened, each kind for itself. May name sequences that were cancelled since."""
+
+    admissions: tuple[Admission, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    outputs: tuple[SequenceOutput, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.admissions or self.progress or self.outputs)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCounters:
+    """Totals since the start. `cached_tokens` were not computed because another sequence had; what a preempted one finds again does not
+    count."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    sampled_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    block_copies: int = 0

@@ -1,0 +1,113 @@
+"""An engine with a pool and a fake device, driven step by step."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton.core.request import FinishReason
+from baton.engine.block_pool import BlockPool
+from baton.engine.engine import Engine, EngineConfig
+from baton.engine.outcome import Admission, Outcome, Progress, SequenceOutput
+from baton.engine.sequence import SequenceRequest
+from baton.engine.step import SampledToken, StepPlan
+from tests.builders import BLOCK_SIZE_TOKENS, hashes_of
+from tests.fake_executor import FakeExecutor, FakeLifeTable, expected_answer
+
+
+class EngineRig:
+    """`outputs[seq_id, sample_index]`: tokens as they came; `ends`: finish or failure of each sample that has one."""
+
+    def __init__(self, num_blocks: int = 64, **config: Any) -> None:
+        limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 1000, "block_size_tokens": BLOCK_SIZE_TOKENS}
+        self.config = EngineConfig(**(limits | config))
+        self.life_table = FakeLifeTable(num_blocks)
+        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.life_table)
+        self.executor = FakeExecutor(num_blocks, self.config.block_size_tokens, self.life_table)
+        self.engine = Engine(self.config, self.pool)
+        self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.ends: dict[tuple[int, int], object] = {}
+        self.admissions: dict[int, Admission] = {}
+        self.progress: list[Progress] = []
+        self.all_outputs: list[SequenceOutput] = []
+
+    def add(self, request: SequenceRequest) -> SequenceRequest:
+        self.engine.add(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        plan = self.engine.plan()
+        self.note(self.engine.take_outcome())
+        self.engine.check()
+        return plan
+
+    def apply(self, plan: StepPlan) -> None:
+        self.note(self.engine.apply(plan, self.executor.run(plan)))
+        self.engine.check()
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        if not plan.is_empty:
+            self.apply(plan)
+        return plan
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Until nothing is left to do; how many steps that took. Fails rather than go on for ever."""
+        for num_steps in range(max_steps):
+            if self.step().is_empty:
+                return num_steps
+        raise AssertionError(f"no end after {max_steps} steps")
+
+    def run_until(self, condition: Callable[[], bool], max_steps: int = 200) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"it did not come to that within {max_steps} steps")
+
+    def note(self, outcome: Outcome) -> None:
+        self.progress.extend(outcome.progress)
+        for admission in outcome.admissions:
+            assert admission.seq_id not in self.admissions, "admitted twice"
+            self.admissions[admission.seq_id] = admission
+        for output in outcome.outputs:
+            self.all_outputs.append(output)
+            sample = output.seq_id, output.sample_index
+            assert sample not in self.ends, f"{output} after the end"
+            self.outputs[sample] += [token.token_id for token in output.tokens]
+            if output.finish or output.failure:
+                self.ends[sample] = output.finish or output.failure
+
+    def expected(self, request: SequenceRequest, sample_index: int) -> tuple[list[int], FinishReason]:
+        """Outputs of that sample after those that `request` replays."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        tokens, finish = expected_answer(
+            prompt, request.sampling, sample_index, eos=self.config.eos_token_ids, max_model_len=self.config.max_model_len
+        )
+        return tokens[len(request.token_ids) - request.num_prompt_tokens :], finish
+
+    def first_tokens(self, request: SequenceRequest) -> list[SampledToken]:
+        """What the owner of a pulled sequence's KV would have sampled."""
+        return [SampledToken(sample_index=i, token_id=self.expected(request, i)[0][0]) for i in request.sample_indices]
+
+    def land(self, request: SequenceRequest, block_indices: Sequence[int] | None = None) -> None:
+        """Fill the landing blocks of an admitted pulled sequence (by index in its table) as a pull would."""
+        admission = self.admissions[request.seq_id]
+        hashes = hashes_of(request.token_ids, self.config.block_size_tokens)
+        landing = range(admission.num_cached_blocks, len(admission.block_table))
+        for index in landing if block_indices is None else block_indices:
+            begin, end = index * self.config.block_size_tokens, (index + 1) * self.config.block_size_tokens
+            self.executor.write(admission.block_table, request.token_ids[:end], begin)
+            self.pool.land(admission.block_table[index], hashes[index] if index < len(hashes) else bytes(16))
+
+    def assert_answered(self, *requests: SequenceRequest) -> None:
+        """Every sample has exactly the tokens and the end that it has by definition."""
+        for request in requests:
+            for i in request.sample_indices:
+                assert (self.outputs[request.seq_id, i], self.ends[request.seq_id, i]) == self.expected(request, i)
+
+    def assert_clean(self) -> None:
+        """Nothing leaks: every block is free or cached."""
+        counts = self.pool.counts()
+        assert (counts.free + counts.cached, counts.held_for_others) == (counts.total, 0), counts
+        assert self.engine.is_idle
+        self.engine.check()

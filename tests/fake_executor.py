@@ -1,0 +1,151 @@
+"""A device of plain Python integers: its tokens are a pure function of the prompt, and it notices when it is made to read KV that is
+not what the sequence's own tokens would have written."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.errors import Failure
+from baton.core.kv_layout import KvLayout
+from baton.core.request import FinishReason, Sampling
+from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from tests import builders
+
+NOTHING = -1
+EMPTY_CONTENT = 0
+
+
+def extend(content: int, token_id: int) -> int:
+    """What the slot of `token_id` holds when the slot before it holds `content`: so it stands for the whole prefix."""
+    return hash((content, token_id)) & (2**61 - 1)
+
+
+def contents(token_ids: Iterable[int]) -> list[int]:
+    return list(accumulate(token_ids, extend, initial=EMPTY_CONTENT))[1:]
+
+
+def draw(content: int, sampling: Sampling, sample_index: int, banned: Sequence[int] = (), vocab_size: int = 50) -> int:
+    """The token after a prefix."""
+    token_id = hash((content, sampling.seed, sample_index)) % vocab_size
+    while token_id in banned:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def expected_answer(
+    prompt: Sequence[int], sampling: Sampling, sample_index: int, *, eos: Sequence[int] = (), max_model_len: int = 10_000
+) -> tuple[list[int], FinishReason]:
+    """All outputs of one sample, from the definition: no cache, no batch, no block."""
+    enders = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    tokens, outputs = list(prompt), list[int]()
+    while True:
+        banned = tuple(enders) if len(outputs) < sampling.min_tokens else ()
+        outputs.append(draw(contents(tokens)[-1], sampling, sample_index, banned))
+        tokens.append(outputs[-1])
+        if outputs[-1] in enders and not banned:
+            return outputs, FinishReason.STOP
+        if len(outputs) == sampling.max_tokens or len(tokens) == max_model_len:
+            return outputs, FinishReason.LENGTH
+
+
+class FakeLifeTable:
+    """Implements `LifeTable`. `on_new_life` lets a memory forget what a block held."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.lives = [0] * num_blocks
+        self.hashes = [NO_HASH] * num_blocks
+        self.on_new_life: Callable[[int], None] | None = None
+
+    def begin_life(self, block_id: int) -> int:
+        self.lives[block_id] += 1
+        self.hashes[block_id] = NO_HASH
+        if self.on_new_life is not None:
+            self.on_new_life(block_id)
+        return self.lives[block_id]
+
+    def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
+        self.hashes[block_id] = block_hash
+
+    def life(self, block_id: int) -> int:
+        return self.lives[block_id]
+
+
+class FakeExecutor:
+    """Implements `Executor`. `memory[block][slot]` holds contents. A step raises AssertionError if it attends to a wrong slot, writes to a
+    block that has a hash, or if two sequences write to one block. `guilty` makes a step raise; `failing` answers a Failure."""
+
+    def __init__(self, num_blocks: int, block_size_tokens: int, life_table: FakeLifeTable, *, forget_on_new_life: bool = True) -> None:
+        self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
+        self.plans: list[StepPlan] = []
+        self.guilty: Callable[[StepSequence], bool] = lambda _: False
+        self.failing: Callable[[StepSequence], Failure | None] = lambda _: None
+        self.gate: asyncio.Event | None = None
+        self._block_size_tokens = block_size_tokens
+        self._life_table = life_table
+        if forget_on_new_life:
+            life_table.on_new_life = self.spoil
+
+    @property
+    def layout(self) -> KvLayout:
+        return builders.layout(block_size_tokens=self._block_size_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.memory)
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        if self.gate is not None:
+            await self.gate.wait()
+        return self.run(plan)
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+    def spoil(self, block_id: int) -> None:
+        """As a late read, or whoever had the block before, may leave it."""
+        self.memory[block_id] = [NOTHING] * self._block_size_tokens
+
+    def write(self, block_table: Sequence[int], token_ids: Sequence[int], begin: int = 0) -> None:
+        """What computing (or landing) these tokens' KV would leave, from index `begin` on."""
+        for index, content in enumerate(contents(token_ids)):
+            if index >= begin:
+                self.memory[block_table[index // self._block_size_tokens]][index % self._block_size_tokens] = content
+
+    def read(self, block_table: Sequence[int], num_tokens: int) -> list[int]:
+        return list(chain.from_iterable(self.memory[b] for b in block_table))[:num_tokens]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        if any(self.guilty(part) for part in plan.sequences):
+            raise RuntimeError("injected")
+        for source, destination in plan.block_copies:
+            assert self._life_table.hashes[destination] == NO_HASH, "a copy over a shared block"
+            self.memory[destination] = self.memory[source][:]
+        written: dict[int, int] = {}
+        for part in plan.sequences:
+            self._write(part, written)
+        failures = {part.seq_id: failure for part in plan.sequences if (failure := self.failing(part)) is not None}
+        samples = {p.seq_id: self._sample(p, p.sample) for p in plan.sequences if p.sample is not None and p.seq_id not in failures}
+        return StepResult(step_id=plan.step_id, samples=samples, failures=failures)
+
+    def _write(self, part: StepSequence, written: dict[int, int]) -> None:
+        assert part.position_begin == part.kv_begin
+        before = self.read(part.block_table, part.kv_begin)
+        assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that nobody wrote for it"
+        content = before[-1] if before else EMPTY_CONTENT
+        for index, token_id in enumerate(part.token_ids, part.kv_begin):
+            block_id = part.block_table[index // self._block_size_tokens]
+            assert self._life_table.hashes[block_id] == NO_HASH, f"sequence {part.seq_id} writes to block {block_id}, which is shared"
+            assert written.setdefault(block_id, part.seq_id) == part.seq_id, f"two sequences write to block {block_id}"
+            content = extend(content, token_id)
+            self.memory[block_id][index % self._block_size_tokens] = content
+
+    def _sample(self, part: StepSequence, sample: SampleRequest) -> tuple[SampledToken, ...]:
+        assert sample.position == len(sample.history) == part.context_len
+        expected = contents(sample.history)
+        assert self.read(part.block_table, part.context_len) == expected, f"sequence {part.seq_id} attends to KV that is not its own"
+        return tuple(
+            SampledToken(sample_index=i, token_id=draw(expected[-1], sample.sampling, i, sample.banned_token_ids))
+            for i in sample.sample_indices
+        )

@@ -1,0 +1,315 @@
+"""Blocks one call at a time: who gets which, what is found again, what is told."""
+
+import pytest
+
+from baton.core.blocks import NO_HASH
+from baton.core.kv_events import KvEventKind
+from baton.engine.block_pool import BlockPool
+from tests.fake_executor import FakeLifeTable
+
+STORED, EVICTED = KvEventKind.STORED, KvEventKind.EVICTED
+A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
+
+
+def make_pool(num_blocks: int = 4) -> tuple[BlockPool, FakeLifeTable]:
+    life_table = FakeLifeTable(num_blocks)
+    return BlockPool(num_blocks, 4, life_table), life_table
+
+
+def allocated(pool: BlockPool, num_blocks: int) -> list[int]:
+    block_ids = pool.allocate(num_blocks)
+    assert block_ids is not None
+    return block_ids
+
+
+def landing(pool: BlockPool, num_blocks: int) -> list[int]:
+    block_ids = pool.allocate_landing(num_blocks)
+    assert block_ids is not None
+    return block_ids
+
+
+def stored_chain(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
+    """Computed, hashed, and still referred to."""
+    block_ids = allocated(pool, len(hashes))
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        pool.set_hash(block_id, block_hash)
+    return block_ids
+
+
+def test_all_or_nothing() -> None:
+    pool, _ = make_pool(3)
+    assert pool.allocate(4) is None
+    assert len(allocated(pool, 2)) == 2
+    assert pool.allocate(2) is None
+    assert pool.counts().free == 1
+    assert pool.allocate(0) == []
+    pool.check()
+
+
+def test_each_handing_out_is_a_new_life_without_a_hash() -> None:
+    pool, life_table = make_pool(1)
+    (block,) = stored_chain(pool, (A,))
+    assert (pool.life(block), life_table.hashes[block]) == (1, A)
+    pool.unref([block])
+    assert life_table.hashes[block] == A  # still provable while it is only cached
+    assert pool.match([A], 1) == [block]
+    assert pool.life(block) == 1  # used again, not written
+    pool.unref([block])
+    allocated(pool, 1)
+    assert (pool.life(block), life_table.hashes[block]) == (2, NO_HASH)
+
+
+def test_a_chain_is_evicted_from_its_tail_and_the_longest_unused_first() -> None:
+    pool, _ = make_pool(4)
+    first, second = stored_chain(pool, (A, B)), stored_chain(pool, (C, D))
+    pool.unref(second)
+    pool.unref(first)
+    assert [allocated(pool, 1)[0] for _ in range(4)] == [*reversed(second), *reversed(first)]
+
+
+def test_free_blocks_go_before_cached_ones() -> None:
+    pool, _ = make_pool(3)
+    cached = stored_chain(pool, (A,))
+    pool.unref(cached)
+    assert cached[0] not in allocated(pool, 2)
+    assert allocated(pool, 1) == cached
+
+
+def test_using_a_cached_block_makes_it_recent() -> None:
+    pool, _ = make_pool(2)
+    old, young = stored_chain(pool, (A,)), stored_chain(pool, (B,))
+    pool.unref(old)
+    pool.unref(young)
+    pool.unref(pool.match([A], 1))
+    assert allocated(pool, 1) == young
+
+
+def test_a_block_in_use_is_never_evicted() -> None:
+    pool, _ = make_pool(2)
+    held = stored_chain(pool, (A, B))
+    pool.unref(held[1:])
+    assert allocated(pool, 1) == held[1:]
+    assert pool.allocate(1) is None
+
+
+def test_match_stops_at_the_first_miss_and_at_the_limit() -> None:
+    pool, _ = make_pool()
+    blocks = stored_chain(pool, (A, B, C))
+    assert pool.match([A, D, C], 3) == blocks[:1]
+    assert pool.match([A, B, C], 2) == blocks[:2]
+    assert [pool.num_refs(b) for b in blocks] == [3, 2, 1]
+    assert pool.count_cached([A, B, C, D]) == 3
+    assert [pool.num_refs(b) for b in blocks] == [3, 2, 1]
+
+
+def test_what_is_not_hashed_is_free_when_released() -> None:
+    pool, _ = make_pool(2)
+    pool.unref(allocated(pool, 2))
+    assert (pool.counts().free, pool.counts().cached) == (2, 0)
+
+
+def test_events_of_one_copy() -> None:
+    pool, _ = make_pool(1)
+    block = stored_chain(pool, (A,))
+    assert pool.take_events() == [(STORED, A)]
+    pool.unref(block)
+    assert pool.take_events() == []  # cached, not gone
+    allocated(pool, 1)
+    assert pool.take_events() == [(EVICTED, A)]
+    assert pool.hashes() == []
+
+
+def test_a_second_copy_tells_nothing_and_the_last_copy_is_the_one_that_is_evicted() -> None:
+    pool, life_table = make_pool(2)
+    first, second = stored_chain(pool, (A,)), stored_chain(pool, (A,))
+    assert pool.take_events() == [(STORED, A)]
+    assert life_table.hashes[second[0]] == A  # a reader of the second copy must find its proof
+    pool.unref(first)
+    assert (pool.counts().free, pool.counts().cached) == (1, 0)  # the other copy is in use: this one is not worth keeping
+    assert allocated(pool, 1) == first
+    assert (pool.take_events(), pool.match([A], 1)) == ([], second)
+    pool.unref([*second, *second])
+    assert allocated(pool, 1) == second
+    assert pool.take_events() == [(EVICTED, A)]
+
+
+def test_a_cached_first_copy_may_be_evicted_while_the_second_is_used() -> None:
+    pool, _ = make_pool(2)
+    first = stored_chain(pool, (A,))
+    pool.unref(first)
+    second = allocated(pool, 1)
+    pool.set_hash(second[0], A)
+    assert allocated(pool, 1) == first
+    pool.check()
+    assert pool.take_events() == [(STORED, A)]
+    assert pool.lookup([A]) == second
+
+
+def test_events_are_net() -> None:
+    pool, _ = make_pool(1)
+    pool.unref(stored_chain(pool, (A,)))
+    pool.unref(stored_chain(pool, (B,)))
+    assert pool.take_events() == [(STORED, B)]
+    pool.unref(stored_chain(pool, (A,)))
+    pool.unref(stored_chain(pool, (B,)))
+    assert pool.take_events() == []
+
+
+def test_pins_keep_blocks_for_others() -> None:
+    pool, _ = make_pool(3)
+    blocks = stored_chain(pool, (A, B))
+    pool.pin(blocks)
+    pool.pin(blocks[:1])
+    assert pool.held_for_others == 0
+    pool.unref(blocks)
+    assert (pool.held_for_others, pool.counts().used) == (2, 2)
+    assert pool.allocate(2) is None
+    assert pool.match([A], 1) == blocks[:1]
+    assert pool.held_for_others == 1
+    pool.unref(blocks[:1])
+    pool.unpin(blocks)
+    assert (pool.held_for_others, pool.counts().cached) == (1, 1)
+    pool.unpin(blocks[:1])
+    assert (pool.held_for_others, pool.counts().cached) == (0, 2)
+    pool.check()
+
+
+def test_a_landing_block_is_nobodys_until_it_lands() -> None:
+    pool, life_table = make_pool(2)
+    blocks = landing(pool, 2)
+    assert [pool.life(b) for b in blocks] == [1, 1]
+    assert (pool.counts().landing, pool.counts().used) == (2, 0)
+    assert not any(pool.is_readable(b) for b in blocks)
+    pool.land(blocks[0], A)
+    pool.land(blocks[1], NO_HASH)
+    assert (pool.counts().used, life_table.hashes, pool.take_events()) == (2, [A, NO_HASH], [(STORED, A)])
+    pool.unref(blocks)
+    assert (pool.counts().free, pool.counts().cached) == (1, 1)
+
+
+def test_what_lands_after_its_sequence_is_cache() -> None:
+    pool, _ = make_pool(2)
+    blocks = landing(pool, 2)
+    pool.unref(blocks)
+    assert (pool.counts().landing, pool.allocate(1)) == (2, None)
+    pool.land(blocks[0], A)
+    pool.land(blocks[1], NO_HASH)
+    assert (pool.counts().free, pool.counts().cached) == (1, 1)
+    pool.check()
+
+
+def test_dropped_while_its_sequence_holds_it_a_block_stays_used_and_unreadable() -> None:
+    pool, _ = make_pool(1)
+    blocks = landing(pool, 1)
+    pool.drop_landing(blocks)
+    assert (pool.counts().used, pool.allocate(1), pool.is_readable(blocks[0])) == (1, None, False)
+    pool.check()
+    pool.unref(blocks)
+    assert (pool.counts().free, pool.is_readable(blocks[0])) == (1, True)
+
+
+def test_dropped_after_its_sequence_a_block_is_free() -> None:
+    pool, _ = make_pool(1)
+    blocks = landing(pool, 1)
+    pool.unref(blocks)
+    pool.drop_landing(blocks)
+    assert pool.counts().free == 1
+
+
+@pytest.mark.parametrize("sequence_ends_first", [True, False])
+def test_quarantine_outlives_the_sequence(sequence_ends_first: bool) -> None:
+    pool, _ = make_pool(1)
+    blocks = landing(pool, 1)
+    pool.quarantine(blocks)
+    assert (pool.counts().quarantined, pool.counts().landing) == (1, 0)
+    if sequence_ends_first:
+        pool.unref(blocks)
+        assert (pool.counts().quarantined, pool.allocate(1)) == (1, None)
+        pool.end_quarantine(blocks)
+    else:
+        pool.end_quarantine(blocks)
+        assert (pool.counts().used, pool.is_readable(blocks[0])) == (1, False)
+        pool.unref(blocks)
+    assert pool.counts().free == 1
+    pool.check()
+
+
+def test_a_block_freed_during_a_step_lands_nothing_before_that_step_has_finished() -> None:
+    pool, _ = make_pool(2)
+    blocks = allocated(pool, 2)
+    pool.step_launched()
+    pool.unref(blocks[:1])
+    pool.step_launched()
+    pool.unref(blocks[1:])
+    assert pool.allocate_landing(1) is None
+    pool.step_finished()
+    assert pool.allocate_landing(2) is None
+    assert pool.allocate_landing(1) == blocks[:1]  # freed before the second step was launched
+    pool.check()
+    pool.step_finished()
+    assert pool.allocate_landing(1) == blocks[1:]
+
+
+def test_the_next_step_may_write_where_this_one_still_does() -> None:
+    pool, _ = make_pool(1)
+    blocks = allocated(pool, 1)
+    pool.step_launched()
+    pool.unref(blocks)
+    assert pool.allocate(1) == blocks
+    pool.check()
+
+
+def test_in_doubt_means_not_found_and_not_proven() -> None:
+    pool, life_table = make_pool(2)
+    blocks = stored_chain(pool, (A,)) + allocated(pool, 1)
+    pool.take_events()
+    pool.unpublish(blocks)
+    assert (pool.lookup([A]), pool.take_events(), life_table.hashes) == ([], [(EVICTED, A)], [NO_HASH, NO_HASH])
+    assert life_table.lives == [2, 2]
+    pool.unref(blocks)
+    assert pool.counts().free == 2
+
+
+def test_whoever_waits_hears_of_room() -> None:
+    pool, _ = make_pool(4)
+    heard: list[int] = []
+    pool.on_room = lambda: heard.append(pool.num_allocatable)
+    blocks, landing_blocks = allocated(pool, 2), landing(pool, 2)
+    pool.pin(blocks)
+    pool.unref(blocks)
+    pool.unpin(blocks)
+    pool.unref(landing_blocks)
+    pool.quarantine(landing_blocks[:1])
+    pool.drop_landing(landing_blocks[1:])
+    pool.end_quarantine(landing_blocks[:1])
+    assert heard[-1] == 4
+    assert sorted(set(heard)) == [0, 2, 3, 4]
+
+
+def test_misuse_is_refused_by_name() -> None:
+    pool, _ = make_pool(4)
+    (used,), (lands,) = allocated(pool, 1), landing(pool, 1)
+    free = 3
+    wrong = [
+        lambda: pool.ref([free]),
+        lambda: pool.unref([free]),
+        lambda: pool.pin([free]),
+        lambda: pool.pin([lands]),
+        lambda: pool.unpin([used]),
+        lambda: pool.land(used, A),
+        lambda: pool.drop_landing([used]),
+        lambda: pool.quarantine([free]),
+        lambda: pool.end_quarantine([lands]),
+        lambda: pool.set_hash(free, A),
+        lambda: pool.set_hash(used, NO_HASH),
+        lambda: pool.set_hash(lands, A),
+        pool.step_finished,
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError, match=r"block \d|no step"):
+            call()
+    pool.set_hash(used, A)
+    with pytest.raises(ValueError, match="block"):
+        pool.set_hash(used, B)
+    pool.check()
+    assert (pool.counts().used, pool.counts().landing, pool.counts().free) == (1, 1, 2)

@@ -1,0 +1,170 @@
+"""The pool against a naive one: a list of records, everything recomputed at each question."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from baton.core.blocks import NO_HASH
+from baton.core.kv_events import KvEventKind
+from baton.engine.block_pool import BlockPool
+from tests.fake_executor import FakeLifeTable
+from tests.scale import sized
+
+
+@dataclass
+class NaiveBlock:
+    refs: int = 0
+    pins: int = 0
+    block_hash: bytes = NO_HASH
+    fill: str = ""
+    life: int = 0
+    released_in_step: int = 0  # 0: no step that is still in flight
+
+    @property
+    def state(self) -> str:
+        if self.fill in ("landing", "quarantined"):
+            return self.fill
+        if self.refs or self.pins:
+            return "used"
+        return "cached" if self.block_hash != NO_HASH else "free"
+
+
+class Pools:
+    """Both pools, driven alike. What is random is decided here, by what the naive pool allows."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.num_blocks = self.rng.randint(1, 12)
+        self.life_table = FakeLifeTable(self.num_blocks)
+        self.pool = BlockPool(self.num_blocks, 4, self.life_table)
+        self.naive = [NaiveBlock() for _ in range(self.num_blocks)]
+        self.in_flight: list[int] = []
+        self.step = 0
+        self.here: set[bytes] = set()
+
+    def where(self, *states: str) -> list[int]:
+        return [i for i, b in enumerate(self.naive) if b.state in states]
+
+    def some(self, block_ids: list[int]) -> list[int]:
+        return self.rng.sample(block_ids, self.rng.randint(0, len(block_ids)))
+
+    def released(self, block_ids: list[int]) -> None:
+        for i in reversed(block_ids):
+            block = self.naive[i]
+            if block.state not in ("free", "cached"):
+                continue
+            block.fill = ""
+            if any(other.block_hash == block.block_hash for j, other in enumerate(self.naive) if j != i and block.block_hash != NO_HASH):
+                block.block_hash = NO_HASH
+            block.released_in_step = self.step if self.in_flight else 0
+
+    def allocate(self, lands: bool) -> None:
+        count = self.rng.randint(0, self.num_blocks)
+        idle = [i for i in self.where("free", "cached") if not (lands and self.naive[i].released_in_step in self.in_flight)]
+        num_free = sum(self.naive[i].state == "free" for i in idle)
+        got = self.pool.allocate_landing(count) if lands else self.pool.allocate(count)
+        assert (got is None) == (count > len(idle))
+        if got is None:
+            return
+        assert len(set(got)) == count
+        assert set(got) <= set(idle)
+        assert sum(self.naive[i].state == "free" for i in got) == min(count, num_free)
+        for i in got:
+            self.naive[i] = NaiveBlock(refs=1, fill="landing" if lands else "", life=self.naive[i].life + 1)
+
+    def act(self) -> None:
+        rng, pool, naive = self.rng, self.pool, self.naive
+        action = rng.choice(
+            "allocate allocate landing ref unref unref pin unpin hash land drop quarantine heal launch finish doubt".split()
+        )
+        if action in ("allocate", "landing"):
+            self.allocate(action == "landing")
+        elif action == "ref":
+            chosen = self.some([i for i in self.where("used", "cached") if naive[i].fill == ""])
+            pool.ref(chosen)
+            for i in chosen:
+                naive[i].refs += 1
+        elif action == "unref":
+            chosen = self.some([i for i, b in enumerate(naive) if b.refs])
+            pool.unref(chosen)
+            for i in chosen:
+                naive[i].refs -= 1
+            self.released(chosen)
+        elif action == "pin":
+            chosen = self.some([i for i in self.where("used", "cached") if naive[i].fill == ""])
+            pool.pin(chosen)
+            for i in chosen:
+                naive[i].pins += 1
+        elif action == "unpin":
+            chosen = self.some([i for i, b in enumerate(naive) if b.pins])
+            pool.unpin(chosen)
+            for i in chosen:
+                naive[i].pins -= 1
+            self.released(chosen)
+        elif action == "hash":
+            for i in self.some([i for i in self.where("used") if naive[i].block_hash == NO_HASH and naive[i].fill == ""]):
+                naive[i].block_hash = rng.randbytes(1) * 16 if rng.random() < 0.3 else rng.choice([b"a", b"b", b"c"]) * 16
+                if naive[i].block_hash != NO_HASH:
+                    pool.set_hash(i, naive[i].block_hash)
+        elif action == "land":
+            for i in self.some(self.where("landing")):
+                naive[i].fill, naive[i].block_hash = "", rng.choice([NO_HASH, b"a" * 16, b"d" * 16])
+                pool.land(i, naive[i].block_hash)
+                self.released([i])
+        elif action == "drop":
+            chosen = self.some(self.where("landing"))
+            pool.drop_landing(chosen)
+            for i in chosen:
+                naive[i].fill = "void"
+            self.released(chosen)
+        elif action == "quarantine":
+            chosen = self.some(self.where("landing"))
+            pool.quarantine(chosen)
+            for i in chosen:
+                naive[i].fill = "quarantined"
+        elif action == "heal":
+            chosen = self.some(self.where("quarantined"))
+            pool.end_quarantine(chosen)
+            for i in chosen:
+                naive[i].fill = "void"
+            self.released(chosen)
+        elif action == "launch":
+            pool.step_launched()
+            self.step += 1
+            self.in_flight.append(self.step)
+        elif action == "finish" and self.in_flight:
+            pool.step_finished()
+            self.in_flight.pop(0)
+        elif action == "doubt":
+            chosen = self.some([i for i in self.where("used") if naive[i].fill == ""])[:1]
+            pool.unpublish(chosen)
+            for i in chosen:
+                naive[i].block_hash = NO_HASH
+                naive[i].life += 1
+
+    def compare(self) -> None:
+        pool, counts = self.pool, self.pool.counts()
+        pool.check()
+        told = (counts.free, counts.cached, counts.used, counts.landing, counts.quarantined)
+        assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "landing", "quarantined"))
+        assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
+        assert self.life_table.lives == [b.life for b in self.naive]
+        assert [pool.hash_of(i) for i in range(self.num_blocks)] == [b.block_hash for b in self.naive]
+        here = {b.block_hash for b in self.naive} - {NO_HASH}
+        assert set(pool.hashes()) == here
+        for block_hash in here:
+            assert self.naive[pool.lookup([block_hash])[0]].block_hash == block_hash
+        if self.rng.random() < 0.3:
+            for kind, block_hash in pool.take_events():
+                assert (block_hash in self.here) is (kind is KvEventKind.EVICTED)
+                self.here ^= {block_hash}
+            assert self.here == here
+
+
+@pytest.mark.parametrize("seed", range(sized(20, 1000)))
+def test_the_pool_is_as_a_naive_one(seed: int) -> None:
+    pools = Pools(seed)
+    for _ in range(300):
+        pools.act()
+        pools.compare()

@@ -1,0 +1,269 @@
+"""The engine against the definition of an answer: random requests, pulls, cancels and failures in pools that are too small for them."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from baton.core.blocks import NO_HASH
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.kv_events import KvEventKind
+from baton.engine.sequence import SequenceRequest
+from baton.engine.step import StepPlan, StepSequence
+from tests.builders import hashes_of, sequence_request
+from tests.engine_rig import EngineRig
+from tests.fake_executor import contents
+from tests.scale import sized
+
+INJECTED = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
+PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="injected", retriable=True)
+EOS = (3, 4)
+
+
+class World:
+    """One engine among workers that pull from it, push nothing into it, and break."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        max_num_seqs = rng.randint(1, 6)
+        self.rig = EngineRig(
+            num_blocks=rng.randint(6, 30),
+            eos_token_ids=EOS,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=rng.randint(max_num_seqs, 24),
+            max_model_len=rng.randint(30, 60),
+            max_waiting_seqs=16,
+        )
+        self.requests: dict[int, SequenceRequest] = {}
+        self.cancelled: set[tuple[int, int]] = set()  # samples
+        self.pulls: dict[int, list[int]] = {}  # seq_id -> table indices still landing
+        self.landed: set[int] = set()
+        self.pins: list[list[int]] = []
+        self.quarantined: list[int] = []
+        self.published: set[bytes] = set()
+        self.contents_of_hash: dict[bytes, list[int]] = {}
+        self.happened: Counter[str] = Counter()
+        self.prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+        self.rig.executor.failing = self.maybe_fail
+        self.fail_rate = rng.choice([0.0, 0.0, 0.01])
+
+    def maybe_fail(self, _: StepSequence) -> Failure | None:
+        return INJECTED if self.rng.random() < self.fail_rate else None
+
+    def new_request(self) -> SequenceRequest:
+        rng = self.rng
+        tokens = rng.choice(self.prefixes)[: rng.randint(0, 30)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
+        n = rng.choice([1, 1, 1, 2, 3])
+        sampling = {
+            "min_tokens": rng.choice([0, 0, 3]),
+            "ignore_eos": rng.random() < 0.3,
+            "stop_token_ids": rng.choice([(), (7,), (3, 9)]),
+            "seed": rng.randrange(3),
+        }
+        kind = rng.choice(["local", "local", "prefill", "pull"])
+        request = sequence_request(
+            len(self.requests) + 1,
+            tokens,
+            max_tokens=rng.randint(1, 25),
+            sampling=sampling,
+            sample_indices=tuple(range(n)),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            prefill_only=kind == "prefill",
+            for_reader=kind == "prefill" and rng.random() < 0.7,
+            pulled=kind == "pull",
+        )
+        if rng.random() < 0.2 and len(tokens) < self.rig.config.max_model_len:  # a sample that goes on after a lost leg
+            sample = rng.randrange(3)
+            answer, _ = self.rig.expected(request, sample)
+            replayed = tokens + answer[: rng.randrange(len(answer))]
+            request = sequence_request(
+                request.seq_id,
+                replayed,
+                max_tokens=request.sampling.max_tokens,
+                sampling=sampling,
+                num_prompt_tokens=len(tokens),
+                sample_indices=(sample,),
+                priority=request.priority,
+                prefill_only=request.prefill_only,
+                pulled=request.pulled,
+            )
+            self.happened["replays"] += 1
+        return request
+
+    def learn_contents(self, request: SequenceRequest) -> None:
+        """What each block that this request can bring about must hold."""
+        for i in request.sample_indices:
+            tokens = [*request.token_ids, *self.rig.expected(request, i)[0]]
+            held = contents(tokens)
+            for index, block_hash in enumerate(hashes_of(tokens)):
+                self.contents_of_hash[block_hash] = held[index * 4 : index * 4 + 4]
+
+    def add(self) -> None:
+        request = self.new_request()
+        try:
+            self.rig.add(request)
+        except Refused as refused:
+            self.happened[refused.failure.reason.value] += 1
+            return
+        self.requests[request.seq_id] = request
+        self.learn_contents(request)
+
+    def live(self, seq_id: int) -> bool:
+        return seq_id in self.rig.engine._of_request
+
+    def cancel(self) -> None:
+        if not self.requests:
+            return
+        seq_id = self.rng.choice(list(self.requests))
+        samples = self.requests[seq_id].sample_indices
+        chosen = () if self.rng.random() < 0.5 else tuple(self.rng.sample(samples, self.rng.randint(1, len(samples))))
+        was = {i for seq in self.rig.engine._of_request.get(seq_id, ()) for i in seq.sample_indices}
+        states = {seq.state.name for seq in self.rig.engine._of_request.get(seq_id, ())}
+        self.rig.engine.cancel(seq_id, chosen)
+        self.cancelled |= {(seq_id, i) for i in was & set(chosen or samples)}
+        self.happened.update(f"cancel {state}" for state in states)
+
+    def after_admissions(self) -> None:
+        """What a worker does at once: pins for a reader, begins a pull."""
+        for seq_id, admission in self.rig.admissions.items():
+            request = self.requests[seq_id]
+            if request.pulled and seq_id not in self.pulls and seq_id not in self.landed:
+                self.pulls[seq_id] = list(range(admission.num_cached_blocks, len(admission.block_table)))
+                assert tuple(admission.block_table[i] for i in self.pulls[seq_id]) == admission.landing_block_ids
+                self.happened["pulls"] += 1
+            elif request.for_reader and not request.pulled and seq_id not in self.landed and self.live(seq_id):
+                self.landed.add(seq_id)
+                self.rig.pool.pin(admission.block_table)
+                self.pins.append(list(admission.block_table))
+                self.happened["pins"] += 1
+
+    def pull(self) -> None:
+        """One thing that happens to one pull."""
+        rng, pool, rig = self.rng, self.rig.pool, self.rig
+        if not self.pulls:
+            return
+        seq_id = rng.choice(list(self.pulls))
+        request, left = self.requests[seq_id], self.pulls[seq_id]
+        table = rig.admissions[seq_id].block_table
+        chance = rng.random()
+        if left and chance < 0.75:
+            rig.land(request, [left.pop(rng.randrange(len(left)))])
+            self.happened["landings"] += 1
+        elif left and (chance > 0.95 or not self.live(seq_id)):
+            doubtful = rng.sample(left, rng.randint(0, len(left)))
+            pool.quarantine([table[i] for i in doubtful])
+            pool.drop_landing([table[i] for i in left if i not in doubtful])
+            self.quarantined += [table[i] for i in doubtful]
+            self.happened["quarantines"] += bool(doubtful)
+            rig.engine.check()
+            self.landed.add(seq_id)
+            del self.pulls[seq_id]
+            if rng.random() < 0.5:
+                self.step()  # the worker's `fail` comes only after a step
+            rig.engine.fail(seq_id, PULL_FAILED)
+        elif not left:
+            del self.pulls[seq_id]
+            self.landed.add(seq_id)
+            rig.engine.landed(seq_id, rig.first_tokens(request))
+
+    def spoil(self) -> None:
+        """Reads that still run write whatever they want to."""
+        landing = [self.rig.admissions[s].block_table[i] for s, left in self.pulls.items() for i in left]
+        for block_id in [*landing, *self.quarantined]:
+            self.rig.executor.memory[block_id] = [self.rng.randrange(10**6) for _ in range(4)]
+
+    def unpin(self) -> None:
+        if self.pins and self.rng.random() < 0.5:
+            self.rig.pool.unpin(self.pins.pop(self.rng.randrange(len(self.pins))))
+        if self.quarantined and self.rng.random() < 0.3:
+            self.rig.pool.end_quarantine([self.quarantined.pop(self.rng.randrange(len(self.quarantined)))])
+
+    def step(self) -> StepPlan:
+        plan = self.rig.plan()
+        self.after_admissions()
+        self.spoil()
+        if plan.is_empty:
+            return plan
+        result = self.rig.executor.run(plan)
+        while self.rng.random() < 0.1:
+            self.cancel()
+            self.rig.engine.check()
+        self.rig.note(self.rig.engine.apply(plan, result))
+        self.rig.engine.check()
+        assert plan.num_tokens <= self.rig.config.max_num_batched_tokens
+        return plan
+
+    def audit(self) -> None:
+        """Events tell what is here, and what is here is what its hash says."""
+        for kind, block_hash in self.rig.pool.take_events():
+            assert (kind is KvEventKind.STORED) is (block_hash not in self.published)
+            self.published ^= {block_hash}
+        assert self.published == set(self.rig.pool.hashes())
+        for block_id in range(self.rig.pool.num_blocks):
+            block_hash = self.rig.pool.hash_of(block_id)
+            if block_hash != NO_HASH:
+                assert self.rig.executor.memory[block_id] == self.contents_of_hash[block_hash]
+                assert self.rig.life_table.hashes[block_id] == block_hash
+
+    def assert_right(self) -> None:
+        """All that came out is a prefix of the definition; whole, unless somebody ended it."""
+        for seq_id, request in self.requests.items():
+            for i in request.sample_indices:
+                answer, its_end = self.rig.expected(request, i)
+                finish = None if request.prefill_only and len(answer) > 1 else its_end
+                answer = answer[:1] if request.prefill_only else answer
+                got, end = self.rig.outputs[seq_id, i], self.rig.ends.get((seq_id, i))
+                assert got == answer[: len(got)]
+                if (seq_id, i) not in self.cancelled and not isinstance(end, Failure):
+                    assert (got, end) == (answer, finish), request
+        for output in self.rig.all_outputs:
+            if output.tokens:
+                request = self.requests[output.seq_id]
+                prompt_and_outputs = len(request.token_ids) - request.num_prompt_tokens
+                assert output.output_index >= prompt_and_outputs
+
+    def live_through(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            if self.rng.random() < 0.4:
+                self.add()
+            if self.rng.random() < 0.06:
+                self.cancel()
+            for _ in range(self.rng.randint(0, 3)):
+                self.pull()
+            self.unpin()
+            self.step()
+            self.audit()
+
+    def come_to_an_end(self, max_steps: int) -> None:
+        """Nothing new comes: everything must end. Running into `max_steps` is a livelock."""
+        for _ in range(max_steps):
+            if self.rig.engine.is_idle and not (self.pins or self.pulls or self.quarantined):
+                return
+            self.pull()
+            self.unpin()
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps")
+
+
+@pytest.mark.parametrize("seed", range(sized(40, 1000)))
+def test_every_token_is_right_and_nothing_leaks(seed: int) -> None:
+    world = World(seed)
+    world.live_through(120)
+    world.come_to_an_end(max_steps=3000)
+    world.audit()
+    world.assert_right()
+    world.rig.assert_clean()
+
+
+def test_the_worlds_see_what_they_should() -> None:
+    """Else the test above proves less than it says."""
+    happened: Counter[str] = Counter()
+    for seed in range(15):
+        world = World(seed)
+        world.live_through(120)
+        counters = world.rig.engine.counters
+        happened.update(world.happened)
+        happened.update(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
+    seen = {"preemptions", "copies", "cached", "pulls", "landings", "quarantines", "pins", "replays", "queue_full", "no_capacity"}
+    seen |= {f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")}
+    assert all(happened[what] >= 3 for what in seen), happened

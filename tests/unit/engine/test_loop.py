@@ -1,0 +1,297 @@
+"""The loop over a fake device: what lands between steps, who is guilty of an exception, when it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.engine.loop import EngineLoop, EngineUnhealthy
+from baton.engine.outcome import Outcome
+from baton.engine.step import StepSequence
+from tests.builders import sequence_request
+from tests.engine_rig import EngineRig
+
+FAILURE = Failure(code=Code.INTERNAL, reason=Reason.TRANSFER_FAILED, message="injected")
+
+
+def make_loop(rig: EngineRig) -> EngineLoop:
+    return EngineLoop(rig.engine, rig.executor, rig.note)
+
+
+@asynccontextmanager
+async def running(loop: EngineLoop) -> AsyncIterator[None]:
+    """Runs beside the test; drained at the end, and whatever it raises comes out."""
+    task = asyncio.create_task(loop.run())
+    try:
+        yield
+        loop.drain()
+        await asyncio.wait_for(task, 10)
+    finally:
+        task.cancel()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_requests_are_answered_and_the_loop_drains() -> None:
+    rig = EngineRig(num_blocks=16)
+    loop = make_loop(rig)
+    requests = [sequence_request(i, range(i, i + 9), max_tokens=6) for i in range(10)]
+    async with running(loop):
+        for request in requests:
+            loop.add(request)
+            await asyncio.sleep(0)
+    rig.assert_answered(*requests)
+    rig.assert_clean()
+    assert loop.steps_done == rig.engine.counters.steps > 0
+
+
+async def test_a_drained_loop_takes_nothing_more() -> None:
+    loop = make_loop(EngineRig())
+    async with running(loop):
+        pass
+    with pytest.raises(Refused) as refused:
+        loop.add(sequence_request())
+    assert refused.value.failure.reason is Reason.DRAINING
+
+
+async def test_draining_finishes_what_is_there_and_what_still_comes() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    pulled = sequence_request(1, range(10), pulled=True)
+    late = sequence_request(2, range(20, 30))
+    async with running(loop):
+        loop.add(pulled)
+        await turns()
+        loop.drain()
+        await turns()  # nothing can be computed, but one sequence still lands
+        loop.add(late)
+        await turns()
+        rig.land(pulled)
+        loop.landed(1, rig.first_tokens(pulled))
+    rig.assert_answered(pulled, late)
+
+
+async def test_refusals_come_at_once() -> None:
+    rig = EngineRig(max_waiting_seqs=2, max_model_len=50)
+    loop = make_loop(rig)
+    with pytest.raises(Refused, match="length"):
+        loop.add(sequence_request(9, range(60)))
+    loop.add(sequence_request(1))
+    with pytest.raises(ValueError, match="exists"):
+        loop.add(sequence_request(1))
+    loop.add(sequence_request(2))
+    with pytest.raises(Refused) as refused:
+        loop.add(sequence_request(3))
+    assert refused.value.failure.reason is Reason.QUEUE_FULL
+
+
+async def test_changes_wait_for_the_running_step_and_keep_their_order() -> None:
+    rig = EngineRig()
+    rig.executor.gate = asyncio.Event()
+    loop = make_loop(rig)
+    first, second = sequence_request(1, range(10)), sequence_request(2, range(20, 30))
+    async with running(loop):
+        loop.add(first)
+        await turns()
+        loop.cancel(1)
+        loop.add(second)
+        loop.add(sequence_request(3))
+        loop.cancel(3)
+        loop.fail(2, FAILURE)
+        loop.cancel(2)
+        await turns()
+        assert (rig.engine.running_seqs, rig.engine.waiting_seqs) == (1, 0)
+        rig.executor.gate.set()
+    assert rig.ends == {(2, 0): FAILURE}
+    rig.assert_clean()
+
+
+async def test_admissions_are_delivered_before_the_step_runs() -> None:
+    rig = EngineRig()
+    rig.executor.gate = asyncio.Event()
+    loop = make_loop(rig)
+    async with running(loop):
+        loop.add(sequence_request(1, range(10), prefill_only=True))
+        await turns()
+        assert list(rig.admissions) == [1]
+        assert not rig.executor.plans
+        rig.executor.gate.set()
+
+
+async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
+    rig = EngineRig(num_blocks=6)
+    first, second = sequence_request(1, range(10, 26), prefill_only=True), sequence_request(2, range(40, 56), max_tokens=3)
+
+    def deliver(outcome: Outcome) -> None:
+        rig.note(outcome)
+        for admission in outcome.admissions:
+            if admission.seq_id == 1:
+                rig.pool.pin(admission.block_table)
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    async with running(loop):
+        loop.add(first)
+        await turns()
+        loop.add(second)
+        await turns()
+        assert list(rig.admissions) == [1]
+        rig.pool.unpin(rig.admissions[1].block_table)
+        await turns()
+        assert list(rig.admissions) == [1, 2]
+    rig.assert_answered(second)
+
+
+async def test_a_blocked_queue_costs_no_turns() -> None:
+    rig = EngineRig(num_blocks=6)
+    loop = make_loop(rig)
+    held = rig.pool.allocate(4)
+    assert held is not None
+    plans = 0
+    plan_step = rig.engine.plan
+
+    def counting_plan() -> object:
+        nonlocal plans
+        plans += 1
+        return plan_step()
+
+    rig.engine.plan = counting_plan  # type: ignore[method-assign, assignment]
+    async with running(loop):
+        loop.add(sequence_request(1, range(12)))
+        await turns(100)
+        assert plans <= 3
+        rig.pool.unref(held)
+
+
+async def test_others_get_their_turn_though_the_device_answers_at_once() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    async with running(loop):
+        loop.add(sequence_request(1, range(10), max_tokens=200, sampling={"ignore_eos": True}))
+        await turns(10)
+        assert 0 < loop.steps_done < 20
+        loop.cancel(1)
+
+
+async def test_step_age() -> None:
+    rig = EngineRig()
+    rig.executor.gate = asyncio.Event()
+    loop = make_loop(rig)
+    assert (loop.step_started_s, loop.step_age_s()) == (None, 0.0)
+    async with running(loop):
+        loop.add(sequence_request())
+        await turns()
+        assert loop.step_started_s is not None
+        assert loop.step_age_s() >= 0
+        rig.executor.gate.set()
+    assert loop.step_started_s is None
+
+
+async def test_an_exception_is_charged_to_the_one_that_causes_it() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    requests = [sequence_request(i, range(i * 10, i * 10 + 6), sample_indices=(0, 1), max_tokens=6) for i in (1, 2, 3)]
+
+    def guilty(part: StepSequence) -> bool:
+        """A step of request 2, once it decodes: with copies for all three in the same plan."""
+        return part.kv_begin >= 6 and part.block_table[0] == rig.admissions[2].block_table[0]
+
+    rig.executor.guilty = guilty
+    async with running(loop):
+        for request in requests:
+            loop.add(request)
+    for sample_index in (0, 1):
+        end = rig.ends[2, sample_index]
+        assert isinstance(end, Failure)
+        assert (end.code, end.retriable) == (Code.INTERNAL, False)
+    rig.assert_answered(requests[0], requests[2])
+    rig.assert_clean()
+
+
+async def test_what_the_executor_finds_at_fault_while_the_guilty_one_is_sought_fails_too() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    requests = [sequence_request(i, range(i * 10, i * 10 + 6)) for i in (1, 2, 3)]
+    rig.executor.guilty = lambda part: part.seq_id == 1
+    rig.executor.failing = lambda part: FAILURE if part.seq_id == 2 else None
+    async with running(loop):
+        for request in requests:
+            loop.add(request)
+    assert isinstance(rig.ends[1, 0], Failure)
+    assert rig.ends[2, 0] is FAILURE
+    rig.assert_answered(requests[2])
+
+
+async def test_an_exception_that_does_not_come_again_costs_nothing() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    requests = [sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=6) for i in (1, 2)]
+    left = [True]
+    rig.executor.guilty = lambda _: bool(left) and left.pop()
+    async with running(loop):
+        for request in requests:
+            loop.add(request)
+    rig.assert_answered(*requests)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+async def test_when_every_sequence_fails_alone_the_device_is_at_fault(num_seqs: int) -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    rig.executor.guilty = lambda _: True
+    for i in range(num_seqs):
+        loop.add(sequence_request(i + 1, range(10)))
+    with pytest.raises(EngineUnhealthy, match="restart") as unhealthy:
+        await asyncio.wait_for(loop.run(), 10)
+    assert isinstance(unhealthy.value.__cause__, RuntimeError)
+    assert len(rig.executor.plans) == 1 + num_seqs  # bounded
+    with pytest.raises(Refused):
+        loop.add(sequence_request(99))
+
+
+async def test_a_failure_of_the_executors_own_needs_no_second_run() -> None:
+    rig = EngineRig()
+    loop = make_loop(rig)
+    rig.executor.failing = lambda part: FAILURE if part.seq_id == 1 else None
+    other = sequence_request(2, range(20, 30))
+    async with running(loop):
+        loop.add(sequence_request(1, range(10)))
+        loop.add(other)
+    assert rig.ends[1, 0] is FAILURE
+    assert loop.steps_done == len(rig.executor.plans)
+    rig.assert_answered(other)
+
+
+async def test_an_exception_of_deliver_is_not_swallowed() -> None:
+    rig = EngineRig()
+
+    def deliver(_: Outcome) -> None:
+        raise RuntimeError("deliver")
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    loop.add(sequence_request())
+    with pytest.raises(RuntimeError, match="deliver"):
+        await asyncio.wait_for(loop.run(), 10)
+
+
+async def test_deliver_may_call_back() -> None:
+    """As a worker does that ends a job at its first token, or starts the next one."""
+    rig = EngineRig()
+    second = sequence_request(2, range(10))
+
+    def deliver(outcome: Outcome) -> None:
+        rig.note(outcome)
+        for output in outcome.outputs:
+            if output.seq_id == 1:
+                loop.cancel(1)
+                loop.add(second)
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    async with running(loop):
+        loop.add(sequence_request(1, range(30, 40), sampling={"ignore_eos": True}))
+    assert len(rig.outputs[1, 0]) == 1
+    rig.assert_answered(second)
