@@ -1,6 +1,7 @@
 """A cluster of real processes for tests: Redis, scheduler, workers, gateway, without Ray. Each can be stopped, killed and started."""
 
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.front import ClusterStatus
 from baton.fleet.supervisor import Child, ChildSpec, baton_command
@@ -39,6 +41,7 @@ class ProcessCluster:
             "model": "demo",
             "dtype": "float32",
             "kv_memory": 64 * 2**20,
+            "max_model_len": 4096,
             "threads_per_worker": 1,
             **TEST_TIMES,
             **settings,
@@ -156,6 +159,14 @@ class ProcessCluster:
             )
 
         await self.until(is_clean, CALM_S, "no block used, landing or quarantined, no lease, no sequence")
+
+    async def metric(self, name: str, metric: str) -> float:
+        """The sum of a metric's samples at a process that was started with `admin_port=0`."""
+        log = next((self.directory / "logs" / name).glob("*.log")).read_text()
+        address = next(json.loads(line)["address"] for line in log.splitlines() if '"admin_started"' in line)
+        async with httpx.AsyncClient(timeout=5.0) as client:
+            text = (await client.get(f"http://{address}/metrics")).text
+        return sum(sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == metric)
 
     async def stop(self) -> None:
         """Everything, the gateway first; nothing may be left."""

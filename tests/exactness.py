@@ -1,0 +1,171 @@
+"""Is every token right? Answers of any topology against one teacher-forced `transformers` pass over prompt + answer, in float32.
+
+    checker = ExactnessChecker(model_dir)
+    checker.check(answers)          # raises NotExact
+
+At every position the answer's token must be the reference's choice or lie within tau of it (for sampled requests: of the reference's own
+keyed, perturbed logits), and its top logprobs must equal the reference's within tau. tau is ten times the largest difference between two
+batchings of the reference itself on these very answers, at most 1e-4. More than one near-tie in 5,000 tokens is a failure, too.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from baton.core.blocks import token_ids
+from baton.core.request import Sampling, TokenLogprobs
+from baton.engine.model.loading import eos_token_ids
+from baton.engine.model.sampler import adjusted_logits, kept_token_ids, noise
+from baton.engine.sequence import ends_of_text
+from baton.engine.step import SampleRequest
+
+MAX_TAU = 1e-4
+TOKENS_PER_NEAR_TIE = 5_000
+_MEASURED_ANSWERS = 6
+_TOP_P_SLACK = 1e-6
+
+
+class NotExact(AssertionError):
+    """An answer that the reference would not have given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One sample as a client got it. `logprobs`: one a token, each with its top ones, or empty if none were asked for."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exactness:
+    """What a check found; `worst_logprob` is the largest difference of a logprob."""
+
+    num_tokens: int
+    near_ties: int
+    tau: float
+    worst_logprob: float
+
+
+class ExactnessChecker:
+    """The reference for one model directory: transformers' own attention, one sequence at a time."""
+
+    def __init__(self, model_dir: Path) -> None:
+        attention = "sdpa"
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+        )
+        self._model.eval().requires_grad_(False)
+        self._eos = eos_token_ids(model_dir)
+
+    def check(self, answers: Sequence[Answer]) -> Exactness:
+        """Raises NotExact naming answer, position and values of the worst that it finds."""
+        if not any(answer.tokens for answer in answers):
+            raise NotExact("there are no tokens to check")
+        logits = [self._logits(answer) for answer in answers]
+        tau = min(MAX_TAU, 10 * self._noise(answers))
+        near_ties, worst = 0, 0.0
+        for number, (answer, rows) in enumerate(zip(answers, logits, strict=True)):
+            for position, row in enumerate(rows):
+                where = f"answer {number} (prompt of {len(answer.prompt)}, {answer.sampling}), output {position}"
+                near_ties += not self._is_choice(answer, position, row.numpy(), tau, where)
+            worst = max(worst, self._check_logprobs(answer, rows, tau, f"answer {number} (prompt of {len(answer.prompt)})"))
+        num_tokens = sum(len(answer.tokens) for answer in answers)
+        allowed = max(1, num_tokens // TOKENS_PER_NEAR_TIE)  # one can happen in any number of tokens
+        if near_ties > allowed:
+            raise NotExact(f"{near_ties} near-ties in {num_tokens} tokens, at most {allowed} can be chance")
+        return Exactness(num_tokens=num_tokens, near_ties=near_ties, tau=tau, worst_logprob=worst)
+
+    @torch.inference_mode()
+    def _logits(self, answer: Answer) -> torch.Tensor:
+        """Of each output's position, [num_tokens, vocab_size], from one pass over prompt and answer."""
+        tokens = torch.tensor([answer.prompt + answer.tokens[:-1]])
+        rows = torch.arange(len(answer.prompt) - 1, tokens.shape[1])
+        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits[0]
+        return logits[: len(answer.tokens)]
+
+    @torch.inference_mode()
+    def _noise(self, answers: Sequence[Answer]) -> float:
+        """How far the reference is from itself: one pass against passes over a few tokens at a time with its own cache."""
+        rng = random.Random(0)
+        by_length = sorted((a for a in answers if a.tokens), key=lambda a: len(a.prompt) + len(a.tokens))
+        step = max(1, len(by_length) // _MEASURED_ANSWERS)
+        largest = 0.0
+        for answer in by_length[::step]:
+            whole = torch.tensor([answer.prompt + answer.tokens])
+            at_once = self._model(input_ids=whole, use_cache=False).logits[0]
+            cache, done = DynamicCache(config=self._model.config), 0
+            while done < whole.shape[1]:
+                # Mostly single tokens at the end, as in decoding; larger pieces before.
+                left = whole.shape[1] - done
+                size = min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20)))
+                piece = whole[:, done : done + size]
+                logits = self._model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+                largest = max(largest, float((logits - at_once[done : done + size]).abs().max()))
+                done += size
+        return largest
+
+    def _is_choice(self, answer: Answer, position: int, logits: np.ndarray, tau: float, where: str) -> bool:
+        """Whether the token is the reference's own choice; False for a near-tie. Raises NotExact for anything else."""
+        sampling, token = answer.sampling, answer.tokens[position]
+        request = SampleRequest(
+            sampling=sampling,
+            sample_indices=(answer.sample_index,),
+            position=len(answer.prompt) + position,
+            history=token_ids(answer.prompt + answer.tokens[:position]),
+            num_prompt_tokens=len(answer.prompt),
+            banned_token_ids=ends_of_text(sampling, self._eos) if position < sampling.min_tokens else (),
+        )
+        adjusted = adjusted_logits(logits, request)
+        if sampling.is_greedy:
+            temperature, values, surely, perhaps = 1.0, adjusted, adjusted, -np.inf
+        else:
+            temperature = sampling.temperature
+            values = adjusted / temperature + noise(sampling.seed, answer.sample_index, request.position, adjusted.shape[0])
+            surely = np.where(adjusted >= _least_kept(adjusted, request, -_TOP_P_SLACK) + tau, values, -np.inf)
+            perhaps = _least_kept(adjusted, request, _TOP_P_SLACK) - tau
+        kept = np.where(adjusted >= _least_kept(adjusted, request, 0.0), values, -np.inf)
+        if token == int(kept.argmax()):
+            return True
+        behind = float(surely.max() - values[token]) * temperature
+        if adjusted[token] < perhaps or not behind <= tau:
+            raise NotExact(f"{where}: token {token} where the reference has {int(kept.argmax())}, {behind:.3g} behind it (tau {tau:.3g})")
+        return False
+
+    def _check_logprobs(self, answer: Answer, rows: torch.Tensor, tau: float, where: str) -> float:
+        """The largest difference to the reference's logprobs. Raises NotExact if it is above tau."""
+        if not answer.logprobs:
+            return 0.0
+        if len(answer.logprobs) != len(answer.tokens):
+            raise NotExact(f"{where}: {len(answer.logprobs)} logprobs for {len(answer.tokens)} tokens")
+        reference = torch.log_softmax(rows, dim=-1)
+        worst = 0.0
+        for position, (token, ours) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+            row = reference[position]
+            pairs = [(ours.logprob, float(row[token])), *((value, float(row[i])) for i, value in ours.top)]
+            pairs += zip(
+                [value for _, value in ours.top], row.topk(len(ours.top)).values.tolist(), strict=True
+            )  # and no likelier one is left out
+            worst = max(worst, *(abs(a - b) for a, b in pairs))
+            if not worst <= tau:
+                raise NotExact(f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); ours {ours}")
+        return worst
+
+
+def _least_kept(adjusted: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
+    """The least adjusted logit that top-k, top-p and min-p keep, with top-p moved by `more_top_p`."""
+    sampling = request.sampling
+    if sampling.is_greedy:
+        return -np.inf
+    if sampling.top_p < 1.0:
+        request = replace(request, sampling=replace(sampling, top_p=min(1.0, max(0.0, sampling.top_p + more_top_p))))
+    ids = kept_token_ids(adjusted / sampling.temperature, request)
+    return -np.inf if ids is None else float(adjusted[ids].min())

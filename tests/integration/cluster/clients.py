@@ -1,0 +1,168 @@
+"""Clients of a test cluster over gRPC: what they asked, what they got, and whether it is exact."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from baton.core.errors import Refused, StreamBroken
+from baton.core.front import ChoiceDelta, Timeline, TotalUsage
+from baton.core.request import FinishReason, Sampling, TokenLogprobs
+from baton.wire.channel import channel_options, open_channel
+from baton.wire.inference import InferenceClient
+from tests.exactness import Answer
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request. `sampling` decides everything but n."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    num_samples: int = 1
+
+    def body(self) -> dict[str, Any]:
+        s = self.sampling
+        return {
+            "prompt": list(self.prompt),
+            "max_tokens": s.max_tokens,
+            "temperature": s.temperature,
+            "top_k": s.top_k,
+            "top_p": s.top_p,
+            "min_p": s.min_p,
+            "seed": s.seed,
+            "n": self.num_samples,
+            "logprobs": s.num_logprobs,
+            "repetition_penalty": s.repetition_penalty,
+            "presence_penalty": s.presence_penalty,
+            "frequency_penalty": s.frequency_penalty,
+            "ignore_eos": s.ignore_eos,
+            "timeline": True,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Got:
+    """What came back; `failure` is the reason of a typed error."""
+
+    ask: Ask
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    finishes: dict[int, FinishReason] = field(default_factory=dict)
+    usage: TotalUsage | None = None
+    timeline: Timeline | None = None
+    failure: str = ""
+    longest_pause_s: float = 0.0
+
+    def take(self, choice: ChoiceDelta) -> None:
+        self.tokens.setdefault(choice.index, []).extend(choice.token_ids)
+        self.logprobs.setdefault(choice.index, []).extend(choice.logprobs)
+        if choice.finish is not None:
+            assert choice.index not in self.finishes, "exactly one end"
+            self.finishes[choice.index] = choice.finish
+
+    @property
+    def is_whole(self) -> bool:
+        return self.usage is not None and len(self.finishes) == self.ask.num_samples
+
+    def answers(self) -> list[Answer]:
+        """One a sample, for the checker."""
+        return [
+            Answer(
+                prompt=self.ask.prompt,
+                sampling=self.ask.sampling,
+                tokens=tuple(tokens),
+                logprobs=tuple(self.logprobs[index]),
+                sample_index=index,
+            )
+            for index, tokens in sorted(self.tokens.items())
+        ]
+
+
+class Client:
+    """One client of one gateway; use as `async with`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = open_channel(address, channel_options(1.0))
+        self._api = InferenceClient(self._channel, address)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
+
+    async def ask(self, ask: Ask, *, leave_after: int | None = None, deadline_s: float = DEADLINE_S) -> Got:
+        """Ask and collect; `leave_after` tokens the client hangs up."""
+        got = Got(ask=ask)
+        loop = asyncio.get_running_loop()
+        last_s = loop.time()
+        try:
+            generation = await self._api.generate(ask.body(), timeout_s=deadline_s)
+            try:
+                while True:
+                    chunk = await generation.receive()
+                    now_s = loop.time()
+                    got.longest_pause_s, last_s = max(got.longest_pause_s, now_s - last_s), now_s
+                    for choice in chunk.choices:
+                        got.take(choice)
+                    if chunk.usage is not None:
+                        got.usage, got.timeline = chunk.usage, chunk.timeline
+                        break
+                    if leave_after is not None and sum(map(len, got.tokens.values())) >= leave_after:
+                        break
+            finally:
+                await generation.aclose()
+        except Refused as refused:
+            got.failure = refused.failure.reason.value
+        except StreamBroken as broken:
+            got.failure = f"broken: {broken}"
+        return got
+
+
+def random_asks(rng: Random, number: int, *, max_prompt: int, vocab_size: int, max_tokens: int = 16, num_samples: int = 1) -> list[Ask]:
+    """Lengths around block and chunk boundaries, shared prefixes, whole prompts again; greedy and all kinds of sampling."""
+    boundaries = [n + d for n in (16, 32, 64, 256, 512, 1024, 2048) for d in (-1, 0, 1)] + [1, 2]
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(number):
+        length = rng.choice([b for b in boundaries if b <= max_prompt]) if rng.random() < 0.5 else rng.randrange(1, max_prompt + 1)
+        kind = rng.random()
+        if prompts and kind < 0.15:
+            prompts.append(rng.choice(prompts))
+            continue
+        prefix = rng.choice(prompts)[: rng.randrange(1, length + 1)] if prompts and kind < 0.45 else ()
+        prompts.append(prefix[:length] + tuple(rng.randrange(4, vocab_size) for _ in range(length - len(prefix[:length]))))
+    return [Ask(prompt=prompt, sampling=_sampling(rng, max_tokens), num_samples=num_samples) for prompt in prompts]
+
+
+def _sampling(rng: Random, max_tokens: int) -> Sampling:
+    shared: dict[str, Any] = {"max_tokens": rng.randrange(1, max_tokens + 1), "num_logprobs": 5, "ignore_eos": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        return Sampling(temperature=0.0, **shared)
+    more = rng.choice(
+        [
+            {},
+            {"top_k": 20},
+            {"top_p": 0.9},
+            {"min_p": 0.05},
+            {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+            {"repetition_penalty": 1.2},
+        ]
+    )
+    return Sampling(temperature=rng.choice([0.5, 0.8, 1.0]), seed=rng.getrandbits(31), **shared, **more)
+
+
+async def ask_all(address: str, asks: Sequence[Ask], *, in_flight: int = 32) -> list[Got]:
+    """Every request, so many at a time."""
+    slots = asyncio.Semaphore(in_flight)
+    async with Client(address) as client:
+
+        async def one(ask: Ask) -> Got:
+            async with slots:
+                return await client.ask(ask)
+
+        return list(await asyncio.gather(*(one(ask) for ask in asks)))

@@ -1,0 +1,148 @@
+"""kill -9 of anyone, at any moment (acceptance 5 of the spine): while a colleague lives, every stream finishes, exactly."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+
+import pytest
+import pytest_asyncio
+import torch
+
+from baton.core.request import Sampling
+from baton.engine.model.hub import DEMO_DIR
+from tests.cluster import ProcessCluster, process_cluster
+from tests.exactness import ExactnessChecker
+from tests.integration.cluster.clients import Ask, Client, Got
+from tests.scale import sized
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+ROUNDS = sized(1, 20)
+STREAMS = 4
+ALL = ("p0", "p1", "d0", "d1")
+BACK_S = 60.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[ProcessCluster]:
+    async with process_cluster(prefill=2, decode=2, transfer="nixl", max_num_batched_tokens=256, scheduler_wait_s=30.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def checker() -> ExactnessChecker:
+    torch.set_num_threads(1)
+    return ExactnessChecker(DEMO_DIR)
+
+
+def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
+    """Half of them greedy, half sampled with a seed; long enough to be hit."""
+    return [
+        Ask(
+            prompt=tuple(rng.randrange(4, 4096) for _ in range(prompt_tokens)),
+            sampling=Sampling(
+                max_tokens=max_tokens, temperature=0.0 if i % 2 else 0.8, seed=rng.getrandbits(31), num_logprobs=5, ignore_eos=True
+            ),
+        )
+        for i in range(STREAMS)
+    ]
+
+
+async def kill_during(cluster: ProcessCluster, requests: list[Ask], victim: str, moment: Callable[[Client], Awaitable[None]]) -> list[Got]:
+    """Ask, wait for the moment, kill, let the streams end; then the victim is back and everybody clean."""
+    async with Client(cluster.grpc_address) as client:
+        streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
+        await moment(client)
+        await cluster.kill(victim)
+        got = list(await asyncio.gather(*streams))
+        again = await client.ask(asks(Random(0), prompt_tokens=20, max_tokens=4)[1])
+    assert again.is_whole, f"the next request works: {again}"
+    await cluster.check_clean()
+    return got
+
+
+async def back(cluster: ProcessCluster, victim: str) -> None:
+    await cluster.start_worker(victim)
+    await cluster.until_workers(*ALL, limit_s=BACK_S)
+    await cluster.wait_ready()
+
+
+def check(checker: ExactnessChecker, got: list[Got]) -> None:
+    assert [one.failure for one in got if one.failure] == []
+    assert all(one.is_whole for one in got)
+    checker.check([answer for one in got for answer in one.answers()])
+
+
+async def after(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+async def test_prefill_worker_killed_in_mid_prefill(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+    rng = Random(100 + number)
+    victim = rng.choice(["p0", "p1"])
+    requests = asks(rng, prompt_tokens=1500, max_tokens=8)
+    got = await kill_during(cluster, requests, victim, lambda _: after(rng.uniform(0.05, 0.5)))
+    check(checker, got)
+    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
+    await back(cluster, victim)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+async def test_decode_worker_killed_in_mid_answer(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+    rng = Random(200 + number)
+    victim = rng.choice(["d0", "d1"])
+    requests = asks(rng, prompt_tokens=100, max_tokens=160)
+
+    async def mid_answer(_: Client) -> None:
+        await cluster.until(lambda s: any(w.worker.worker_id == victim and w.running_seqs for w in s.workers), 30, "the victim decodes")
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+
+    got = await kill_during(cluster, requests, victim, mid_answer)
+    check(checker, got)
+    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
+    await back(cluster, victim)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+async def test_decode_worker_killed_while_it_waits_for_kv(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+    rng = Random(300 + number)
+    victim = rng.choice(["d0", "d1"])
+    requests = asks(rng, prompt_tokens=1500, max_tokens=8)
+
+    async def waiting(_: Client) -> None:
+        await cluster.until(lambda s: any(w.worker.worker_id == victim and w.waiting_seqs for w in s.workers), 30, "the victim waits")
+
+    got = await kill_during(cluster, requests, victim, waiting)
+    check(checker, got)
+    await back(cluster, victim)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+    rng = Random(400 + number)
+    requests = asks(rng, prompt_tokens=200, max_tokens=100)
+    async with Client(cluster.grpc_address) as client:
+        streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
+        await asyncio.sleep(rng.uniform(0.1, 0.6))
+        await cluster.kill("scheduler")
+        late = asyncio.create_task(client.ask(asks(rng, prompt_tokens=30, max_tokens=4)[0]))
+        await cluster.start_service("scheduler", "scheduler")
+        got = [*await asyncio.gather(*streams), await late]
+    check(checker, got)
+    await cluster.until_workers(*ALL)
+    await cluster.check_clean()
+
+
+async def test_without_any_decode_worker_the_answer_is_a_typed_error_in_time(cluster: ProcessCluster) -> None:
+    for victim in ("d0", "d1"):
+        await cluster.kill(victim)
+    await cluster.until_workers("p0", "p1", limit_s=10)
+    async with Client(cluster.grpc_address) as client:
+        got = await client.ask(asks(Random(5), prompt_tokens=20, max_tokens=4)[0], deadline_s=10)
+        assert got.failure == "no_workers"
+        for victim in ("d0", "d1"):
+            await cluster.start_worker(victim)
+        await cluster.until_workers(*ALL, limit_s=BACK_S)
+        await cluster.wait_ready()
+        assert (await client.ask(asks(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_whole
