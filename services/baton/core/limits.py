@@ -92,7 +92,7 @@ def _is_kind(kind: Kind, value: object) -> bool:
         return isinstance(value, bool if kind is Kind.BOOLEAN else str)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, int) if kind is Kind.INTEGER else math.isfinite(value)
+    return isinstance(value, int) or (kind is Kind.NUMBER and math.isfinite(value))
 
 
 def _flag(default: bool = False) -> Limit:
@@ -133,7 +133,6 @@ LIMITS: Mapping[str, Limit] = {
     "slo.ttft_ms": Limit(kind=Kind.NUMBER, above=0, maximum=86_400_000),
     "slo.tpot_ms": Limit(kind=Kind.NUMBER, above=0, maximum=86_400_000),
     "x-baton-timeout-ms": Limit(kind=Kind.INTEGER, minimum=1, maximum=86_400_000),
-    "user": Limit(kind=Kind.STRING, maximum=512),
     "metadata": Limit(kind=Kind.STRING, maximum=512, max_items=16),
     "label": Limit(kind=Kind.STRING, maximum=512),
 }

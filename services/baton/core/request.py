@@ -65,7 +65,7 @@ NO_SLO = Slo()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt's request as the gateway owns it, validated, tokenized and hashed. `sample_indices` is `range(n)` at first and one index
-    for a sample that goes on alone after a lost leg."""
+    for a sample that goes on alone after a lost leg. `deadline_s` is a time of the gateway's event loop, not a duration."""
 
     request_id: bytes
     model: str

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.fleet.doctor_check import Finding, fail, ok, warn
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-PAIR_LIMIT_S = 30.0
+PAIR_LIMIT_S = 60.0
 CMA_LIMIT_S = 10.0
 SLOWER = "NIXL moves KV more slowly without them, and --transfer local does not need them"
 LEAVE_S = 5.0

@@ -27,6 +27,9 @@ READS = 12
 """Of 8 MiB each, none of the same memory twice; the fastest counts, because others may use the cores meanwhile."""
 
 
+WAYS = ("nixl", "local")
+
+
 def allocate(way: str) -> HostMemory:
     return (allocate_private if way == "nixl" else allocate_shared)(NUM_BLOCKS, LAYOUT.block_bytes)
 
@@ -77,6 +80,8 @@ async def read(way: str) -> None:
 
 def main() -> None:
     way, end = sys.argv[1:]
+    if way not in WAYS:
+        sys.exit(f"{way!r} is no way of moving KV; there are {', '.join(WAYS)}")
     asyncio.run(own(way) if end == "owner" else read(way))
 
 

@@ -1,6 +1,7 @@
 """`baton up`: the whole real cluster on one machine, from one configuration to nothing left behind."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO, resolve_model
@@ -115,7 +115,7 @@ class Cluster:
     async def _start_child(self, name: str, settings: Config, what: str) -> None:
         file = self._run.path / f"{name}.yaml"
         file.touch(mode=0o600)
-        file.write_text(yaml.safe_dump({key: value for key, value in dump(settings).items() if value is not None}))
+        file.write_text(json.dumps(dump(settings)))  # JSON is YAML, too
         child = Child(
             self._spec(name, baton_command(name, file), READY_LIMIT_S), on_restart=lambda name: self._say(f"{name} was restarted")
         )

@@ -1,0 +1,265 @@
+"""What happens around `relay`: attempts, one after another, until every sample of a request has ended, or the request cannot be helped."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from baton.core.cluster import Placement, Rejection
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.ids import DecisionId, WorkerRef
+from baton.core.lifecycle import REQUEST_TRANSITIONS, Lifecycle, RequestState
+from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
+from baton.gateway.attempt import Attempt, attempt_at, going_on, sample_alone
+from baton.gateway.concurrently import run_all
+from baton.gateway.errors import LegLost
+from baton.gateway.progress import Progress
+from baton.gateway.relay import TokenSink, relay
+from baton.gateway.schedulers import Schedulers
+from baton.gateway.validation import REQUEST_ID_BYTES
+from baton.gateway.view import ClusterView
+from baton.gateway.workers import Workers
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import GatewayMetrics
+
+log = get_logger(__name__)
+
+MAX_FULL_QUEUES = 2
+"""Workers that had no place in their queue for a new request; then it is told to come back later, while it can still go elsewhere."""
+MAX_KILLED_WORKERS = 2
+"""Workers that died while running a step of one request; then it is taken for the cause."""
+_OVERLOAD = {Reason.QUEUE_FULL, Reason.TENANT_QUOTA, Reason.NO_CAPACITY, Reason.TTFT_SLO, Reason.TPOT_SLO}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRules:
+    """`pause_s`: the first pause between attempts that fail at once; it doubles up to `max_pause_s`. `ask_again_s`: how often a request
+    that is under way asks for a place while there is none. `dead_s`: how long a life that is over is not believed to be back."""
+
+    max_attempts: int
+    pause_s: float
+    max_pause_s: float
+    ask_again_s: float
+    dead_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayParts:
+    """What every request is carried by."""
+
+    schedulers: Schedulers
+    workers: Workers
+    view: ClusterView
+    rules: RetryRules
+    metrics: GatewayMetrics
+    rng: Random
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """What a timeline tells of one request, besides its legs. `placed_s`, `policy`: of the first placement; loop time."""
+
+    num_attempts: int = 0
+    placed_s: float | None = None
+    policy: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _History:
+    """What went wrong so far: workers to avoid, lives that are over (and since when), workers that died while running the request."""
+
+    num_failed: int = 0
+    num_killed: int = 0
+    avoid: dict[tuple[str, int], WorkerRef] = field(default_factory=dict)
+    dead: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def copy(self) -> "_History":
+        return replace(self, avoid=dict(self.avoid), dead=dict(self.dead))
+
+
+class RequestRun:
+    """One request from QUEUED to its end. Samples that go on alone after a lost leg are runs of their own, over the same `progress`."""
+
+    def __init__(
+        self, request: GenerateRequest, progress: Progress, record: RequestRecord, out: TokenSink, parts: RelayParts, number: int = 0
+    ) -> None:
+        self._request = request
+        self._progress = progress
+        self._record = record
+        self._out = out
+        self._parts = parts
+        self._number = number
+        self._history = _History()
+        self._state = Lifecycle(REQUEST_TRANSITIONS, RequestState.QUEUED)
+        self._decision: DecisionId | None = None
+        self._asked_s = 0.0
+        self._paused_s: float | None = None
+        self._last_problem = ""
+
+    async def run(self) -> None:
+        """Returns when every sample has ended. Raises Refused; at the deadline at the latest."""
+        scope = asyncio.timeout_at(self._request.deadline_s)
+        try:
+            async with scope:
+                await self._attempts()
+        except TimeoutError:
+            self._state.move(RequestState.FAILED)
+            if not scope.expired():
+                raise
+            message = f"the deadline passed after {self._num_output_tokens} tokens{self._last_problem}; allow more time, or ask for fewer"
+            raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message)) from None
+        except asyncio.CancelledError:
+            self._state.move(RequestState.CANCELLED)
+            raise
+        except BaseException:
+            self._state.move(RequestState.FAILED)
+            raise
+        self._state.move(RequestState.FINISHED)
+
+    async def place(self, attempt: Attempt) -> Placement:
+        """Where this attempt runs. A new request that is rejected is refused; one under way asks again, until its deadline."""
+        loop = asyncio.get_running_loop()
+        self._asked_s = loop.time()
+        while True:
+            answer = await self._parts.schedulers.place(
+                attempt.query(loop.time()), is_first=attempt.number == 0, deadline_s=attempt.request.deadline_s
+            )
+            if isinstance(answer, Placement):
+                self._decision = answer.decision_id
+                if not self._names_the_dead(answer):
+                    self._placed(answer)
+                    return answer
+                self._tell(Reason.WORKER_LOST.value)  # the scheduler does not know yet
+            elif attempt.number == 0:
+                raise Refused(failure_of(answer))
+            else:
+                self._last_problem = f" ({answer.message})"
+            await asyncio.sleep(self._parts.rules.ask_again_s * self._parts.rng.uniform(0.5, 1.0))
+
+    def put(self, delta: TokenDelta) -> bool:
+        """To the client; notes when the first token of an attempt is through."""
+        if self._state.state is RequestState.PREFILLING:
+            self._state.move(RequestState.DECODING)
+            if self._paused_s is not None:
+                self._parts.metrics.pause_s.observe(asyncio.get_running_loop().time() - self._paused_s)
+                self._paused_s = None
+        return self._out.put(delta)
+
+    async def _attempts(self) -> None:
+        while True:
+            attempt = await attempt_at(self._request, self._number, self._parts.view.layout, tuple(self._history.avoid.values()))
+            self._record.num_attempts += 1
+            try:
+                await relay(attempt, self._progress, self, self._parts.workers, self)
+                self._tell("finished")
+                return
+            except LegLost as lost:
+                self._tell(lost.failure.reason.value)
+                self._state.move(RequestState.QUEUED)
+                self._count(lost)
+            except Refused as refused:
+                self._tell(refused.failure.reason.value)
+                raise
+            except BaseException:
+                is_late = asyncio.get_running_loop().time() >= self._request.deadline_s
+                self._tell((Reason.DEADLINE if is_late else Reason.CANCELLED).value)
+                raise
+            if len(self._request.sample_indices) > 1 and self._num_output_tokens:
+                await self._each_alone()
+                return
+            self._request = going_on(self._request, self._progress.tokens[self._request.sample_indices[0]])
+            self._number += 1
+            await self._pause()
+
+    async def _each_alone(self) -> None:
+        """The samples' tokens have parted: each unfinished one goes on as a request of its own."""
+        runs = []
+        for index in sorted(self._progress.open.intersection(self._request.sample_indices)):
+            alone = sample_alone(self._request, index, self._progress.tokens[index], self._parts.rng.randbytes(REQUEST_ID_BYTES))
+            run = RequestRun(alone, self._progress, self._record, self._out, self._parts, self._number + 1)
+            run._history = self._history.copy()
+            run._paused_s = self._paused_s
+            runs.append(run)
+        self._state.move(RequestState.PREFILLING)  # as its samples are, from here on
+        await run_all([run.run() for run in runs])
+
+    def _count(self, lost: LegLost) -> None:
+        """Learn from a lost leg. Raises Refused when there must be no other attempt."""
+        history = self._history
+        self._last_problem = f" ({lost})"
+        history.num_failed += 1
+        history.num_killed += lost.killed
+        for worker in filter(None, (lost.blamed, lost.dead)):
+            history.avoid[(worker.worker_id, worker.worker_epoch)] = worker
+        if lost.dead is not None:
+            history.dead[(lost.dead.worker_id, lost.dead.worker_epoch)] = asyncio.get_running_loop().time()
+        if self._paused_s is None:
+            self._paused_s = self._progress.last_s
+        self._parts.metrics.attempts.labels(lost.failure.reason.value).inc()
+        log.warning(
+            "attempt_lost",
+            request_id=self._request.request_id,
+            attempt=self._number,
+            reason=lost.failure.reason,
+            problem=str(lost),
+            num_output_tokens=self._num_output_tokens,
+        )
+        if history.num_killed >= MAX_KILLED_WORKERS:
+            message = f"{history.num_killed} workers died while running this request; it is not tried again"
+            raise Refused(Failure(code=Code.INTERNAL, reason=Reason.POISON, message=message))
+        is_turned_away = lost.failure.reason is Reason.QUEUE_FULL and history.num_failed >= MAX_FULL_QUEUES and not self._num_output_tokens
+        if is_turned_away or history.num_failed >= self._parts.rules.max_attempts:
+            raise Refused(replace(lost.failure, retriable=False, blamed=None))
+
+    async def _pause(self) -> None:
+        """None before the second attempt, then longer and longer: workers that refuse at once are not asked in a tight loop."""
+        rules = self._parts.rules
+        if self._history.num_failed > 1:
+            pause_s = min(rules.max_pause_s, rules.pause_s * 2 ** (self._history.num_failed - 2))
+            await asyncio.sleep(pause_s * self._parts.rng.uniform(0.5, 1.0))
+
+    def _placed(self, placement: Placement) -> None:
+        self._state.move(RequestState.PREFILLING)
+        if self._record.placed_s is None:
+            self._record.placed_s = asyncio.get_running_loop().time()
+            self._record.policy = placement.policy
+
+    def _names_the_dead(self, placement: Placement) -> bool:
+        """A scheduler that still lists a dead worker does so until it notices; one that lists it much later knows better."""
+        source = placement.prefix_source.worker if placement.prefix_source else None
+        since_s = asyncio.get_running_loop().time() - self._parts.rules.dead_s
+        return any(
+            worker is not None and self._history.dead.get((worker.worker_id, worker.worker_epoch), since_s) > since_s
+            for worker in (placement.prefill, placement.decode, source)
+        )
+
+    def _tell(self, outcome: str) -> None:
+        """The scheduler, what came of its latest decision for this request."""
+        decision, self._decision = self._decision, None
+        if decision is None:
+            return
+        progress = self._progress
+        is_first_token_ours = progress.first_s is not None and progress.first_s >= self._asked_s
+        usage = progress.usage
+        self._parts.schedulers.finished(
+            RequestActuals(
+                decision_id=decision,
+                outcome=outcome,
+                ttft_s=progress.first_s - self._asked_s if is_first_token_ours and progress.first_s is not None else None,
+                tpot_s=progress.tpot_s,
+                num_output_tokens=self._num_output_tokens,
+                num_cached_tokens=sum(usage.num_cached_tokens.values()) if usage else 0,
+                legs=tuple(progress.legs),
+            )
+        )
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return sum(len(self._progress.tokens[index]) for index in self._request.sample_indices)
+
+
+def failure_of(rejection: Rejection) -> Failure:
+    """What the client is told: come back later (429), or nobody is there (503)."""
+    code = Code.RESOURCE_EXHAUSTED if rejection.reason in _OVERLOAD else Code.UNAVAILABLE
+    if rejection.reason is Reason.MODEL_NOT_FOUND:
+        code = Code.NOT_FOUND
+    return Failure(code=code, reason=rejection.reason, message=rejection.message, retry_after_s=rejection.retry_after_s)

@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP: what arrives, what goes out, byte for byte."""

@@ -1,0 +1,85 @@
+"""What the client already has of one request. It makes lost legs, retries and doubled messages safe: each token goes out once, in order."""
+
+import asyncio
+from array import array
+from collections.abc import Iterable
+
+from baton.core.blocks import TokenIds
+from baton.core.request import LegTimeline, TokenDelta, Usage
+from baton.gateway.errors import Contradiction
+
+
+class Progress:
+    """The samples of one request over all its attempts. `tokens[i]`: those of sample i that were delivered; `open`: samples that go on."""
+
+    __slots__ = ("first_s", "last_s", "legs", "open", "tokens", "usage")
+
+    def __init__(self, sample_indices: Iterable[int]) -> None:
+        self.tokens: dict[int, TokenIds] = {index: array("I") for index in sample_indices}
+        self.open: set[int] = set(self.tokens)
+        self.usage: Usage | None = None
+        self.legs: list[LegTimeline] = []
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+
+    def take(self, delta: TokenDelta) -> TokenDelta | None:
+        """The part of `delta` that is new, or None. Raises Contradiction when it neither goes on from nor repeats what was delivered."""
+        if delta.timeline is not None:
+            self.legs.append(delta.timeline)
+        if delta.usage is not None and self.usage is None:
+            self.usage = delta.usage
+        have = self.tokens.get(delta.sample_index)
+        if have is None or delta.sample_index not in self.open:
+            return None
+        if delta.output_index != len(have):
+            delta = _rest_of(delta, have)
+        if not delta.token_ids and delta.finish is None:
+            return None
+        if delta.token_ids:
+            self.last_s = asyncio.get_running_loop().time()
+            if self.first_s is None:
+                self.first_s = self.last_s
+        have.extend(delta.token_ids)
+        if delta.finish is not None:
+            self.open.discard(delta.sample_index)
+        return delta
+
+    def end(self, sample_index: int) -> None:
+        """The sample has ended for a reason that only the gateway sees."""
+        self.open.discard(sample_index)
+
+    def all_beyond(self, num_tokens: int, sample_indices: frozenset[int]) -> bool:
+        """Whether each of these samples has ended or has more tokens than that: an attempt that replays them needs no prefill any more."""
+        return all(len(self.tokens[index]) > num_tokens for index in self.open & sample_indices)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap between a sample's tokens; None with fewer than two."""
+        longest = max(map(len, self.tokens.values()), default=0)
+        if longest < 2 or self.first_s is None or self.last_s is None:
+            return None
+        return (self.last_s - self.first_s) / (longest - 1)
+
+
+def _rest_of(delta: TokenDelta, have: TokenIds) -> TokenDelta:
+    """`delta` without the tokens that were delivered already."""
+    begin, num_known = delta.output_index, len(have) - delta.output_index
+    if num_known < 0:
+        raise Contradiction(f"{delta.job}: sample {delta.sample_index} goes on at token {begin}, but {len(have)} were delivered")
+    known = delta.token_ids[:num_known]
+    if known != tuple(have[begin : begin + len(known)]):
+        raise Contradiction(f"{delta.job}: sample {delta.sample_index} repeats other tokens from {begin} on than were delivered")
+    return TokenDelta(
+        job=delta.job,
+        sample_index=delta.sample_index,
+        output_index=len(have),
+        token_ids=delta.token_ids[num_known:],
+        logprobs=delta.logprobs[num_known:],
+        finish=delta.finish,
+        usage=delta.usage,
+        timeline=delta.timeline,
+    )

@@ -1,0 +1,244 @@
+"""The gateway as one object: takes validated calls, carries them, counts them, and drains. Knows neither HTTP nor gRPC."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from random import Random
+from typing import Self
+
+from baton.core.apis import Membership, Network
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.front import ModelInfo, Timeline, TotalUsage
+from baton.core.request import GenerateRequest
+from baton.gateway.answer import Answer, Receiver
+from baton.gateway.attempts import RelayParts, RequestRecord, RequestRun, RetryRules
+from baton.gateway.call import Call
+from baton.gateway.concurrently import run_all
+from baton.gateway.progress import Progress
+from baton.gateway.schedulers import Schedulers, SchedulerTimes
+from baton.gateway.session import SessionTimes
+from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.validation import Validator
+from baton.gateway.view import ClusterView
+from baton.gateway.workers import Workers
+from baton.runtime.health import Health
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import GatewayMetrics
+from baton.runtime.process import Background
+
+log = get_logger(__name__)
+
+CLUSTER = "cluster"
+"""The part of the gateway's health that waits for workers."""
+STUCK_DETECTIONS = 24
+"""A worker whose step runs for so many detection times is lost, though it talks; it ought to have seen that itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayRules:
+    """The numbers that a gateway runs by; see the settings of the same names."""
+
+    gateway_id: str
+    model: str
+    heartbeat_s: float
+    detection_s: float
+    scheduler_wait_s: float
+    request_timeout_s: float
+    max_open_requests: int
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a call ended that did not fail."""
+
+    usage: TotalUsage
+    timeline: tuple[Timeline, ...]
+
+
+class GatewayService:
+    """Use as `async with`: inside, sessions and the scheduler's Watch stream are kept; leaving ends them, and calls that still run fail."""
+
+    def __init__(
+        self,
+        rules: GatewayRules,
+        *,
+        network: Network,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        rng: Random,
+        schedulers: tuple[str, ...] = (),
+        membership: Membership | None = None,
+    ) -> None:
+        self.rules = rules
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.health = Health(CLUSTER)
+        self.view = ClusterView(model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len)
+        self.schedulers = Schedulers(
+            network,
+            self.view,
+            addresses=schedulers,
+            membership=membership,
+            times=SchedulerTimes(heartbeat_s=rules.heartbeat_s, call_s=rules.detection_s, wait_s=rules.scheduler_wait_s),
+            rng=rng,
+        )
+        self.workers = Workers(
+            network,
+            gateway_id=rules.gateway_id,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            times=SessionTimes(heartbeat_s=rules.heartbeat_s, detection_s=rules.detection_s, stuck_s=rules.detection_s * STUCK_DETECTIONS),
+            rng=rng,
+        )
+        self.validator = Validator(
+            tokenizer=tokenizer,
+            model=rules.model,
+            facts=lambda: self.view.facts,
+            rng=rng,
+            request_timeout_s=rules.request_timeout_s,
+        )
+        self._parts = RelayParts(
+            schedulers=self.schedulers,
+            workers=self.workers,
+            view=self.view,
+            rules=RetryRules(
+                max_attempts=rules.max_attempts,
+                pause_s=rules.heartbeat_s / 20,
+                max_pause_s=rules.detection_s,
+                ask_again_s=rules.heartbeat_s,
+                dead_s=2 * rules.detection_s,
+            ),
+            metrics=metrics,
+            rng=rng,
+        )
+        self._stack = AsyncExitStack()
+        self._none_open = asyncio.Event()
+        self.num_open = 0
+        self._num_arriving = 0
+
+    async def __aenter__(self) -> Self:
+        self.view.on_change(self._cluster_changed)
+        self._cluster_changed()
+        await self._stack.enter_async_context(Background(self.schedulers.run()))
+        self._stack.push_async_callback(self.workers.aclose)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def run(self, call: Call, receiver: Receiver) -> Ending:
+        """Carry a call to its end; its choices go to `receiver` as they grow. Cancelling cancels the call. Raises Refused."""
+        self.admit(len(call.requests))
+        self.num_open += len(call.requests)
+        self.metrics.open_requests.set(self.num_open)
+        try:
+            carried = [_Carried(request, call, self.tokenizer, receiver, index) for index, request in enumerate(call.requests)]
+            await run_all([one.run(self._parts) for one in carried])
+        finally:
+            self.num_open -= len(call.requests)
+            self.metrics.open_requests.set(self.num_open)
+            if not self.num_open:
+                self._none_open.set()
+        now_s = asyncio.get_running_loop().time()
+        for one in carried:
+            self._observe(one, now_s - call.received_s)
+        return Ending(
+            usage=TotalUsage(
+                num_prompt_tokens=sum(one.request.num_prompt_tokens for one in carried),
+                num_output_tokens=sum(one.answer.num_tokens for one in carried),
+                num_cached_tokens=sum(one.num_cached_tokens for one in carried),
+            ),
+            timeline=tuple(one.timeline(now_s) for one in carried) if call.shape.timeline else (),
+        )
+
+    def admit(self, num_requests: int = 1) -> None:
+        """Raises Refused while draining (503), or when as many requests as allowed are open (429)."""
+        if self.health.is_draining:
+            message = "this gateway is about to stop; send the request again, to another one"
+            raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retry_after_s=1.0))
+        if self.num_open + self._num_arriving + num_requests > self.rules.max_open_requests:
+            message = f"{self.num_open} requests are open, {self.rules.max_open_requests} are allowed; retry later"
+            raise Refused(Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message=message, retry_after_s=1.0))
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While a call is received and validated it counts as one open request, so that bodies in memory are bounded, too. Raises Refused
+        as `admit` does."""
+        self.admit()
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+
+    def ended(self, endpoint: str, failure: Failure | None) -> None:
+        """Count how a call ended, as the client was told."""
+        code, reason = (str(failure.code.http), failure.reason.value) if failure else ("200", "")
+        self.metrics.requests.labels(endpoint, code, reason).inc()
+
+    @property
+    def models(self) -> tuple[ModelInfo, ...]:
+        return (ModelInfo(model_id=self.rules.model, max_model_len=self.view.max_model_len),)
+
+    async def drain(self, drain_s: float) -> None:
+        """Take no new calls, and wait until the open ones have ended, for at most `drain_s`."""
+        self.health.drain()
+        log.info("gateway_draining", open_requests=self.num_open)
+        self._none_open.clear()
+        if self.num_open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._none_open.wait()
+
+    def _cluster_changed(self) -> None:
+        problem = self.view.problem
+        if problem:
+            self.health.not_ready(CLUSTER, problem)
+        else:
+            self.health.ready(CLUSTER)
+        if self.view.scheduler_id is not None:
+            self.workers.keep(report.worker for report in self.view.reports if report.model == self.rules.model)
+
+    def _observe(self, one: "_Carried", request_s: float) -> None:
+        metrics, progress = self.metrics, one.progress
+        metrics.request_s.observe(request_s)
+        if progress.first_s is not None:
+            metrics.ttft_s.observe(progress.first_s - one.received_s)
+        if progress.tpot_s is not None:
+            metrics.tpot_s.observe(progress.tpot_s)
+        metrics.prompt_tokens.inc(one.request.num_prompt_tokens)
+        metrics.cached_tokens.inc(one.num_cached_tokens)
+        metrics.output_tokens.inc(one.answer.num_tokens)
+
+
+class _Carried:
+    """One request of a call, with all that is kept of it while it runs."""
+
+    def __init__(self, request: GenerateRequest, call: Call, tokenizer: Tokenizer, receiver: Receiver, prompt_index: int) -> None:
+        self.request = request
+        self.received_s = call.received_s
+        self.progress = Progress(request.sample_indices)
+        self.record = RequestRecord()
+        self.answer = Answer(request, call.shape, tokenizer, receiver, prompt_index * call.n)
+
+    async def run(self, parts: RelayParts) -> None:
+        await RequestRun(self.request, self.progress, self.record, self.answer, parts).run()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        usage = self.progress.usage
+        return min(self.request.num_prompt_tokens, sum(usage.num_cached_tokens.values())) if usage else 0
+
+    def timeline(self, now_s: float) -> Timeline:
+        progress, record = self.progress, self.record
+        return Timeline(
+            request_id=self.request.request_id.hex(),
+            attempts=record.num_attempts,
+            policy=record.policy,
+            placed_s=(now_s if record.placed_s is None else record.placed_s) - self.received_s,
+            ttft_s=None if progress.first_s is None else progress.first_s - self.received_s,
+            tpot_s=progress.tpot_s,
+            total_s=now_s - self.received_s,
+            legs=tuple(progress.legs),
+        )

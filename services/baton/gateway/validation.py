@@ -1,0 +1,156 @@
+"""The one validator of both front doors: from a plain dict to a `Call` whose requests fit the model."""
+
+import re
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from baton.core.blocks import TokenIds
+from baton.core.errors import Code, Reason
+from baton.core.front import Caller
+from baton.core.limits import U64_MAX, shown
+from baton.core.request import GenerateRequest, Sampling
+from baton.gateway.bodies import Draft, Prompt, draft_of
+from baton.gateway.call import Call, Endpoint, InvalidField
+from baton.gateway.tokenizer import Tokenizer
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; a chat may go on to the end of the context."""
+REQUEST_ID_BYTES = 16
+_TRACE_CONTEXT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C's traceparent; anything else is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the cluster says of the model that is served. None: not known yet, so not checked."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+
+
+class Validator:
+    """Checks requests, tokenizes them and gives them their ids and seeds."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        model: str,
+        facts: Callable[[], ModelFacts],
+        rng: Random,
+        request_timeout_s: float,
+    ) -> None:
+        """`facts` is asked once a call: the cluster changes."""
+        self.tokenizer = tokenizer
+        self.model = model
+        self._facts = facts
+        self._rng = rng
+        self._request_timeout_s = request_timeout_s
+
+    def draw_id(self) -> bytes:
+        """A new request's id. Ids are made inside, never taken from a client."""
+        return self._rng.randbytes(REQUEST_ID_BYTES)
+
+    async def call(
+        self,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        caller: Caller,
+        *,
+        received_s: float,
+        request_id: bytes | None = None,
+    ) -> Call:
+        """The deadline counts from `received_s` (loop time). `request_id`: for the first prompt; the others', or all, are drawn. Raises
+        Refused: 400, or 404 for another model."""
+        draft = draft_of(endpoint, body)
+        self.check_model(draft.model)
+        facts = self._facts()
+        if facts.max_num_seqs is not None and draft.n > facts.max_num_seqs:
+            raise InvalidField("n", f"n must be at most {facts.max_num_seqs}, what one worker runs at a time, not {draft.n}")
+        deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
+        trace_context = caller.trace_context if _TRACE_CONTEXT.fullmatch(caller.trace_context) else ""
+        if draft.messages:
+            prompts = [await self.tokenizer.encode_chat(draft.messages)]
+        else:
+            prompts = [await self.tokens_of(prompt, facts.max_model_len) for prompt in draft.prompts]
+        return Call(
+            endpoint=endpoint,
+            model=self.model,
+            requests=tuple(
+                replace(
+                    self._request(draft, tokens, facts, deadline_s),
+                    request_id=request_id if request_id and index == 0 else self.draw_id(),
+                    trace_context=trace_context,
+                )
+                for index, tokens in enumerate(prompts)
+            ),
+            n=draft.n,
+            shape=draft.shape,
+            received_s=received_s,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refused (404) for a model that is not served here; None means the one that is."""
+        if name is not None and name != self.model:
+            message = f"model {shown(name)} is not served here; this is {shown(self.model)}, as /v1/models says"
+            raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
+
+    async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
+        """A prompt's ids. A text that cannot fit is refused without being encoded."""
+        if isinstance(prompt, array):
+            self.check_vocabulary("prompt", max(prompt, default=0))
+            return prompt
+        assert isinstance(prompt, str)  # the only other kind of prompt
+        at_least = self.tokenizer.min_tokens_of(len(prompt) if prompt.isascii() else len(prompt.encode()))
+        if max_model_len is not None and at_least > max_model_len:
+            raise _too_long(f"at least {at_least}", 1, max_model_len)
+        return await self.tokenizer.encode(prompt)
+
+    def _request(self, draft: Draft, tokens: TokenIds, facts: ModelFacts, deadline_s: float) -> GenerateRequest:
+        if not tokens:
+            raise InvalidField("prompt", "the prompt has no tokens; send at least one")
+        for name in ("stop_token_ids", "logit_bias"):
+            for item in draft.sampling[name]:
+                self.check_vocabulary(name, item if isinstance(item, int) else item[0])
+        max_tokens = self._max_tokens(draft, len(tokens), facts.max_model_len)
+        seed = self._rng.getrandbits(64) if draft.seed is None else draft.seed & U64_MAX
+        return GenerateRequest(
+            request_id=b"",
+            model=self.model,
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            sampling=Sampling(max_tokens=max_tokens, seed=seed, **draft.sampling),
+            sample_indices=tuple(range(draft.n)),
+            deadline_s=deadline_s,
+            priority=draft.priority,
+            slo=draft.slo,
+        )
+
+    def _max_tokens(self, draft: Draft, num_prompt_tokens: int, max_model_len: int | None) -> int:
+        """What was asked for, or the endpoint's default. Raises InvalidField with both numbers when it does not fit."""
+        min_tokens: int = draft.sampling["min_tokens"]
+        if max_model_len is None:
+            return draft.max_tokens or max(COMPLETION_MAX_TOKENS, min_tokens)
+        room = max_model_len - num_prompt_tokens
+        wanted = draft.max_tokens or max(1, min_tokens)
+        if wanted > room:
+            raise _too_long(str(num_prompt_tokens), wanted, max_model_len)
+        if draft.max_tokens is not None:
+            return draft.max_tokens
+        return room if draft.endpoint.is_chat else min(room, max(COMPLETION_MAX_TOKENS, min_tokens))
+
+    def check_vocabulary(self, name: str, token_id: int) -> None:
+        if token_id >= self.tokenizer.vocab_size:
+            raise InvalidField(name, f"{name} has the token id {token_id}; the model's ids go from 0 to {self.tokenizer.vocab_size - 1}")
+
+
+def _too_long(num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:
+    return InvalidField(
+        "prompt",
+        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together more than the model's {max_model_len}; "
+        "shorten one of them",
+        Reason.CONTEXT_LENGTH_EXCEEDED,
+    )

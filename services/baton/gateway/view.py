@@ -1,0 +1,90 @@
+"""What this gateway knows of the cluster, from a scheduler's Watch stream. The last word stays while no scheduler answers."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from baton.core.cluster import ClusterUpdate, WorkerReport, WorkerState
+from baton.core.kv_layout import KvLayout
+from baton.gateway.validation import ModelFacts
+
+
+class ClusterView:
+    """The workers that serve one model."""
+
+    def __init__(self, *, model: str, tokenizer_fingerprint: str, model_max_len: int | None) -> None:
+        """`model_max_len`: the model's own, used until a worker has said what it allows."""
+        self._model = model
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._model_max_len = model_max_len
+        self._listeners: list[Callable[[], None]] = []
+        self.scheduler_id: str | None = None
+        self.reports: tuple[WorkerReport, ...] = ()
+        self.layout: KvLayout | None = None
+        self.facts = ModelFacts(max_model_len=model_max_len, max_num_seqs=None)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each update, and when the scheduler is lost."""
+        self._listeners.append(listener)
+
+    def take(self, update: ClusterUpdate) -> None:
+        self.scheduler_id = update.scheduler_id
+        self.reports = update.reports
+        ours = [report for report in update.reports if report.model == self._model]
+        if ours:
+            self.facts = ModelFacts(
+                max_model_len=min(report.max_model_len for report in ours), max_num_seqs=max(report.max_num_seqs for report in ours)
+            )
+            self.layout = Counter(report.layout for report in ours).most_common(1)[0][0]
+        self._changed()
+
+    def lose_scheduler(self) -> None:
+        """Nobody tells us what changes any more."""
+        self.scheduler_id = None
+        self._changed()
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.facts.max_model_len
+
+    @property
+    def problem(self) -> str:
+        """Why no request could be served now; empty when one can: both roles are there, and a pair of them is warm."""
+        if self.scheduler_id is None:
+            return "no scheduler answers"
+        ready = [report for report in self.reports if report.model == self._model and report.state is WorkerState.READY]
+        if not ready:
+            return f"no ready worker serves {self._model}"
+        ours = [report for report in ready if report.layout.tokenizer_fingerprint == self._tokenizer_fingerprint]
+        if not ours:
+            return "every worker has another tokenizer than this gateway; give both the same --model"
+        if any(report.role.can_prefill and report.role.can_decode for report in ours):
+            return ""
+        for role, able in (("prefill", [r.role.can_prefill for r in ours]), ("decode", [r.role.can_decode for r in ours])):
+            if not any(able):
+                return f"no {role} worker is ready"
+        return "" if _has_warm_pair(ours) else "no prefill and decode worker are connected to each other yet"
+
+    @property
+    def links(self) -> str:
+        """Which pairs are connected, how, and how fast, for people."""
+        return ", ".join(
+            f"{link.peer.worker_id} -> {report.worker.worker_id} {link.transport} {link.bytes_per_s / 1e9:.2f} GB/s"
+            for report in self.reports
+            if report.role.can_decode
+            for link in report.links
+            if not link.broken
+        )
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+def _has_warm_pair(reports: list[WorkerReport]) -> bool:
+    lives = {(r.worker.worker_id, r.worker.worker_epoch) for r in reports if r.role.can_prefill}
+    return any(
+        not link.broken and (link.peer.worker_id, link.peer.worker_epoch) in lives
+        for report in reports
+        if report.role.can_decode
+        for link in report.links
+    )

@@ -1,0 +1,196 @@
+"""Every Tokenizer: what goes in comes out, a character is never broken, and an id without text has a sign."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from baton.core.errors import Refused
+from baton.engine.model.hub import DEMO_DIR
+from baton.gateway.detokenizer import REPLACEMENT
+from baton.gateway.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from tests.scale import sized
+
+pytestmark = pytest.mark.contract
+
+TEXTS = [
+    "The quick brown fox.",
+    " leading and trailing ",
+    "line\nbreaks\r\n\ttabs",
+    "def f(x):\n    return x  # comment",
+    "ünïcödé – „quotes“ … € 中文字符 日本語 한국어 العربية",
+    "emoji \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 and \u0301combining",
+    "x" * 300,
+    "0123456789 3.14159",
+]
+
+
+NOTHING = 10**6
+"""An id that no tokenizer here has a text for."""
+
+
+def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "max_position_embeddings": 77}))
+    template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": {"content": "</s>"}}))
+    return directory
+
+
+def llama_like(directory: Path) -> Path:
+    """As Llama 2's: spaces are ▁, the first one is stripped, unknown characters fall back to bytes."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    letters = "\u2581" + "abcdefghijklmnopqrstuvwxyzT.:[]"
+    vocab |= {letter: len(vocab) + n for n, letter in enumerate(letters)}
+    merges = [("\u2581", "q"), ("t", "h"), ("o", "x")]
+    vocab |= {"".join(pair): len(vocab) + n for n, pair in enumerate(merges)}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return write_model(directory, tokenizer)
+
+
+def byte_level(directory: Path) -> Path:
+    """As GPT-2's, trained on next to nothing."""
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS[:4], trainer)
+    tokenizer.add_tokens(["«added»"])
+    return write_model(directory, tokenizer)
+
+
+MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
+    "bytes": lambda _: ByteTokenizer(),
+    "demo": lambda _: HfTokenizer(DEMO_DIR),
+    "byte-level": lambda path: HfTokenizer(byte_level(path / "model")),
+    "llama-like": lambda path: HfTokenizer(llama_like(path / "model")),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tokenizer]:
+    made = MAKERS[request.param](tmp_path)
+    yield made
+    made.close()
+
+
+async def test_text_survives(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = await tokenizer.encode(text, add_special_tokens=False)
+        assert ids.typecode == "I"
+        assert max(ids) < tokenizer.vocab_size
+        assert tokenizer.decode(ids) == text
+        assert len(ids) >= tokenizer.min_tokens_of(len(text.encode()))
+
+
+async def test_long_text_is_encoded_as_short_text_is(tokenizer: Tokenizer) -> None:
+    text = "the quick fox. " * 3000
+    ids = await tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) >= tokenizer.min_tokens_of(len(text))
+
+
+async def test_streamed_text_is_the_whole_text_and_breaks_no_character(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = await tokenizer.encode(text, add_special_tokens=False)
+        stream = tokenizer.detokenizer()
+        pieces = [stream.put(token_id) for token_id in ids]
+        assert "".join(pieces) == text
+        assert stream.flush() == ""
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+async def test_any_ids_at_all_stream_to_what_they_decode_to(tokenizer: Tokenizer) -> None:
+    """Random ids, most of them parts of characters; special tokens among them, left out or not."""
+    rng = Random(5)
+    for _ in range(sized(200, 5000)):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 30))]
+        for skip in (True, False):
+            stream = tokenizer.detokenizer(skip_special_tokens=skip)
+            streamed = "".join(map(stream.put, ids)) + stream.flush()
+            assert streamed == tokenizer.decode(ids, skip_special_tokens=skip)
+            streamed.encode()
+
+
+async def test_ids_without_text_show_as_one_sign_each(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.detokenizer()
+    assert stream.put(NOTHING) + stream.put(NOTHING) + stream.flush() == REPLACEMENT * 2
+    assert tokenizer.token_bytes(NOTHING) == REPLACEMENT.encode()
+
+
+async def test_text_goes_on_after_an_id_without_text(tokenizer: Tokenizer) -> None:
+    ids = list(await tokenizer.encode("the fox", add_special_tokens=False))
+    assert tokenizer.decode([*ids, NOTHING, *ids]) == f"the fox{REPLACEMENT}the fox"
+
+
+async def test_a_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
+    padded = HfTokenizer(byte_level(tmp_path / "model"))
+    last = padded.vocab_size - 1
+    assert padded.decode([last]) == REPLACEMENT
+    assert padded.max_model_len == 77
+    padded.close()
+
+
+async def test_the_first_token_is_a_continuation_of_the_prompt(tokenizer: Tokenizer) -> None:
+    prompt = list(await tokenizer.encode("the fox.", add_special_tokens=False))
+    whole = list(await tokenizer.encode("the fox. and more", add_special_tokens=False))
+    if whole[: len(prompt)] != prompt:
+        pytest.skip("this tokenizer joins the two")
+    stream = tokenizer.detokenizer(prompt=whole[: len(prompt)])
+    assert "".join(map(stream.put, whole[len(prompt) :])) + stream.flush() == " and more"
+
+
+async def test_chats_have_a_template(tokenizer: Tokenizer) -> None:
+    ids = await tokenizer.encode_chat([{"role": "user", "content": "hello fox"}])
+    text = tokenizer.decode(ids)
+    assert "hello fox" in text
+    assert text.index("user") < text.index("hello fox") < text.index("assistant")
+
+
+async def test_tokens_alone_are_bytes(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = await tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip(" ") == text.strip(" ")
+
+
+async def test_byte_level_streams_agree_with_the_library(tmp_path: Path) -> None:
+    """Our table of bytes against the library's own decoder, for ids that it decodes at all."""
+    for directory in (DEMO_DIR, byte_level(tmp_path / "model")):
+        ours, theirs = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
+        rng = Random(1)
+        for _ in range(300):
+            ids = [rng.randrange(theirs.get_vocab_size()) for _ in range(rng.randrange(1, 40))]
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+        ours.close()
+
+
+async def test_special_tokens_are_left_out_of_text_unless_asked_for() -> None:
+    demo = HfTokenizer(DEMO_DIR)
+    ids = [*await demo.encode("hi", add_special_tokens=False), 2]
+    assert demo.decode(ids, skip_special_tokens=True) == "hi"
+    assert demo.decode(ids) == "hi<|im_end|>"
+    demo.close()
+
+
+async def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+    directory = byte_level(tmp_path / "model")
+    (directory / "tokenizer_config.json").unlink()
+    tokenizer = HfTokenizer(directory)
+    with pytest.raises(Refused, match="no chat template"):
+        await tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    tokenizer.close()

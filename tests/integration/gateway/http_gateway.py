@@ -1,0 +1,114 @@
+"""A gateway behind a real HTTP server on the loopback, with stub workers in the same process."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from baton.core.front import ProcessInfo
+from baton.gateway.inference import Admin
+from baton.gateway.openai_api.app import App
+from baton.gateway.openai_api.server import HttpServer
+from baton.gateway.tokenizer import Tokenizer
+from baton.runtime.metrics import expose
+from baton.runtime.network import listen
+from tests.unit.gateway.fakes import Cluster, cluster
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(slots=True, kw_only=True)
+class HttpGateway:
+    cluster: Cluster
+    port: int
+    client: httpx.AsyncClient
+    server: HttpServer
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def post(
+        self, path: str, body: Any = None, *, content: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        if content is None:
+            return await self.client.post(path, json=body, headers=headers)
+        return await self.client.post(path, content=content, headers=JSON if headers is None else headers)
+
+    async def connect(self) -> "RawConnection":
+        """With a small receive buffer, so that what is not read is soon felt."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+        return RawConnection(reader=reader, writer=writer)
+
+
+@dataclass(slots=True, kw_only=True)
+class RawConnection:
+    """Bytes over TCP, for clients that misbehave."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    seen: bytearray = field(default_factory=bytearray)
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def read_until_closed(self, timeout_s: float = 20.0) -> bytes:
+        async with asyncio.timeout(timeout_s):
+            try:
+                while data := await self.reader.read(65536):
+                    self.seen += data
+            except ConnectionResetError:
+                pass
+        return bytes(self.seen)
+
+    async def read_until(self, text: bytes, timeout_s: float = 20.0) -> bytes:
+        async with asyncio.timeout(timeout_s):
+            while text not in self.seen:
+                data = await self.reader.read(65536)
+                assert data, f"the connection closed before {text!r}: {bytes(self.seen)!r}"
+                self.seen += data
+        return bytes(self.seen)
+
+    async def close(self) -> None:
+        self.writer.close()
+
+
+def request_bytes(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@asynccontextmanager
+async def http_gateway(
+    *workers: tuple[str, str],
+    tokenizer: Tokenizer | None = None,
+    receive_deadline_s: float = 5.0,
+    max_body_bytes: int = 8 * 2**20,
+    stream_buffer_bytes: int = 256 * 1024,
+    **rules: Any,
+) -> AsyncIterator[HttpGateway]:
+    async with cluster(*workers, tokenizer=tokenizer, **rules) as c:
+        sock = listen("127.0.0.1", 0, flag="--http-port")
+        app = App(
+            c.gateway,
+            Admin(c.gateway, ProcessInfo(process_id="gateway-0")),
+            max_body_bytes=max_body_bytes,
+            stream_buffer_bytes=stream_buffer_bytes,
+            unread_s=receive_deadline_s,
+            metrics=lambda: expose(c.registry),
+            created=1_700_000_000,
+        )
+        async with (
+            HttpServer(app, sock, receive_deadline_s=receive_deadline_s) as server,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,
+        ):
+            yield HttpGateway(cluster=c, port=server.port, client=client, server=server)

@@ -1,0 +1,151 @@
+"""The gateway as its process runs it: real HTTP, real gRPC on both sides, the demo model's tokenizer. Stub workers behind the wire."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc.aio
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.core.errors import Code, ConfigError, ModelError, Reason, Refused
+from baton.core.fingerprints import tokenizer_fingerprint
+from baton.core.ids import WorkerRef
+from baton.engine.model.hub import DEMO_DIR
+from baton.gateway.main import serve
+from baton.gateway.tokenizer import HfTokenizer
+from baton.runtime.in_process import InProcessNetwork
+from baton.runtime.network import choose_port, listen
+from baton.runtime.process import Stop
+from baton.runtime.settings import GatewayConfig
+from baton.wire.admin import AdminClient
+from baton.wire.inference import InferenceClient
+from baton.wire.server import GrpcServer
+from tests.times import TEST_TIMES
+from tests.unit.gateway.fakes import StubScheduler, StubWorker, until
+
+pytestmark = pytest.mark.integration
+
+TIMES = {name: TEST_TIMES[name] for name in ("heartbeat_s", "detection_s", "scheduler_wait_s", "drain_s", "receive_deadline_s")}
+PROMPT = "What does os.getcwd do?"
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    url: str
+    config: GatewayConfig
+    scheduler: StubScheduler
+    worker: StubWorker
+    stop: Stop
+    task: "asyncio.Task[None]"
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Running]:
+    nowhere = InProcessNetwork()
+    scheduler, worker = StubScheduler(nowhere), StubWorker(nowhere, "h0")
+    cluster = GrpcServer(heartbeat_s=TIMES["heartbeat_s"])
+    cluster.add_scheduler(scheduler)
+    cluster.add_worker(worker)
+    port = await cluster.start("127.0.0.1", 0)
+    worker.ref = WorkerRef(worker_id="h0", worker_epoch=1, address=f"127.0.0.1:{port}")
+    layout = replace(worker.report.layout, tokenizer_fingerprint=tokenizer_fingerprint(DEMO_DIR))
+    worker.report = replace(worker.report, worker=worker.ref, layout=layout)
+    scheduler.add(worker)
+    config = GatewayConfig(
+        http_port=0, grpc_port=choose_port("127.0.0.1", 0, flag="--grpc-port"), schedulers=(f"127.0.0.1:{port}",), **TIMES
+    )
+    stop, urls = Stop(), asyncio.Queue[str]()
+    task = asyncio.create_task(serve(config, stop, urls.put_nowait))
+    first = asyncio.create_task(urls.get())
+    await asyncio.wait((task, first), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    url = first.result()
+    try:
+        async with httpx.AsyncClient() as client, asyncio.timeout(5):
+            while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield Running(url=url, config=config, scheduler=scheduler, worker=worker, stop=stop, task=task)
+    finally:
+        stop.request()
+        async with asyncio.timeout(10):
+            await task
+        await cluster.stop(0.1)
+
+
+async def test_one_answer_through_both_doors() -> None:
+    demo = HfTokenizer(DEMO_DIR)
+    said = list(await demo.encode(" It returns the directory \u20ac, doesn't it?", add_special_tokens=False))
+    async with running() as gateway:
+        gateway.worker.token_at = lambda _prompt, _sample, index: said[index]
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            chat = await client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=len(said), stream=True
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
+        assert text == demo.decode(said)
+        assert list(gateway.worker.jobs[0].token_ids) == list(await demo.encode_chat([{"role": "user", "content": PROMPT}]))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
+            client = InferenceClient(channel, "gateway")
+            generation = await client.generate({"prompt": "hi", "max_tokens": len(said)}, timeout_s=5)
+            chunks = [await generation.receive()]
+            while not chunks[-1].is_last:
+                chunks.append(await generation.receive())
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == demo.decode(said)
+            assert [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids] == said
+            assert generation.request_id == gateway.scheduler.queries[-1].request_id.hex()
+            await generation.aclose()
+            with pytest.raises(Refused) as refused:
+                await client.generate({"prompt": "x", "temperature": 3.0})
+            assert (refused.value.failure.code, refused.value.failure.reason) == (Code.INVALID_ARGUMENT, Reason.INVALID_REQUEST)
+            assert list(await client.tokenize("hi")) == list(await demo.encode("hi"))
+            status = await AdminClient(channel, "gateway").status()
+            assert [worker.worker.worker_id for worker in status.workers] == ["h0"]
+            health = health_pb2_grpc.HealthStub(channel)
+            reply = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    demo.close()
+
+
+async def test_a_grpc_client_that_cancels_is_cancelled_everywhere() -> None:
+    async with running() as gateway, grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
+        gateway.worker.token_at = lambda *_: 300
+        generation = await InferenceClient(channel, "gateway").generate({"prompt": "hi", "max_tokens": 900})
+        await generation.receive()
+        await generation.aclose()
+        await until(lambda: gateway.worker.cancels)
+        assert gateway.worker.open_jobs == []
+
+
+async def test_a_stop_lets_streams_finish() -> None:
+    async with running() as gateway:
+        gateway.worker.token_at = lambda *_: 300
+        gateway.worker.step_s = 0.05
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            body = {"prompt": "hi", "max_tokens": 20, "stream": True}
+            stream = asyncio.create_task(client.post("/v1/completions", json=body, timeout=10))
+            await until(lambda: gateway.worker.jobs)
+            gateway.stop.request()
+            await asyncio.sleep(0.1)
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/v1/completions", json=body)).status_code == 503
+            assert (await stream).text.endswith("data: [DONE]\n\n")
+        async with asyncio.timeout(3):
+            await gateway.task
+
+
+async def test_settings_that_cannot_work_are_named(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match="--schedulers"):
+        await serve(GatewayConfig(), Stop(), print)
+    sock = listen("127.0.0.1", 0, flag="x")
+    port = sock.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"port {port} .*--http-port"):
+        await serve(GatewayConfig(http_port=port, schedulers=("127.0.0.1:1",)), Stop(), print)
+    sock.close()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        await serve(GatewayConfig(http_port=0, model=str(tmp_path), schedulers=("127.0.0.1:1",)), Stop(), print)

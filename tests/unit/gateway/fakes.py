@@ -1,0 +1,439 @@
+"""A cluster for gateway tests: stub workers and a stub scheduler that speak the real messages over a real in-process network.
+
+A stub worker's tokens are a function of the prompt, the sample and the position alone, so a test can say what any answer must be, however
+many workers had a part in it.
+"""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.apis import Duplex, Source
+from baton.core.cluster import (
+    ClusterUpdate,
+    Command,
+    DecisionRecord,
+    Placement,
+    PlacementQuery,
+    Rejection,
+    WorkerReport,
+    WorkerRole,
+)
+from baton.core.errors import Code, Failure, Reason, StreamBroken
+from baton.core.front import Caller
+from baton.core.ids import DecisionId, JobId, WorkerRef
+from baton.core.jobs import (
+    Ack,
+    Cancel,
+    DecodeJob,
+    GatewayMessage,
+    Heartbeat,
+    JobFailure,
+    PrefillJob,
+    SessionHello,
+    SessionHelloReply,
+    Step,
+    WorkerMessage,
+)
+from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenDelta, TokenLogprobs, Usage
+from baton.gateway.call import Call, Endpoint
+from baton.gateway.service import GatewayRules, GatewayService
+from baton.gateway.tokenizer import ByteTokenizer, Tokenizer
+from baton.runtime.in_process import InProcessDuplex, InProcessNetwork
+from baton.runtime.mailbox import Mailbox
+from baton.runtime.metrics import GatewayMetrics
+from tests import builders
+from tests.times import TEST_TIMES
+
+ALPHABET = b"abcdefghijklmnopqrstuvwxyz "
+ANYBODY = Caller()
+
+
+def token_at(prompt: Sequence[int], sample: int, index: int) -> int:
+    """The stub workers' token: a letter."""
+    return ALPHABET[zlib.crc32(bytes(str((list(prompt), sample, index)), "ascii")) % len(ALPHABET)]
+
+
+def answer_to(prompt: Sequence[int] | bytes, num_tokens: int, sample: int = 0) -> bytes:
+    """The un-faulted answer."""
+    return bytes(token_at(list(prompt), sample, index) for index in range(num_tokens))
+
+
+async def until(happened: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until something is so that nobody announces. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not happened():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+Hook = Callable[["StubWorker", JobId, int, int], None]
+"""(worker, job, sample, output index) before that token is sent."""
+
+
+class StubWorker:
+    """One life of a worker. Everything it was sent is in `jobs` and `cancels`."""
+
+    def __init__(self, network: InProcessNetwork, worker_id: str, role: str = "hybrid", *, epoch: int = 1) -> None:
+        """`network`: where it can be reached; tests over sockets serve it themselves, and give a network that nobody uses."""
+        self.network = network
+        self.ref = builders.worker_ref(worker_id, epoch)
+        self.report = replace(
+            builders.worker_report(worker_id, role, epoch=epoch), layout=replace(builders.layout(), tokenizer_fingerprint="bytes")
+        )
+        self.prefill_s = 0.02
+        self.step_s = 0.01
+        self.heartbeat_s = TEST_TIMES["heartbeat_s"]
+        self.step_age_s = 0.0
+        self.token_at: Callable[[Sequence[int], int, int], int] = token_at
+        self.tokens_a_step = 1
+        self.before_token: Hook = lambda *_: None
+        self.fail_job: Callable[[PrefillJob | DecodeJob], Failure | None] = lambda _: None
+        self.finish_at: int | None = None
+        self.jobs: list[PrefillJob | DecodeJob] = []
+        self.cancels: list[Cancel] = []
+        self.hellos: list[SessionHello] = []
+        self.is_dead = False
+        self.is_paused = False
+        self.forgets_sessions = False
+        self.loses_first_of_every_stream = False
+        self._sessions: dict[str, _StubSession] = {}
+        self._running: dict[JobId, asyncio.Task[None]] = {}
+        network.add_worker(self.ref.address, self)
+
+    @property
+    def open_jobs(self) -> list[JobId]:
+        return list(self._running)
+
+    def die(self) -> None:
+        """As kill -9: streams break, dials are refused."""
+        self.is_dead = True
+        for task in self._running.values():
+            task.cancel()
+        self._running.clear()
+        self.network.remove(self.ref.address)
+
+    def cut(self) -> None:
+        """Every session's stream breaks; the worker lives."""
+        for session in self._sessions.values():
+            if session.stream is not None:
+                session.stream.break_("cut")
+
+    def send_twice(self) -> None:
+        """Repeat every message that is not acknowledged yet."""
+        for session in self._sessions.values():
+            for message in session.kept:
+                session.send(message)
+
+    def lose_next(self) -> None:
+        """Lose the next message, as no stream does, but keep it to be asked for again."""
+        for session in self._sessions.values():
+            session.num_to_lose = 1
+
+    def say(self, *deltas: TokenDelta) -> None:
+        for session in self._sessions.values():
+            session.put(Step(seq=session.next_seq, deltas=deltas))
+
+    def fail_now(self, job: JobId, failure: Failure) -> None:
+        """End a running job with a failure."""
+        if task := self._running.pop(job, None):
+            task.cancel()
+            for session in self._sessions.values():
+                session.put(Step(seq=session.next_seq, failures=(JobFailure(job=job, failure=failure),)))
+
+    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        hello = await stream.receive()
+        assert isinstance(hello, SessionHello)
+        self.hellos.append(hello)
+        known = None if self.forgets_sessions else self._sessions.get(hello.session_id)
+        session = known or _StubSession()
+        self._sessions[hello.session_id] = session
+        session.stream = stream
+        resumed = known is not None
+        oldest = session.kept[0].seq if session.kept else session.next_seq
+        stream.send(SessionHelloReply(worker=self.ref, layout=self.report.layout, resumed=resumed, oldest_seq=oldest))
+        session.num_to_lose = int(self.loses_first_of_every_stream)
+        for message in session.kept:
+            if message.seq > hello.last_seq:
+                session.send(message)
+        beat = asyncio.create_task(self._beat(session, stream))
+        try:
+            while True:
+                self._take(await stream.receive(), session)
+        finally:
+            beat.cancel()
+
+    async def peer(self, stream: Any) -> None:
+        raise AssertionError("nobody pulls from a stub")
+
+    async def _beat(self, session: "_StubSession", stream: Any) -> None:
+        while session.stream is stream:
+            await asyncio.sleep(self.heartbeat_s)
+            if not self.is_paused:
+                session.put(Heartbeat(seq=session.next_seq, steps_done=0, step_age_s=self.step_age_s, draining=False))
+
+    def _take(self, message: GatewayMessage, session: "_StubSession") -> None:
+        if isinstance(message, PrefillJob | DecodeJob):
+            if message.job not in {job.job for job in self.jobs}:
+                self.jobs.append(message)
+                self._running[message.job] = asyncio.create_task(self._run(message, session))
+        elif isinstance(message, Cancel):
+            self.cancels.append(message)
+            if not message.sample_indices and (task := self._running.pop(message.job, None)):
+                task.cancel()
+                failure = Failure(code=Code.CANCELLED, reason=message.reason, message="cancelled")
+                session.put(Step(seq=session.next_seq, failures=(JobFailure(job=message.job, failure=failure),)))
+        elif isinstance(message, Ack):
+            session.kept = [kept for kept in session.kept if kept.seq > message.seq]
+
+    async def _run(self, job: PrefillJob | DecodeJob, session: "_StubSession") -> None:
+        failure = self.fail_job(job)
+        if failure is None:
+            await asyncio.sleep(self.prefill_s)
+            await (self._prefill(job, session) if isinstance(job, PrefillJob) else self._decode(job, session))
+        else:
+            session.put(Step(seq=session.next_seq, failures=(JobFailure(job=job.job, failure=failure),)))
+        self._running.pop(job.job, None)
+
+    async def _prefill(self, job: PrefillJob, session: "_StubSession") -> None:
+        begin = len(job.token_ids) - job.num_prompt_tokens
+        deltas = [self._delta(job, sample, begin, 1) for sample in job.sample_indices]
+        timeline = LegTimeline(worker_id=self.ref.worker_id, pid=1, compute_s=self.prefill_s, num_computed_tokens=len(job.token_ids))
+        usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_cached_tokens={"device": 4})
+        deltas[-1] = replace(deltas[-1], usage=usage, timeline=timeline)
+        await self._wait_paused()
+        session.put(Step(seq=session.next_seq, deltas=tuple(deltas)))
+
+    async def _decode(self, job: DecodeJob, session: "_StubSession") -> None:
+        at = len(job.token_ids) - job.num_prompt_tokens
+        going = set(job.sample_indices)
+        while going:
+            await asyncio.sleep(self.step_s)
+            going -= {i for cancel in self.cancels if cancel.job == job.job for i in cancel.sample_indices}
+            await self._wait_paused()
+            deltas = [self._delta(job, sample, at, self.tokens_a_step) for sample in sorted(going)]
+            going -= {delta.sample_index for delta in deltas if delta.finish}
+            if deltas and not going:
+                timeline = LegTimeline(worker_id=self.ref.worker_id, pid=2, decode_s=1.0, kv_bytes=640, transport="shared-memory")
+                deltas[-1] = replace(deltas[-1], timeline=timeline)
+            session.put(Step(seq=session.next_seq, deltas=tuple(deltas)))
+            at += self.tokens_a_step
+
+    def _delta(self, job: PrefillJob | DecodeJob, sample: int, begin: int, count: int) -> TokenDelta:
+        prompt = job.token_ids[: job.num_prompt_tokens]
+        end = min(job.sampling.max_tokens, self.finish_at or job.sampling.max_tokens)
+        tokens = []
+        for index in range(begin, min(begin + count, end)):
+            self.before_token(self, job.job, sample, index)
+            if job.job not in self._running:
+                raise asyncio.CancelledError
+            tokens.append(self.token_at(prompt, sample, index))
+        finish = None
+        if begin + len(tokens) >= end:
+            finish = FinishReason.STOP if self.finish_at == end else FinishReason.LENGTH
+        num_logprobs = job.sampling.num_logprobs
+        logprobs = () if num_logprobs is None else tuple(logprobs_of(token, num_logprobs) for token in tokens)
+        return TokenDelta(job=job.job, sample_index=sample, output_index=begin, token_ids=tuple(tokens), logprobs=logprobs, finish=finish)
+
+    async def _wait_paused(self) -> None:
+        await until(lambda: not self.is_paused, timeout_s=1e6)
+
+
+def logprobs_of(token: int, num_logprobs: int) -> TokenLogprobs:
+    return TokenLogprobs(logprob=-0.5, top=tuple((token + rank, -0.5 - rank) for rank in range(num_logprobs)))
+
+
+class _StubSession:
+    def __init__(self) -> None:
+        self.next_seq = 1
+        self.kept: list[Step | Heartbeat] = []
+        self.stream: Any = None
+        self.num_to_lose = 0
+
+    def put(self, message: Step | Heartbeat) -> None:
+        self.kept.append(message)
+        self.next_seq += 1
+        self.send(message)
+
+    def send(self, message: WorkerMessage) -> None:
+        if self.num_to_lose:
+            self.num_to_lose -= 1
+        elif self.stream is not None:
+            try:
+                self.stream.send(message)
+            except StreamBroken:
+                self.stream = None
+
+
+class StubScheduler:
+    """Places each attempt on the first living workers that are not to be avoided; `answer` overrides that."""
+
+    def __init__(self, network: InProcessNetwork, address: str = "scheduler:1") -> None:
+        self.network = network
+        self.address = address
+        self.workers: list[StubWorker] = []
+        self.queries: list[PlacementQuery] = []
+        self.actuals: list[RequestActuals] = []
+        self.drained: list[str] = []
+        self.records: tuple[DecisionRecord, ...] = ()
+        self.answer: Callable[[PlacementQuery], Placement | Rejection | None] = lambda _: None
+        self.hangs = False
+        self._watchers: list[Mailbox[ClusterUpdate]] = []
+        network.add_scheduler(address, self)
+
+    def add(self, *workers: StubWorker) -> None:
+        self.workers.extend(workers)
+        self.publish()
+
+    def remove(self, worker: StubWorker) -> None:
+        self.workers.remove(worker)
+        self.publish()
+
+    def publish(self) -> None:
+        for watcher in self._watchers:
+            watcher.put(self._update())
+
+    def die(self) -> None:
+        self.network.remove(self.address)
+
+    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+        self.queries.append(query)
+        if self.hangs:
+            await asyncio.sleep(1e6)
+        answer = self.answer(query)
+        if answer is not None:
+            return answer
+        return self.place_by_role(query)
+
+    def place_by_role(self, query: PlacementQuery) -> Placement | Rejection:
+        living = [w for w in self.workers if not w.is_dead]
+        kept = [w for w in living if w.ref not in query.avoid] or living
+        decode = next((w for w in kept if w.report.role.can_decode), None)
+        prefill = next((w for w in kept if w.report.role.can_prefill and w is not decode), None)
+        if query.max_tokens - query.num_output_tokens <= 1 and prefill is not None:
+            decode = None
+        elif decode is not None and decode.report.role is WorkerRole.HYBRID:
+            prefill = None
+        if decode is None and (prefill is None or query.max_tokens - query.num_output_tokens > 1):
+            return Rejection(reason=Reason.NO_WORKERS, message="no ready decode worker", retry_after_s=1.0)
+        return placement(prefill.ref if prefill else None, decode.ref if decode else None, decision_id=f"decision-{len(self.queries)}")
+
+    async def finished(self, actuals: RequestActuals) -> None:
+        self.actuals.append(actuals)
+
+    async def watch(self) -> Source[ClusterUpdate]:
+        inbox: Mailbox[ClusterUpdate] = Mailbox(1000)
+        inbox.put(self._update())
+        self._watchers.append(inbox)
+        return InProcessDuplex(inbox, Mailbox[Any](1))
+
+    async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        return self.records
+
+    async def drain(self, worker_id: str) -> bool:
+        self.drained.append(worker_id)
+        return any(w.ref.worker_id == worker_id for w in self.workers)
+
+    async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
+        raise AssertionError("stub workers do not report")
+
+    def _update(self) -> ClusterUpdate:
+        lives = [w for w in self.workers if not w.is_dead]
+        sources = [w for w in lives if w.report.role.can_prefill]
+        reports = [replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w)) for w in lives]
+        return ClusterUpdate(scheduler_id="stub", reports=tuple(reports))
+
+
+def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: str = "decision") -> Placement:
+    return Placement(decision_id=DecisionId(decision_id), scheduler_id="stub", policy="first", prefill=prefill, decode=decode)
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A receiver that keeps everything."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, list[FinishReason]] = field(default_factory=dict)
+
+    def put(self, choice: Any) -> None:
+        assert choice.index not in self.finishes, "a choice went on after its end"
+        self.texts[choice.index] = self.texts.get(choice.index, "") + choice.text
+        self.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
+        if choice.finish is not None:
+            self.finishes.setdefault(choice.index, []).append(choice.finish)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    network: InProcessNetwork
+    scheduler: StubScheduler
+    gateway: GatewayService
+    registry: CollectorRegistry
+
+    def worker(self, worker_id: str, role: str = "hybrid", *, epoch: int = 1) -> StubWorker:
+        worker = StubWorker(self.network, worker_id, role, epoch=epoch)
+        self.scheduler.add(worker)
+        return worker
+
+    async def call(self, prompt: Any = "hello", **body: Any) -> Call:
+        received_s = asyncio.get_running_loop().time()
+        return await self.gateway.validator.call(
+            Endpoint.COMPLETIONS, {"prompt": prompt, "max_tokens": 8} | body, ANYBODY, received_s=received_s
+        )
+
+    async def ask(self, prompt: Any = "hello", **body: Any) -> Gathered:
+        """Run one call to its end."""
+        gathered = Gathered()
+        await self.gateway.run(await self.call(prompt, **body), gathered)
+        return gathered
+
+
+def rules(**changes: Any) -> GatewayRules:
+    fields: dict[str, Any] = {
+        "gateway_id": "gateway-0",
+        "model": "demo",
+        "heartbeat_s": TEST_TIMES["heartbeat_s"],
+        "detection_s": TEST_TIMES["detection_s"],
+        "scheduler_wait_s": TEST_TIMES["scheduler_wait_s"],
+        "request_timeout_s": 60.0,
+        "max_open_requests": 256,
+        "max_attempts": 8,
+    }
+    return GatewayRules(**(fields | changes))
+
+
+@asynccontextmanager
+async def cluster(*workers: tuple[str, str], tokenizer: Tokenizer | None = None, **changes: Any) -> AsyncIterator[Cluster]:
+    """A gateway with these (id, role) stub workers, ready. Afterwards no task and no open job is left."""
+    before = asyncio.all_tasks()
+    network = InProcessNetwork()
+    scheduler = StubScheduler(network)
+    registry = CollectorRegistry()
+    async with GatewayService(
+        rules(**changes),
+        network=network,
+        tokenizer=tokenizer or ByteTokenizer(),
+        metrics=GatewayMetrics(registry),
+        rng=Random(7),
+        schedulers=(scheduler.address,),
+    ) as gateway:
+        made = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
+        for worker_id, role in workers:
+            made.worker(worker_id, role)
+        await until(lambda: not workers or gateway.health.is_ready)
+        yield made
+    await network.aclose()
+    for worker in scheduler.workers:
+        worker.die()
+    for _ in range(100):
+        left = asyncio.all_tasks() - before - {asyncio.current_task()}
+        if not left:
+            break
+        await asyncio.sleep(0.01)
+    assert not left, left

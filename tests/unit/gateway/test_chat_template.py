@@ -1,0 +1,108 @@
+"""Chat templates: only the model's, in a sandbox, and never for long."""
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import ModelError, Refused
+from baton.gateway import chat_template
+from baton.gateway.chat_template import ChatTemplate
+
+USER = ({"role": "user", "content": "hi"},)
+
+
+def still() -> float:
+    return 0.0
+
+
+def ticking(step_s: float = 0.001) -> Callable[[], float]:
+    ticks = count()
+    return lambda: next(ticks) * step_s
+
+
+def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Callable[[], float] = still) -> str:
+    return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, clock)
+
+
+def test_templates_have_what_transformers_gives_them() -> None:
+    assert (
+        render("{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}") == "hi</s>"
+    )
+    assert render("{{ messages | tojson }}") == json.dumps(list(USER))
+    assert render("{{ messages[0]['content'] + '<' + '>' }}") == "hi<>"
+    assert render("{% if add_generation_prompt %}yes{% endif %}{{ tools is none }}") == "yesTrue"
+    assert render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}") == "1"
+    assert render("{% if strftime_now is defined %}now{% else %}never{% endif %}") == "never"
+
+
+def test_a_template_may_refuse_messages() -> None:
+    with pytest.raises(Refused, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ undefined_thing.field }}",
+        "{{ messages[5].content }}",
+        "{{ 1 / 0 }}",
+        "{{ 'x'|no_such_filter }}",
+    ],
+)
+def test_what_templates_may_not_do_is_the_requests_failure(source: str) -> None:
+    with pytest.raises((Refused, ModelError)) as error:
+        render(source)
+    assert "chat template" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 2 ** 10000000000 }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(64) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_expensive_templates_are_stopped(source: str) -> None:
+    with pytest.raises(Refused):
+        render(source, clock=ticking())
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 1000)
+    with pytest.raises(Refused, match="1000 characters"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}", messages=({"role": "user", "content": "x" * 300},) * 4)
+
+
+def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "one {{ bos_token }}", "bos_token": {"content": "<s>"}}))
+    assert _rendered(tmp_path) == "one <s>"
+    config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]}))
+    assert _rendered(tmp_path) == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert _rendered(tmp_path) == "three"
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"chat_template": "{% for %}"}'])
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ModelError):
+        ChatTemplate.load(tmp_path)
+
+
+def _rendered(directory: Path) -> str:
+    template = ChatTemplate.load(directory)
+    assert template is not None
+    return template.render(USER, still)

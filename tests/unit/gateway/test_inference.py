@@ -1,0 +1,151 @@
+"""The front door's methods as gRPC calls them."""
+
+import asyncio
+
+import pytest
+
+from baton.core.blocks import token_ids
+from baton.core.cluster import DecisionRecord
+from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
+from baton.core.front import Caller, GenerateChunk, Generation, ProcessInfo
+from baton.core.ids import DecisionId
+from baton.gateway.inference import Admin, Inference
+from tests import builders
+from tests.unit.gateway.fakes import ANYBODY, Cluster, answer_to, cluster, until
+from tests.unit.gateway.virtual import virtual
+
+PD = (("p0", "prefill"), ("d0", "decode"))
+
+
+def inference(c: Cluster, stream_buffer_bytes: int = 64 * 1024) -> Inference:
+    return Inference(c.gateway, stream_buffer_bytes=stream_buffer_bytes)
+
+
+def admin(c: Cluster) -> Admin:
+    return Admin(c.gateway, ProcessInfo(process_id="gateway-0", pid=5))
+
+
+async def read_into(chunks: list[GenerateChunk], generation: Generation) -> None:
+    while not chunks or not chunks[-1].is_last:
+        chunks.append(await generation.receive())
+
+
+async def all_of(generation: Generation) -> list[GenerateChunk]:
+    chunks: list[GenerateChunk] = []
+    await read_into(chunks, generation)
+    return chunks
+
+
+@virtual
+async def test_a_generation_streams_and_ends_with_usage() -> None:
+    async with cluster(*PD) as c:
+        generation = await inference(c).generate({"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANYBODY)
+        chunks = await all_of(generation)
+        for sample in range(2):
+            text = "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == sample)
+            assert text.encode() == answer_to(b"hello", 6, sample)
+        assert len(chunks) > 4
+        assert chunks[-1].usage is not None
+        assert (chunks[-1].usage.num_prompt_tokens, chunks[-1].usage.num_output_tokens) == (5, 12)
+        assert chunks[-1].timeline is not None
+        assert chunks[-1].timeline.request_id == generation.request_id
+        assert all(chunk.timeline is None for chunk in chunks[:-1])
+        with pytest.raises(StreamBroken):
+            await generation.receive()
+        await generation.aclose()
+
+
+@virtual
+async def test_a_bad_request_is_refused_before_it_runs() -> None:
+    async with cluster(*PD) as c:
+        with pytest.raises(Refused) as refused:
+            await inference(c).generate({"prompt": ""}, ANYBODY)
+        assert refused.value.failure.code is Code.INVALID_ARGUMENT
+        assert c.scheduler.queries == []
+
+
+@virtual
+async def test_the_callers_deadline_counts() -> None:
+    async with cluster(*PD) as c:
+        c.scheduler.workers[0].prefill_s = c.scheduler.workers[1].prefill_s = 100
+        begin_s = asyncio.get_running_loop().time()
+        generation = await inference(c).generate({"prompt": "x"}, Caller(timeout_s=0.7))
+        with pytest.raises(Refused) as refused:
+            await all_of(generation)
+        assert refused.value.failure.reason is Reason.DEADLINE
+        assert asyncio.get_running_loop().time() - begin_s == pytest.approx(0.7, abs=0.05)
+
+
+@virtual
+async def test_a_failure_after_first_chunks_is_raised_once_they_are_read() -> None:
+    async with cluster(*PD) as c:
+        failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
+        c.scheduler.workers[1].before_token = lambda w, job, _s, index: w.fail_now(job, failure) if index == 3 else None
+        generation = await inference(c).generate({"prompt": "x", "max_tokens": 9}, ANYBODY)
+        chunks: list[GenerateChunk] = []
+        with pytest.raises(Refused) as refused:
+            await read_into(chunks, generation)
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices).encode() == answer_to(b"x", 3)
+        assert refused.value.failure == failure
+
+
+@virtual
+async def test_closing_a_generation_cancels_its_request() -> None:
+    async with cluster(*PD) as c:
+        generation = await inference(c).generate({"prompt": "x", "max_tokens": 500}, ANYBODY)
+        await generation.receive()
+        await generation.aclose()
+        await until(lambda: not any(w.open_jobs for w in c.scheduler.workers))
+        assert c.gateway.num_open == 0
+
+
+@virtual
+async def test_a_client_that_does_not_read_loses_its_request() -> None:
+    async with cluster(*PD) as c:
+        generation = await inference(c, stream_buffer_bytes=2000).generate({"prompt": "x", "max_tokens": 500}, ANYBODY)
+        await until(lambda: c.scheduler.workers[1].cancels)
+        assert c.scheduler.workers[1].cancels[0].reason is Reason.SLOW_READER
+        with pytest.raises(Refused) as refused:
+            await all_of(generation)
+        assert (refused.value.failure.code, refused.value.failure.reason) == (Code.CANCELLED, Reason.SLOW_READER)
+
+
+@virtual
+async def test_tokens_models_and_status() -> None:
+    async with cluster(*PD) as c:
+        api = inference(c)
+        assert list(await api.tokenize({"prompt": "ab"}, ANYBODY)) == [97, 98]
+        assert await api.detokenize({"tokens": [97, 511]}, ANYBODY) == "a\ufffd"
+        with pytest.raises(Refused):
+            await api.detokenize({"tokens": list(token_ids([512]))}, ANYBODY)
+        with pytest.raises(Refused):
+            await api.tokenize({"prompt": "ab", "model": "other"}, ANYBODY)
+        (model,) = await api.models(ANYBODY)
+        assert (model.model_id, model.max_model_len) == ("demo", 1024)
+        status = await admin(c).status(ANYBODY)
+        assert [worker.worker.worker_id for worker in status.workers] == ["p0", "d0"]
+        assert (status.model, status.scheduler.process_id, status.gateway.pid) == ("demo", "stub", 5)
+
+
+@virtual
+async def test_decisions_and_drains_go_to_the_schedulers() -> None:
+    async with cluster(*PD) as c:
+        with pytest.raises(Refused) as refused:
+            await admin(c).explain(None, ANYBODY)
+        assert refused.value.failure.code is Code.NOT_FOUND
+        record = DecisionRecord(
+            decision_id=DecisionId("d"), scheduler_id="stub", policy="first", request_id=b"\1\2", attempt=0, query=builders.query(),
+            placement=None, rejection=None,
+        )  # fmt: skip
+        c.scheduler.records = (record,)
+        assert await admin(c).explain("0102", ANYBODY) == (record,)
+        with pytest.raises(Refused):
+            await admin(c).explain("no hex", ANYBODY)
+        await admin(c).drain("d0", ANYBODY)
+        with pytest.raises(Refused, match="there are: p0, d0"):
+            await admin(c).drain("d7", ANYBODY)
+        assert c.scheduler.drained == ["d0", "d7"]
+        c.scheduler.die()
+        with pytest.raises(Refused) as refused:
+            await admin(c).drain("d0", ANYBODY)
+        assert refused.value.failure.reason is Reason.SCHEDULER_LOST

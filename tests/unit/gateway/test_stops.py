@@ -1,0 +1,60 @@
+"""Stop strings across token boundaries."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.gateway.stops import StopMatcher
+
+TEXT = st.text("ab\n", max_size=30)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    shown = ""
+    for piece in pieces:
+        text, found = matcher.put(piece)
+        shown += text
+        if found:
+            return shown, True
+    return shown + matcher.flush(), False
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """What a reader would say who sees one character at a time."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@given(TEXT, STOPS, st.lists(st.integers(0, 30), max_size=6))
+def test_the_answer_does_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    assert run(pieces, stops) == first_stop(text, stops)
+
+
+@given(TEXT, STOPS)
+def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held(text: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = ""
+    for end, character in enumerate(text, 1):
+        new, found = matcher.put(character)
+        shown += new
+        if found:
+            return
+        held = text[len(shown) : end]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+        longer = [text[at:end] for at in range(len(shown))]
+        assert not any(stop.startswith(tail) for tail in longer for stop in stops)
+
+
+def test_before_min_tokens_nothing_is_found_or_held() -> None:
+    matcher = StopMatcher(["ab"])
+    assert matcher.put("a") == ("", False)
+    assert matcher.pass_through("b!") == "ab!"
+    assert matcher.put("ab") == ("", True)

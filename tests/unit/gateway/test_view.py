@@ -1,0 +1,70 @@
+"""When a gateway says that it can serve, and what it believes of the cluster."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.cluster import ClusterUpdate, WorkerReport, WorkerState
+from baton.gateway.view import ClusterView
+from tests import builders
+
+LAYOUT = replace(builders.layout(), tokenizer_fingerprint="ours")
+
+
+def report(worker_id: str, role: str, **changes: Any) -> WorkerReport:
+    return builders.worker_report(worker_id, role, **({"layout": LAYOUT} | changes))
+
+
+def view(*reports: WorkerReport) -> ClusterView:
+    made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
+    made.take(ClusterUpdate(scheduler_id="s", reports=reports))
+    return made
+
+
+LINKED = {"links": (builders.link("p0"),)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "problem"),
+    [
+        ([], "no ready worker serves demo"),
+        ([report("h0", "hybrid")], ""),
+        ([report("h0", "hybrid", model="other")], "no ready worker serves demo"),
+        ([report("h0", "hybrid", state=WorkerState.STARTING)], "no ready worker serves demo"),
+        ([report("h0", "hybrid", state=WorkerState.DRAINING)], "no ready worker serves demo"),
+        ([report("h0", "hybrid", layout=builders.layout())], "another tokenizer"),
+        ([report("p0", "prefill")], "no decode worker is ready"),
+        ([report("d0", "decode", **LINKED)], "no prefill worker is ready"),
+        ([report("p0", "prefill"), report("d0", "decode")], "connected to each other"),
+        ([report("p0", "prefill"), report("d0", "decode", **LINKED)], ""),
+        ([report("p0", "prefill", epoch=2), report("d0", "decode", **LINKED)], "connected to each other"),
+        ([report("p0", "prefill"), report("d0", "decode", links=(builders.link("p0", broken=True),))], "connected to each other"),
+        ([report("p0", "prefill"), report("d0", "decode"), report("h0", "hybrid")], ""),
+    ],
+)
+def test_ready_means_that_a_request_could_be_served(reports: list[WorkerReport], problem: str) -> None:
+    found = view(*reports).problem
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_what_is_known_stays_when_the_scheduler_is_lost() -> None:
+    seen = view(report("h0", "hybrid", max_model_len=300, max_num_seqs=4), report("h1", "hybrid", max_model_len=200, max_num_seqs=8))
+    assert (seen.facts.max_model_len, seen.facts.max_num_seqs) == (200, 8)
+    seen.lose_scheduler()
+    assert seen.problem == "no scheduler answers"
+    assert seen.layout == LAYOUT
+    assert len(seen.reports) == 2
+    seen.take(ClusterUpdate(scheduler_id="s", reports=()))
+    assert seen.facts.max_model_len == 200  # of the workers that are away for a moment
+
+
+def test_before_any_worker_the_models_own_length_counts() -> None:
+    made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
+    assert made.facts.max_model_len == 500
+    assert made.layout is None
+
+
+def test_links_are_told_to_people() -> None:
+    assert view(report("p0", "prefill"), report("d0", "decode", **LINKED)).links == "p0 -> d0 shared-memory 1.00 GB/s"
