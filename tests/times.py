@@ -12,6 +12,7 @@ TEST_TIMES: dict[str, float] = {
     "transfer_deadline_min_s": 0.5,
     "transfer_deadline_max_s": 3.0,
     "drain_s": 5.0,
+    "step_limit_s": 3.0,
     "receive_deadline_s": 3.0,
 }
 """By the name of the setting; the bounds of the acceptance tables are in these times."""

@@ -17,7 +17,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 def cli() -> None:
     """Serve large language models with prefill and decode on different workers.
 
-    `baton up` starts a whole cluster on this machine. Completion for your shell: eval "$(_BATON_COMPLETE=bash_source baton)"
+    `baton up` starts a whole cluster on this machine. Completion for your shell: eval "$(_BATON_COMPLETE=bash_source baton)"; for zsh and
+    fish, zsh_source and fish_source.
     """
 
 
@@ -30,5 +31,23 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")
     except BatonError as error:
-        click.echo(f"baton: {error}", err=True)
-        sys.exit(1)
+        _fail(error)
+    except BaseExceptionGroup as group:
+        expected, unexpected = group.split(BatonError)
+        if expected is None or unexpected is not None:
+            raise
+        _fail(first_of(expected))
+
+
+def first_of(group: BaseExceptionGroup[BatonError]) -> BatonError:
+    """The first error in a group, which is what made the others end."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, BatonError)
+    return error
+
+
+def _fail(error: BatonError) -> None:
+    click.echo(f"baton: {error}", err=True)
+    sys.exit(1)

@@ -1,11 +1,13 @@
 """Command-line options made from settings: every flag has its key, its variable and its default in `--help`, written down once."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from baton.runtime.config import Config, Loaded, Setting, settings_of
 from baton.runtime.settings import load_settings
@@ -14,6 +16,7 @@ C = TypeVar("C", bound=Config)
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG_FILE = "config_file"
+_KINDS = {str: "text", int: "integer", float: "number", tuple: "list", Path: "path"}
 
 
 class SettingType(click.ParamType):
@@ -21,7 +24,7 @@ class SettingType(click.ParamType):
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self.name = "size" if setting.is_size else {str: "text", int: "integer", float: "number", tuple: "list"}.get(setting.kind, "path")
+        self.name = "size" if setting.is_size else _KINDS[setting.kind]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
         return "|".join(self._setting.choices) or self.name.upper()
@@ -37,24 +40,52 @@ class SettingType(click.ParamType):
             self.fail(problem, param, ctx)
         return parsed
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[click.shell_completion.CompletionItem]:
-        return [click.shell_completion.CompletionItem(c) for c in self._setting.choices if c.startswith(incomplete)]
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._setting.kind is Path:
+            return [CompletionItem(incomplete, type="dir")]
+        return [CompletionItem(choice) for choice in self._setting.choices if choice.startswith(incomplete)]
+
+
+class SettingOption(click.Option):
+    """An option of one setting; `section` is the heading that it stands under in `--help`."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SettingsCommand(click.Command):
+    """A command whose `--help` lists its settings in sections, those of its own first and those of every process last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(param.section if isinstance(param, SettingOption) else "", []).append(record)
+        general = sections.pop("", [])
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+        with formatter.section("Options"):
+            formatter.write_dl(general)
 
 
 def settings_options(cls: type[Config]) -> Callable[[F], F]:
     """Give a command one option for each setting of `cls`, and `--config FILE`. Values that were not given are None."""
 
     def decorate(function: F) -> F:
-        for setting in reversed(settings_of(cls)):
-            function = _option(setting)(function)
-        return click.option(
+        function = click.option(
             "--config",
             CONFIG_FILE,
             type=click.Path(dir_okay=False, path_type=Path),
             envvar="BATON_CONFIG",
-            show_envvar=True,
-            help="YAML file with any of these settings as keys; a flag or a variable goes before it.",
+            help="YAML file with any of these settings as keys; a flag or a variable goes before it. Default: none. [BATON_CONFIG]",
         )(function)
+        by_name = {setting.name: setting for setting in settings_of(cls)}
+        for section, name in reversed(list(_sections(cls))):
+            function = _option(by_name[name], section)(function)
+        return function
 
     return decorate
 
@@ -65,9 +96,18 @@ def load_options(cls: type[C], options: dict[str, Any]) -> Loaded[C]:
     return load_settings(cls, flags=flags, environ=os.environ, file=options[CONFIG_FILE])
 
 
-def _option(setting: Setting) -> Callable[[F], F]:
-    default = "" if setting.default is None else f" Default: {setting.shown(setting.default) or 'none'}."
-    text = f"{setting.description[0].upper()}{setting.description[1:]}.{default} [{setting.variable}]"
-    if setting.kind is bool:
-        return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=text)
-    return click.option(setting.flag, setting.name, type=SettingType(setting), default=None, help=text)
+def _sections(cls: type[Config]) -> Iterable[tuple[str, str]]:
+    """(heading, setting) of every setting, under the group of settings that declares it first."""
+    for group in cls.__mro__:
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub(r"(Settings|Config)$", "", group.__name__)).lower()
+        for name in getattr(group, "__annotations__", {}):
+            if not any(name in getattr(nearer, "__annotations__", {}) for nearer in cls.__mro__[: cls.__mro__.index(group)]):
+                yield f"{words.capitalize()} settings", name
+
+
+def _option(setting: Setting, section: str) -> Callable[[F], F]:
+    default = "none" if setting.default is None else setting.shown(setting.default) or "none"
+    text = f"{setting.description[0].upper()}{setting.description[1:]}. Default: {default}. [{setting.variable}]"
+    names = [f"{setting.flag}/--no-{setting.flag[2:]}" if setting.kind is bool else setting.flag, setting.name]
+    kind = None if setting.kind is bool else SettingType(setting)
+    return click.option(*names, cls=SettingOption, section=section, type=kind, default=None, help=text)

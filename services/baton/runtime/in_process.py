@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -72,7 +72,7 @@ class InProcessNetwork:
         self._max_messages = max_messages
         self._workers: dict[str, WorkerService] = {}
         self._schedulers: dict[str, SchedulerService] = {}
-        self._serving: dict[asyncio.Task[None], _Served] = {}
+        self._serving: dict[asyncio.Task[Any], _Served] = {}
 
     def add_worker(self, address: str, service: WorkerService) -> None:
         self._workers[address] = service
@@ -143,10 +143,10 @@ class InProcessNetwork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """One service's part of one stream, and how to break that."""
+    """One service's part of a stream or call, and how to break that."""
 
     address: str
-    task: asyncio.Task[None]
+    task: asyncio.Task[Any]
     break_: Callable[[str], None]
 
 
@@ -190,13 +190,22 @@ class _SchedulerCalls:
     async def drain(self, worker_id: str) -> bool:
         return await self._call(lambda service: service.drain(worker_id))
 
-    async def _call(self, call: Callable[[SchedulerService], Awaitable[T]]) -> T:
-        """The answer of a scheduler that died meanwhile never arrives."""
-        service = self._network.scheduler_service(self._address)
-        answer = await call(service)
-        if self._network.scheduler_service(self._address) is not service:
-            raise StreamBroken(f"{self._address} is gone")
-        return answer
+    async def _call(self, call: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
+        """In a task of its own, because a scheduler that dies meanwhile takes it along."""
+        task = asyncio.get_running_loop().create_task(call(self._network.scheduler_service(self._address)))
+        broken: list[str] = []
+
+        def break_(message: str) -> None:
+            broken.append(message)
+            task.cancel()
+
+        self._network.track(_Served(address=self._address, task=task, break_=break_))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if broken and task.cancelled():
+                raise StreamBroken(broken[0]) from None
+            raise
 
 
 class _Watch:

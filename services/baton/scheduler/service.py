@@ -132,13 +132,13 @@ class Scheduler(SchedulerService):
         return self._watchers.add(self._view.reports())
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        """Also the attempts that another scheduler has decided, where the store knows them."""
         recent = self._recent.of_request(request_id)
-        if recent:
-            return recent
-        try:
-            return await self._store.get(request_id)
-        except StoreUnavailable:
-            return ()
+        kept: tuple[DecisionRecord, ...] = ()
+        with suppress(StoreUnavailable):
+            kept = await self._store.get(recent[0].request_id if recent else request_id)
+        by_attempt = {record.attempt: record for record in (*kept, *recent)}
+        return tuple(by_attempt[attempt] for attempt in sorted(by_attempt))
 
     async def drain(self, worker_id: str) -> bool:
         for worker, stream in self._streams.items():

@@ -15,7 +15,8 @@ from baton.core.request import RequestActuals
 from baton.runtime.in_process import InProcessNetwork
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.service import Scheduler, SchedulerTimes
-from tests.builders import query, worker_report
+from baton.store.memory import MemoryDecisionStore
+from tests.builders import decision_record, query, worker_report
 
 ADDRESS = "scheduler:1"
 
@@ -29,13 +30,15 @@ class BrokenStore(DecisionStore):
 
 
 @asynccontextmanager
-async def a_scheduler(policy: str = "least_loaded", max_waiting_seqs: int = 4) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
+async def a_scheduler(
+    policy: str = "least_loaded", max_waiting_seqs: int = 4, store: DecisionStore | None = None
+) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
         policy=policy,
         times=SchedulerTimes(silence_s=0.5, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         max_waiting_seqs=max_waiting_seqs,
-        store=BrokenStore(),
+        store=store or BrokenStore(),
         metrics=SchedulerMetrics(CollectorRegistry()),
         rng=Random(0),
     )
@@ -163,6 +166,29 @@ async def test_decisions_are_explained_with_what_came_of_them_though_the_store_i
         assert record.query.block_hashes == (), "records stay small"
         assert await scheduler.explain(None) == (record,)
         assert await scheduler.explain(b"unknown") == ()
+
+
+async def test_attempts_that_another_scheduler_decided_are_explained_too() -> None:
+    store = MemoryDecisionStore()
+    await store.put(decision_record(0, request_id=b"r", scheduler_id="other"), 60.0)
+    async with a_scheduler(store=store) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        await scheduler.place(query(request_id=b"r", attempt=1))
+        assert [(r.attempt, r.scheduler_id) for r in await scheduler.explain(b"r")] == [(0, "other"), (1, "s0")]
+
+
+async def test_what_is_decided_last_is_written_before_the_end_and_streams_end() -> None:
+    store = MemoryDecisionStore()
+    async with a_scheduler(store=store) as (scheduler, network):
+        reports = await join(network, worker_report("w0"))
+        await scheduler.place(query(request_id=b"r"))
+        watch = await scheduler.watch()
+        await scheduler.aclose()
+        assert len(await store.get(b"r")) == 1
+        with pytest.raises(StreamBroken):
+            await reports.receive()
+        with pytest.raises(StreamBroken):
+            await watch.receive()
 
 
 async def test_a_finished_request_no_longer_counts() -> None:

@@ -1,0 +1,213 @@
+"""`baton status`, `explain` and `drain`: questions to a running cluster, over `baton.v1.Admin` at one of its gateways."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+import click
+
+from baton.core.cluster import DecisionRecord
+from baton.core.errors import BatonError, StreamBroken
+from baton.core.front import ClusterStatus, WorkerStatus
+from baton.core.plain import to_plain
+from baton.runtime.settings import FrontDoorSettings
+
+GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
+CALL_S = 5.0
+WATCH_S = 1.0
+WAIT_POLL_S = 0.25
+SILENCE_S = 30.0
+"""How long a wait for a drain goes on without an answer of the gateway; it may be restarted meanwhile."""
+LAST = "last"
+
+
+class Gateway(Protocol):
+    """What these commands ask of a gateway: `AdminApi` as its client has it. Raises Refused or StreamBroken."""
+
+    async def status(self) -> ClusterStatus: ...
+
+    async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]: ...
+
+    async def drain(self, worker_id: str) -> None: ...
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[Gateway]:
+    """A client of the gateway at `address`; nothing is dialled before the first call."""
+    from baton.wire.admin import AdminClient
+    from baton.wire.channel import channel_options, open_channel
+
+    channel = open_channel(address, channel_options(CALL_S))
+    try:
+        yield AdminClient(channel, address, call_s=CALL_S)
+    finally:
+        await channel.close(None)
+
+
+def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise click.BadParameter(f"expected HOST:PORT of a gateway's gRPC port, got {value!r}")
+    return value
+
+
+def _gateway_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--gateway",
+        "address",
+        default=GATEWAY,
+        envvar="BATON_GATEWAY",
+        metavar="HOST:PORT",
+        callback=_address,
+        help=f"gRPC port of a gateway. Default: {GATEWAY}. [BATON_GATEWAY]",
+    )(function)
+
+
+@click.command()
+@click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch, one a line) instead of tables.")
+@_gateway_option
+def status(watch: bool, as_json: bool, address: str) -> None:
+    """Show workers, roles, load, blocks, links and leases."""
+    if not watch:
+        found = _ask(address, lambda gateway: gateway.status())
+        if as_json:
+            click.echo(json.dumps(to_plain(found), indent=2))
+        else:
+            from baton.cli.shown import console
+            from baton.cli.status_view import render_status
+
+            console().print(render_status(found))
+        return
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_watch(address, as_json))
+
+
+@click.command()
+@click.argument("request_id", metavar="REQUEST_ID|last")
+@_gateway_option
+def explain(request_id: str, address: str) -> None:
+    """Show why a request ran where it ran, and what came of it.
+
+    REQUEST_ID is the answer's header x-request-id; `last` is the request that was placed last.
+    """
+    records = _ask(address, lambda gateway: gateway.explain(None if request_id == LAST else request_id))
+    if not records:
+        raise BatonError("nothing has been decided yet" if request_id == LAST else f"no decision about request {request_id} is kept")
+    from baton.cli.explain_view import policy_rules, render_decisions
+    from baton.cli.shown import console
+
+    console().print(render_decisions(records, policy_rules()))
+
+
+@click.command()
+@click.argument("worker", required=False)
+@click.option("--here", is_flag=True, help="Drain the workers of this machine (of this pod) instead of one by name.")
+@click.option("--wait", is_flag=True, help="Return when they have left, instead of when they have been told.")
+@_gateway_option
+def drain(worker: str | None, here: bool, wait: bool, address: str) -> None:
+    """Let a worker finish what it runs, take nothing new, and leave.
+
+    WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest.
+    """
+    if here == (worker is not None):
+        raise click.UsageError("give the name of a worker, or --here")
+    _ask(address, lambda gateway: _drain(gateway, worker, wait))
+
+
+COMMANDS = (status, explain, drain)
+
+
+def _ask(address: str, question: Callable[[Gateway], Coroutine[Any, Any, Any]]) -> Any:
+    """The answer of the gateway at `address`. Raises BatonError saying what to do where none answers."""
+
+    async def asked() -> Any:
+        async with connect(address) as gateway:
+            return await question(gateway)
+
+    try:
+        return asyncio.run(asked())
+    except StreamBroken as broken:
+        raise _nobody(broken) from broken
+
+
+def _nobody(broken: StreamBroken) -> BatonError:
+    return BatonError(f"no gateway answers at {broken}; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT")
+
+
+async def _watch(address: str, as_json: bool) -> None:
+    from rich.live import Live
+
+    from baton.cli.shown import console
+    from baton.cli.status_view import render_status
+
+    async with connect(address) as gateway:
+        out = console()
+        with Live(console=out, auto_refresh=False) as live:
+            while True:
+                try:
+                    found = await gateway.status()
+                except StreamBroken as broken:
+                    if as_json:
+                        click.echo(json.dumps({"error": str(_nobody(broken))}))
+                    else:
+                        live.update(str(_nobody(broken)), refresh=True)
+                else:
+                    if as_json:
+                        click.echo(json.dumps(to_plain(found)))
+                    else:
+                        live.update(render_status(found), refresh=True)
+                await asyncio.sleep(WATCH_S)
+
+
+async def _drain(gateway: Gateway, worker_id: str | None, wait: bool) -> None:
+    """Ask one worker, or for None those of this machine; with `wait`, return when those lives of theirs are gone."""
+    found = await gateway.status()
+    leaving = drained(found, worker_id, socket.gethostname())
+    for worker in leaving:
+        await gateway.drain(worker.worker.worker_id)
+        click.echo(f"{worker.worker.worker_id} ({worker.role.value}, pid {worker.pid}) finishes {_work(worker)} and leaves")
+    if wait:
+        await _until_gone(gateway, leaving)
+
+
+def drained(found: ClusterStatus, worker_id: str | None, host: str) -> tuple[WorkerStatus, ...]:
+    """The workers meant: the one of that name, or for None all on `host`. Raises BatonError, naming those there are, when it is nobody."""
+    if worker_id is None:
+        leaving = tuple(worker for worker in found.workers if worker.host == host)
+        what = f"no worker on this machine ({host})"
+    else:
+        leaving = tuple(worker for worker in found.workers if worker.worker.worker_id == worker_id)
+        what = f"no worker {worker_id!r}"
+    if not leaving:
+        there = ", ".join(f"{worker.worker.worker_id} on {worker.host}" for worker in found.workers) or "none"
+        raise BatonError(f"{what}; there {'is' if len(found.workers) < 2 else 'are'} {there}")
+    return leaving
+
+
+def _work(worker: WorkerStatus) -> str:
+    count = worker.running_seqs + worker.waiting_seqs
+    return f"{count} sequence{'' if count == 1 else 's'}"
+
+
+async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...]) -> None:
+    """Bounded by the workers' own `drain_s`, and by `SILENCE_S` where the gateway does not answer."""
+    loop = asyncio.get_running_loop()
+    left = {worker.worker.worker_id: worker.worker for worker in leaving}
+    heard_s = loop.time()
+    while left:
+        await asyncio.sleep(WAIT_POLL_S)
+        try:
+            found = await gateway.status()
+        except StreamBroken:
+            if loop.time() - heard_s > SILENCE_S:
+                raise
+            continue
+        heard_s = loop.time()
+        for worker_id, life in tuple(left.items()):
+            if not any(life.is_same_life(worker.worker) for worker in found.workers):
+                click.echo(f"{worker_id} has left")
+                del left[worker_id]

@@ -1,0 +1,62 @@
+"""The operator's commands, as processes, against a whole small cluster of processes."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+
+import httpx
+import pytest
+
+from tests.cluster import ProcessCluster, process_cluster
+
+pytestmark = pytest.mark.integration
+
+
+async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton.cli", *args, "--gateway", cluster.grpc_address, stdout=PIPE, stderr=PIPE
+    )
+    async with asyncio.timeout(30):
+        out, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), errors.decode()
+
+
+async def exit_code(cluster: ProcessCluster, name: str) -> int | None:
+    """Of a process that is about to end by itself."""
+    async with asyncio.timeout(30):
+        while cluster.children[name].exit_code is None:  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.05)
+    return cluster.children[name].exit_code
+
+
+async def test_a_request_is_explained_and_its_worker_drained() -> None:
+    async with process_cluster(prefill=0, decode=0, hybrid=1, kv_memory=128 * 2**20) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+            answer = await client.post(
+                "/v1/completions", json={"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
+            )
+        assert answer.status_code == 200, answer.text
+
+        code, out, _ = await baton(cluster, "status", "--json")
+        (worker,) = json.loads(out)["workers"]
+        assert (code, worker["worker"]["worker_id"], worker["role"], worker["state"]) == (0, "h0", "hybrid", "ready")
+        assert worker["pid"] == cluster.pid("h0")
+        assert "h0" in (await baton(cluster, "status"))[1]
+
+        by_id = await baton(cluster, "explain", answer.headers["x-request-id"])
+        assert by_id == await baton(cluster, "explain", "last")
+        assert by_id[0] == 0
+        assert "attempt 1: prefill and decode h0, so no KV moves" in by_id[1]
+        assert f"h0 (pid {cluster.pid('h0')}): " in by_id[1]
+        assert "4 tokens; ended: " in by_id[1]
+
+        assert (await baton(cluster, "explain", "00" * 16))[0] == 1
+        code, out, _ = await baton(cluster, "drain", "h0", "--wait")
+        assert code == 0
+        assert out.splitlines()[-1] == "h0 has left"
+        assert await exit_code(cluster, "h0") == 0
+        code, _, errors = await baton(cluster, "drain", "h0")
+        assert (code, errors) == (1, "baton: no worker 'h0'; there is none\n")

@@ -1,0 +1,204 @@
+"""`baton scheduler` as a process beside a real Redis: found, asked, watched, cut off from Redis, drained, killed."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.core.apis import Member, MemberKind, Source
+from baton.core.cluster import ClusterUpdate, CommandKind, Placement, Rejection
+from baton.core.errors import Reason, StreamBroken
+from baton.core.request import RequestActuals
+from baton.runtime.network import choose_port
+from baton.store.connection import RedisConnection
+from baton.store.decisions import RedisDecisionStore
+from baton.store.keys import Keys
+from baton.store.membership import RedisMembership
+from baton.wire.network import GrpcNetwork
+from tests.builders import query, worker_report
+from tests.redis_server import RunningRedis, running_redis
+from tests.times import TEST_TIMES
+
+pytestmark = pytest.mark.integration
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RunningRedis]:
+    with running_redis() as server:
+        yield server
+
+
+class SchedulerProcess:
+    def __init__(self, log_dir: Path, redis_url: str, *args: str) -> None:
+        times = [
+            text for name in ("heartbeat_s", "detection_s", "drain_s") for text in (f"--{name.replace('_', '-')}", str(TEST_TIMES[name]))
+        ]
+        self.log = log_dir / "scheduler.log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", "scheduler", "--redis-url", redis_url, "--log-dir", str(log_dir), *times, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        self.address = self.ready.removeprefix("ready ").strip()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(LIMIT_S)
+
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in self.log.read_text().splitlines()]
+
+
+@contextmanager
+def scheduler(log_dir: Path, redis_url: str, *args: str) -> Iterator[SchedulerProcess]:
+    started = SchedulerProcess(log_dir, redis_url, *args)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+
+
+@asynccontextmanager
+async def network() -> AsyncIterator[GrpcNetwork]:
+    made = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
+    try:
+        yield made
+    finally:
+        await made.aclose()
+
+
+@asynccontextmanager
+async def connected(redis: RunningRedis) -> AsyncIterator[RedisConnection]:
+    connection = RedisConnection(redis.url)
+    try:
+        yield connection
+    finally:
+        await connection.aclose()
+
+
+async def moment() -> None:
+    """Between two looks at what another process does."""
+    await asyncio.sleep(0.05)
+
+
+async def until_broken(source: Source[ClusterUpdate]) -> None:
+    while True:
+        await source.receive()
+
+
+async def listed(connection: RedisConnection) -> tuple[Member, ...]:
+    return await RedisMembership(connection, Keys()).members(MemberKind.SCHEDULER)
+
+
+async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: RunningRedis) -> None:
+    with scheduler(tmp_path, redis.url, "--policy", "round_robin", "--detection-s", "60") as process:  # no entry ends by itself
+        async with network() as dial, connected(redis) as connection, asyncio.timeout(LIMIT_S):
+            (member,) = await listed(connection)
+            assert (member.address, dict(member.info)["pid"]) == (process.address, str(process.process.pid))
+            api = dial.scheduler(member.address)
+            watch = await api.watch()
+            reports = await dial.open_report(member.address)
+            reports.send(worker_report("w0"))
+            while not (await watch.receive()).reports:
+                pass
+            placed = await api.place(query(request_id=b"r"))
+            assert isinstance(placed, Placement)
+            assert (placed.policy, placed.scheduler_id) == ("round_robin", member.member_id)
+            await api.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop", ttft_s=0.5))
+            (record,) = await api.explain(None)
+            assert record.placement == placed
+            assert await api.drain("w0")
+            assert (await reports.receive()).kind is CommandKind.DRAIN
+
+            assert process.stop() == 0
+            assert await listed(connection) == ()
+            (kept,) = await RedisDecisionStore(connection, Keys()).get(b"r")
+            assert kept.actuals["ttft_s"] == 0.5
+            with pytest.raises(StreamBroken):
+                await until_broken(watch)
+            with pytest.raises(StreamBroken):
+                await reports.receive()
+    assert process.events()[-1] == "scheduler_draining"
+    assert "worker_lost" not in process.events(), "a drain loses nobody"
+
+
+async def test_redis_may_go_and_come_back(tmp_path: Path) -> None:
+    with running_redis() as redis, scheduler(tmp_path, redis.url) as process:
+        async with network() as dial, asyncio.timeout(LIMIT_S):
+            redis.kill()
+            reports = await dial.open_report(process.address)
+            reports.send(worker_report("w0"))
+            watch = await dial.scheduler(process.address).watch()
+            while not (await watch.receive()).reports:
+                pass
+            assert isinstance(await dial.scheduler(process.address).place(query()), Placement)
+            while "store_away" not in process.events():
+                await moment()
+            await asyncio.sleep(3 * TEST_TIMES["heartbeat_s"])
+            redis.start()
+            async with connected(redis) as connection:
+                while not await listed(connection):
+                    await moment()
+        assert process.stop() == 0
+    assert process.events().count("store_away") == 1
+    assert process.events().count("store_back") == 1
+
+
+async def test_it_starts_without_redis_and_says_so(tmp_path: Path) -> None:
+    with scheduler(tmp_path, f"redis://127.0.0.1:{choose_port('127.0.0.1', 0, flag='')}/0") as process:
+        assert process.ready.startswith("ready 127.0.0.1:")
+        async with network() as dial, asyncio.timeout(LIMIT_S):
+            nobody = await dial.scheduler(process.address).place(query())
+            assert isinstance(nobody, Rejection)
+            assert nobody.reason is Reason.NO_WORKERS
+        assert process.stop() == 0
+    assert "store_away" in process.events()
+
+
+async def test_a_killed_one_is_forgotten(tmp_path: Path, redis: RunningRedis) -> None:
+    with scheduler(tmp_path, redis.url) as process:
+        process.stop(signal.SIGKILL)
+        async with connected(redis) as connection, asyncio.timeout(LIMIT_S):
+            while await listed(connection):
+                await moment()
+
+
+async def test_the_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
+    port = choose_port("127.0.0.1", 0, flag="--admin-port")
+    with scheduler(tmp_path, redis.url, "--admin-port", str(port)) as process:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, network() as dial:
+            await dial.scheduler(process.address).place(query())
+            assert (await client.get("/ready")).json() == {"status": "ready", "reasons": []}
+            metrics = (await client.get("/metrics")).text
+        assert 'baton_rejections_total{reason="no_workers"} 1.0' in metrics
+        assert "baton_event_loop_lag_seconds" in metrics
+        assert process.stop() == 0
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path, redis: RunningRedis) -> None:
+    with scheduler(tmp_path, redis.url) as process:
+        port = process.address.rpartition(":")[2]
+        second = SchedulerProcess(tmp_path, redis.url, "--rpc-port", port)
+        _, errors = second.process.communicate(timeout=LIMIT_S)
+    assert second.ready == ""
+    assert second.process.returncode == 1
+    assert errors.splitlines()[-1] == f"baton: port {port} on 127.0.0.1 is taken; choose another with --rpc-port, or 0 for a free one"
+
+
+def test_a_url_that_is_none_is_one_line(tmp_path: Path) -> None:
+    process = SchedulerProcess(tmp_path, "http://h:1")
+    _, errors = process.process.communicate(timeout=LIMIT_S)
+    assert process.process.returncode == 1
+    assert "redis://" in errors.splitlines()[-1]

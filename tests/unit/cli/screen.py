@@ -1,0 +1,18 @@
+"""What a person would see: renderables as plain text."""
+
+import io
+
+from rich.console import Console, RenderableType
+
+
+def printed(renderable: RenderableType, width: int = 200) -> str:
+    """Without colours and without trailing blanks."""
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(renderable)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def row(screen: str, begins: str) -> list[str]:
+    """The words of the one line that begins so."""
+    (found,) = [line for line in screen.splitlines() if line.strip().startswith(begins)][:1]
+    return found.split()

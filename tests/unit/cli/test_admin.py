@@ -1,0 +1,166 @@
+"""`baton status`, `explain` and `drain` against a stand-in for a gateway, and against nobody."""
+
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli import admin
+from baton.cli.main import cli, main
+from baton.core.cluster import DecisionRecord, WorkerReport
+from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
+from baton.core.front import ClusterStatus
+from tests.builders import cluster_status, decision_record, worker_report
+
+
+class StandIn:
+    """Answers `status` from a list, the last one for ever; an exception in it is raised."""
+
+    def __init__(self, *statuses: ClusterStatus | BaseException, records: Sequence[DecisionRecord] = ()) -> None:
+        self.statuses = list(statuses)
+        self.records = tuple(records)
+        self.explained: list[str | None] = []
+        self.drained: list[str] = []
+
+    async def status(self) -> ClusterStatus:
+        answer = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]:
+        self.explained.append(request_id)
+        return self.records
+
+    async def drain(self, worker_id: str) -> None:
+        self.drained.append(worker_id)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, gateway: StandIn, *args: str, env: dict[str, str] | None = None) -> Result:
+    @asynccontextmanager
+    async def connect(address: str) -> AsyncIterator[StandIn]:
+        yield gateway
+
+    monkeypatch.setattr(admin, "connect", connect)
+    monkeypatch.setattr(admin, "WAIT_POLL_S", 0.001)
+    monkeypatch.setattr(admin, "WATCH_S", 0.001)
+    return CliRunner().invoke(cli, args, prog_name="baton", env=env)
+
+
+def on(host: str, *worker_ids: str, epoch: int = 1) -> list[WorkerReport]:
+    return [worker_report(worker_id, host=host, pid=7, epoch=epoch, running_seqs=1) for worker_id in worker_ids]
+
+
+def test_status_as_tables_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(worker_report("w0", epoch=2**63)))
+    assert "w0" in asked(monkeypatch, gateway, "status").stdout
+    shown = json.loads(asked(monkeypatch, gateway, "status", "--json").stdout)
+    assert shown["workers"][0]["worker"] == {"worker_id": "w0", "worker_epoch": hex(2**63), "address": "w0:1"}
+    assert shown["scheduler"]["process_id"] == "s0"
+
+
+def test_a_watch_goes_on_while_the_gateway_is_away_and_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cluster_status(worker_report("w0"))
+    done = asked(monkeypatch, StandIn(found, StreamBroken("h:1: gone"), found, KeyboardInterrupt()), "status", "--watch", "--json")
+    assert done.exit_code == 0
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line.get("model") for line in lines] == ["demo", None, "demo"]
+    assert "no gateway answers at h:1: gone" in lines[1]["error"]
+
+
+def test_a_watch_shows_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = asked(monkeypatch, StandIn(cluster_status(worker_report("w0")), KeyboardInterrupt()), "status", "--watch")
+    assert done.exit_code == 0
+    assert "w0" in done.stdout
+
+
+def test_explain_takes_an_id_or_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(), records=[decision_record()])
+    assert "prefill w0, decode w1" in asked(monkeypatch, gateway, "explain", "last").stdout
+    asked(monkeypatch, gateway, "explain", "7f3a")
+    assert gateway.explained == [None, "7f3a"]
+
+
+def test_explain_without_a_record_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = asked(monkeypatch, StandIn(cluster_status()), "explain", "7f3a")
+    assert isinstance(done.exception, BatonError)
+    assert "7f3a" in str(done.exception)
+
+
+def test_drain_by_name_says_what_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(*on("a", "w0", "w1")))
+    done = asked(monkeypatch, gateway, "drain", "w1")
+    assert done.stdout == "w1 (hybrid, pid 7) finishes 1 sequence and leaves\n"
+    assert gateway.drained == ["w1"]
+
+
+def test_drain_here_means_the_workers_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(*on(socket.gethostname(), "w0", "w2"), *on("elsewhere", "w1")))
+    assert asked(monkeypatch, gateway, "drain", "--here").exit_code == 0
+    assert gateway.drained == ["w0", "w2"]
+
+
+def test_waiting_ends_when_that_life_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = cluster_status(*on("a", "w0", epoch=1)), cluster_status(*on("a", "w0", epoch=2))
+    gateway = StandIn(before, before, StreamBroken("restarting"), before, after)
+    done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
+    assert done.stdout.splitlines()[-1] == "w0 has left"
+    assert gateway.statuses == [after], "it has waited for that status"
+
+
+def test_waiting_ends_when_the_gateway_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "SILENCE_S", 0.01)
+    gateway = StandIn(cluster_status(*on("a", "w0")), StreamBroken("gone"))
+    done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
+    assert isinstance(done.exception, BatonError)
+    assert "no gateway answers" in str(done.exception)
+
+
+def test_a_worker_that_is_not_there_is_an_error_that_names_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(*on("a", "w0"), *on("b", "w1")))
+    done = asked(monkeypatch, gateway, "drain", "w9")
+    assert str(done.exception) == "no worker 'w9'; there are w0 on a, w1 on b"
+    here = asked(monkeypatch, gateway, "drain", "--here")
+    assert f"no worker on this machine ({socket.gethostname()})" in str(here.exception)
+    assert gateway.drained == []
+
+
+@pytest.mark.parametrize("args", [["drain"], ["drain", "w0", "--here"], ["explain"], ["status", "--gateway", "http://h:1"]])
+def test_what_makes_no_sense_is_a_usage_error(args: list[str]) -> None:
+    assert CliRunner().invoke(cli, args).exit_code == 2
+
+
+def test_what_the_gateway_refuses_is_said_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message="no decision is kept"))
+    assert str(asked(monkeypatch, StandIn(refused), "status").exception) == "no decision is kept"
+
+
+@pytest.mark.parametrize("args", [["status"], ["explain", "last"], ["drain", "w0"], ["status", "--json"]])
+def test_without_a_gateway_one_line_says_so_and_what_to_do(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(SystemExit) as end:
+        main([*args, "--gateway", address])
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"baton: no gateway answers at {address}")
+    assert said.err.endswith("start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT\n")
+    assert said.err.count("\n") == 1
+
+
+def test_the_gateway_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[str] = []
+
+    @asynccontextmanager
+    async def connect(address: str) -> AsyncIterator[StandIn]:
+        addresses.append(address)
+        yield StandIn(cluster_status())
+
+    monkeypatch.setattr(admin, "connect", connect)
+    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1"})
+    CliRunner().invoke(cli, ["status"])
+    assert addresses == ["h:1", "127.0.0.1:8001"]

@@ -1,0 +1,38 @@
+import json
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from baton.cli.main import cli
+from baton.runtime.settings import ALL_NAMES
+
+SECRET = "redis://:hunter2@h:1/0"
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_password_is_never_shown(how: list[str]) -> None:
+    done = CliRunner().invoke(cli, ["config", *how, "--redis-url", SECRET])
+    assert "hunter2" not in done.output
+    assert "redis://:***@h:1/0" in done.output
+
+
+def test_each_row_says_where_the_value_comes_from() -> None:
+    done = CliRunner().invoke(cli, ["config"], env={"BATON_PREFILL": "3"})
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert rows["prefill"] == ["3", "BATON_PREFILL"]
+    assert rows["decode"] == ["1", "default"]
+
+
+def test_a_variable_that_nobody_reads_is_a_warning() -> None:
+    done = CliRunner().invoke(cli, ["config"], env={"BATON_PREFIL": "3"})
+    assert done.exit_code == 0
+    assert done.stderr.splitlines()[0] == "warning: unknown environment variable BATON_PREFIL; did you mean BATON_PREFILL?"
+
+
+def test_the_schema_has_every_setting_and_refuses_what_is_none() -> None:
+    schema = json.loads(CliRunner().invoke(cli, ["config", "--schema"]).stdout)
+    assert schema["properties"].keys() == ALL_NAMES
+    jsonschema.validate({"http_port": 1, "kv_memory": "1GiB"}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"http_prot": 1}, schema)

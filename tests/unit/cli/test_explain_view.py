@@ -1,0 +1,120 @@
+"""`baton explain` as text: every attempt with its answer, its reasons, and what came of it."""
+
+from typing import Any
+
+from baton.cli.explain_view import policy_rules, render_decisions
+from baton.core.cluster import Candidate, DecisionRecord, Rejection
+from baton.core.errors import Reason
+from baton.core.jobs import PrefixSource
+from baton.core.request import Slo
+from baton.scheduler.policies import POLICIES
+from tests.builders import decision_record, placement, query, worker_ref
+from tests.unit.cli.screen import printed, row
+
+RULES = {"least_loaded": "The emptiest first."}
+ACTUALS: dict[str, Any] = {
+    "outcome": "stop",
+    "ttft_s": 0.031,
+    "tpot_s": 0.0029,
+    "num_output_tokens": 13,
+    "num_cached_tokens": 16,
+    "legs": [
+        {"worker_id": "w0", "pid": 4711.0, "queue_s": 0.0004, "compute_s": 0.028, "num_computed_tokens": 8, "num_cached_tokens": 16},
+        {
+            "worker_id": "w1",
+            "pid": 4718,
+            "kv_bytes": 49_152,
+            "kv_transfer_s": 0.002,
+            "kv_exposed_s": 0.0006,
+            "kv_wait_s": 0.03,
+            "transport": "cma",
+            "decode_s": 0.035,
+        },
+    ],
+}
+
+
+def shown(*records: DecisionRecord) -> str:
+    return printed(render_decisions(records, RULES))
+
+
+def test_a_placement_names_workers_policy_and_reason() -> None:
+    lines = shown(decision_record()).splitlines()
+    assert lines[0] == f"request {b'request-0'.hex()}"
+    assert lines[2] == "attempt 1: prefill w0, decode w1"
+    assert lines[3] == "  asked      40 tokens to prefill, at most 16 to make"
+    assert lines[4] == "  policy     least_loaded, at s0: The emptiest first."
+
+
+def test_a_policy_that_this_release_does_not_know_is_named_all_the_same() -> None:
+    assert "  policy     oracle, at s0\n" in shown(decision_record(policy="oracle")) + "\n"
+
+
+def test_placements_with_one_worker_say_what_it_does() -> None:
+    assert "prefill and decode w1, so no KV moves" in shown(decision_record(placement=placement(prefill=None)))
+    assert "prefill w0, which makes the one token that is wanted" in shown(decision_record(placement=placement(decode=None)))
+
+
+def test_a_pulled_prefix_is_named() -> None:
+    source = PrefixSource(worker=worker_ref("w7"), num_blocks=3)
+    assert "prefix of 3 blocks from w7" in shown(decision_record(placement=placement(prefix_source=source)))
+
+
+def test_candidates_show_their_terms_and_the_chosen_ones_are_marked() -> None:
+    candidates = (
+        Candidate(worker=worker_ref("w0"), side="prefill", terms={"queued_prefill_tokens": 1200, "queue_s": 0.0004}),
+        Candidate(worker=worker_ref("w1"), side="decode", terms={"free_blocks": 8192}),
+        Candidate(worker=worker_ref("w2"), side="decode", terms={"free_blocks": 10}),
+    )
+    screen = shown(decision_record(candidates=candidates, num_excluded={"draining": 2, "serves other": 1}))
+    assert row(screen, "candidate") == ["candidate", "for", "free", "blocks", "queue", "queued", "prefill", "tokens"]
+    assert row(screen, "w0") == ["w0", "prefill", "-", "0.4", "ms", "1,200", "◀", "chosen"]
+    assert row(screen, "w1") == ["w1", "decode", "8,192", "-", "-", "◀", "chosen"]
+    assert row(screen, "w2") == ["w2", "decode", "10", "-", "-"]
+    assert "  excluded   2 draining, 1 serves other" in screen
+
+
+def test_predictions_stand_beside_what_happened() -> None:
+    screen = shown(decision_record(placement=placement(ttft_s=0.029, tpot_s=0.003, queue_s=0.0), actuals=ACTUALS))
+    assert "  predicted  queue 0 ms, TTFT 29 ms, TPOT 3 ms" in screen
+    assert "  actual     TTFT 31 ms, TPOT 2.9 ms, 13 tokens, 16 tokens of the prompt from cache; ended: stop" in screen
+    assert "w0 (pid 4711): waited 0.4 ms, computed 8 tokens in 28 ms (16 more from cache)" in screen
+    pulled = "pulled 48 KiB over cma in 2 ms (0.6 ms of it after the last chunk), waited 30 ms for it, decoded for 35 ms"
+    assert f"w1 (pid 4718): {pulled}" in screen
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    assert "  actual     not known" in shown(decision_record())
+    assert "predicted" not in shown(decision_record())
+    partly = shown(decision_record(actuals={"outcome": "worker_lost", "ttft_s": None, "legs": [{"worker_id": "w0"}]}))
+    assert "  actual     0 tokens; ended: worker_lost" in partly
+    assert "w0 (pid 0): nothing" in partly
+
+
+def test_a_refusal_gives_its_reason_and_its_numbers() -> None:
+    refusal = Rejection(reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0, term="ttft", predicted_s=0.8, limit_s=0.5)
+    screen = shown(decision_record(placement=None, rejection=refusal))
+    assert "attempt 1: refused, ttft_slo: too late (ttft 800 ms, limit 500 ms)" in screen
+    assert "actual" not in screen
+
+
+def test_every_attempt_is_shown_with_what_it_asked_for() -> None:
+    again = query(
+        attempt=1, num_prompt_tokens=45, num_output_tokens=5, avoid=(worker_ref("w1"),), slo=Slo(ttft_s=0.5), priority=-1, sample_count=2
+    )
+    screen = shown(decision_record(), decision_record(1, query=again))
+    assert [line for line in screen.splitlines() if line.startswith("attempt")] == [
+        "attempt 1: prefill w0, decode w1",
+        "attempt 2: prefill w0, decode w1",
+    ]
+    assert (
+        "45 tokens to prefill, 5 of them made by an earlier attempt, at most 16 to make, 2 samples, priority -1, TTFT within 500 ms, "
+        "not by w1, which failed it"
+    ) in screen
+
+
+def test_each_policy_explains_itself() -> None:
+    rules = policy_rules()
+    assert rules.keys() == POLICIES.keys()
+    assert all(rule.endswith(".") for rule in rules.values())
+    assert "fewest" in rules["least_loaded"]

@@ -1,0 +1,102 @@
+"""What `baton --help` promises: every command and flag of the design, with default and variable, at once."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import baton
+from baton.cli.main import cli
+from baton.cli.options import SettingOption
+
+HEAVY = {"torch", "transformers", "ray", "grpc", "redis", "nixl", "huggingface_hub", "uvicorn", "starlette", "httpx", "numpy"}
+
+OF_SERVICES = "--host --advertise-host --admin-port --redis-url --log-dir --log-level --config"
+FLAGS = {
+    "up": "--model --served-model-name --prefill --decode --hybrid --host --http-port --grpc-port --ray-address --redis-url "
+    "--device --dtype --kv-memory --block-size-tokens --max-model-len --max-num-seqs --max-num-batched-tokens --threads-per-worker "
+    "--transfer --policy "
+    "--log-dir --log-level --first-prompt --once --config",
+    "gateway": f"{OF_SERVICES} --http-port --grpc-port --model --schedulers",
+    "scheduler": f"{OF_SERVICES} --rpc-port --policy",
+    "worker": f"{OF_SERVICES} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
+    "fleet": "--prefill --decode --hybrid --ray-address --redis-url --log-dir --log-level --config",
+    "status": "--watch --json --gateway",
+    "explain": "--gateway",
+    "drain": "--here --wait --gateway",
+    "config": "--schema --json --config --http-port",
+    "doctor": "--json",
+    "model init": "--like --out",
+}
+"""The flags of the design's list of commands, by command. `--admission` comes with the policies that predict."""
+
+
+def commands(group: click.Group = cli, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+COMMANDS = dict(commands())
+
+
+def run(*args: str) -> str:
+    done = CliRunner().invoke(cli, args, prog_name="baton")
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_commands_are_those_of_the_design() -> None:
+    assert COMMANDS.keys() == FLAGS.keys()
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_each_flag_of_the_design_exists(name: str) -> None:
+    flags = {flag for param in COMMANDS[name].params for flag in param.opts}
+    assert set(FLAGS[name].split()) - flags == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does_and_every_flags_default_and_variable(name: str) -> None:
+    command = COMMANDS[name]
+    text = " ".join(run(*name.split(), "--help").split())
+    assert command.help
+    for param in command.params:
+        if isinstance(param, click.Option):
+            assert param.opts[0] in text
+            assert param.help
+            if isinstance(param, SettingOption) or param.envvar:
+                assert f"[BATON_{param.opts[0][2:].replace('-', '_').upper()}]" in param.help
+                assert "Default: " in param.help
+                assert " ".join(param.help.split()) in text.replace("- ", "-")
+
+
+def test_a_services_help_begins_with_its_own_settings_and_ends_with_those_of_every_process() -> None:
+    headings = [line for line in run("worker", "--help").splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "Worker settings:"
+    assert headings[-2:] == ["Process settings:", "Options:"]
+    assert len(headings) == len(set(headings))
+
+
+def test_version() -> None:
+    assert run("--version") == f"baton {baton.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["up", "--help"], ["status", "--help"], ["doctor", "--help"], ["config"], ["--version"]])
+def test_what_only_prints_loads_no_heavy_library(args: list[str]) -> None:
+    """Also those that a command needs later: help and completion must not wait for them."""
+    code = (
+        "import json, sys\n"
+        "from baton.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

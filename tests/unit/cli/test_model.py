@@ -1,0 +1,61 @@
+import ast
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import baton.engine
+from baton.cli import model
+from baton.cli.main import cli
+from baton.core.errors import BatonError
+
+WRITER = "baton.engine.model.init"
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["model", "init", *args])
+
+
+def test_the_shapes_offered_are_those_there_are() -> None:
+    """Read, not imported: that loads transformers."""
+    tree = ast.parse((Path(baton.engine.__file__).parent / "model" / "shapes.py").read_text())
+    (table,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "SHAPES"
+    ]
+    assert isinstance(table, ast.Dict)
+    assert tuple(key.value for key in table.keys if isinstance(key, ast.Constant)) == model.SHAPES
+
+
+def test_a_model_is_written_and_the_next_step_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, Path]] = []
+
+    def init_like(shape: str, out: Path, *, progress: Any) -> None:
+        asked.append((shape, out))
+        progress(1, 2)
+        progress(2, 2)
+
+    monkeypatch.setitem(sys.modules, WRITER, SimpleNamespace(init_like=init_like))  # type: ignore[arg-type]
+    done = run("--like", "tiny-moe", "--out", str(tmp_path / "m"))
+    assert done.exit_code == 0
+    assert asked == [("tiny-moe", tmp_path / "m")]
+    assert done.stdout == f"wrote {tmp_path / 'm'}; serve it with: baton up --model {tmp_path / 'm'}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--like", "tiny-moe"], ["--like", "tiny", "--out", "x"]])
+def test_what_is_missing_or_unknown_is_a_usage_error(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+def test_a_full_disk_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, WRITER, SimpleNamespace(init_like=full))  # type: ignore[arg-type]
+    done = run("--like", "tiny-moe", "--out", str(tmp_path / "m"))
+    assert isinstance(done.exception, BatonError)
+    assert "No space left on device" in str(done.exception)

@@ -1,0 +1,93 @@
+"""Settings on the command line: errors that name the flag, and the order flag, variable, file, default."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli.main import cli, main
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli, args, prog_name="baton", env=env)
+
+
+def effective(*args: str, env: dict[str, str] | None = None) -> dict[str, dict[str, object]]:
+    done = run("config", "--json", *args, env=env)
+    assert done.exit_code == 0, done.output
+    shown: dict[str, dict[str, object]] = json.loads(done.stdout)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, got 'tpu'"),
+        (["--http-port", "http"], "'--http-port': expected a whole number, got 'http'"),
+        (["--http-port", "65536"], "'--http-port': must be at most 65535, got 65536"),
+        (["--kv-memory", "much"], "'--kv-memory': 'much' is not a size such as 512MiB"),
+        (["--lease-s", "0"], "'--lease-s': must be more than 0, got 0"),
+        (["--modle", "demo"], "No such option '--modle'"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_named(args: list[str], message: str) -> None:
+    done = run("up", *args)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    assert "--model" in run("up", "--modle", "demo").stderr
+    assert "status" in run("statsu").stderr
+
+
+def test_flag_goes_before_variable_before_file_before_default(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("prefill: 2\ndecode: 2\nhybrid: 2\n")
+    found = effective("--config", str(file), "--prefill", "4", env={"BATON_PREFILL": "3", "BATON_DECODE": "3"})
+    assert found["prefill"] == {"value": 4, "source": "--prefill"}
+    assert found["decode"] == {"value": 3, "source": "BATON_DECODE"}
+    assert found["hybrid"] == {"value": 2, "source": f"{file}: hybrid"}
+    assert found["http_port"] == {"value": 8000, "source": "default"}
+
+
+def test_the_file_may_come_from_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("prefill: 5\n")
+    assert effective(env={"BATON_CONFIG": str(file)})["prefill"]["value"] == 5
+
+
+def test_a_switch_can_be_turned_off_against_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("once: true\nfirst_prompt: hello\n")
+    assert effective("--config", str(file))["once"]["value"] is True
+    assert effective("--config", str(file), "--no-once")["once"] == {"value": False, "source": "--once"}
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert effective("--kv-memory", "512MiB")["kv_memory"]["value"] == 512 * 2**20
+
+
+def failed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line that `baton` prints for an error raised on purpose."""
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_an_unknown_key_of_the_file_names_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("http-port: 80\n")
+    assert failed(capsys, "up", "--config", str(file)) == f"baton: {file}: unknown key 'http-port'; did you mean 'http_port'?\n"
+    file.write_text("polcy: round_robin\n")
+    assert "did you mean 'policy'?" in failed(capsys, "scheduler", "--config", str(file))
+
+
+def test_settings_that_contradict_each_other_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nobody could decode" in failed(capsys, "up", "--decode", "0")
+    assert "cannot read the config file" in failed(capsys, "config", "--config", "/nowhere/baton.yaml")
+    assert "once needs first_prompt" in failed(capsys, "up", "--once")

@@ -1,0 +1,134 @@
+"""One command a service: its settings, its log, its `ready` line, its exit code. The services here are stand-ins."""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli.main import cli, main
+from baton.core.errors import ConfigError, ModelError
+from baton.runtime import logging as baton_logging
+from baton.runtime.process import Stop
+from baton.runtime.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+
+ADDRESS = "127.0.0.1:4711"
+
+
+@pytest.fixture(autouse=True)
+def unconfigured() -> Iterator[None]:
+    root = logging.getLogger()
+    level = root.level
+    yield
+    baton_logging._remove_handler()
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+class StandIn:
+    """A service's main that is ready at once, notes its settings, and returns or raises."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.config: Any = None
+        self.error = error
+
+    async def serve(self, config: Any, stop: Stop, on_ready: Callable[[str], None]) -> None:
+        self.config = config
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        on_ready(ADDRESS)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, service: str, error: BaseException | None = None) -> StandIn:
+    made = StandIn(error)
+    monkeypatch.setitem(sys.modules, f"baton.{service}.main", SimpleNamespace(serve=made.serve))  # type: ignore[arg-type]
+    return made
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli, args, prog_name="baton", env=env)
+
+
+@pytest.mark.parametrize(
+    ("service", "kind"), [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig), ("fleet", FleetConfig)]
+)
+def test_each_service_gets_its_own_settings_and_says_where_it_serves(monkeypatch: pytest.MonkeyPatch, service: str, kind: type) -> None:
+    made = stand_in(monkeypatch, service)
+    done = run(service, "--drain-s", "7", env={"BATON_REDIS_URL": "redis://h:1/0"})
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"ready {ADDRESS}\n"
+    assert type(made.config) is kind
+    assert (made.config.drain_s, made.config.redis_url) == (7.0, "redis://h:1/0")
+
+
+def test_the_log_file_is_named_and_says_which_process_wrote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in(monkeypatch, "worker", RuntimeError("a bug"))
+    done = run("worker", "--worker-id", "w7", "--log-dir", str(tmp_path))
+    file = tmp_path / "worker-w7.log"
+    assert done.stderr.splitlines()[0] == f"log {file}"
+    (line,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert line["event"] == "service_crashed"
+    assert "RuntimeError: a bug" in line["exception"]
+    assert isinstance(line["pid"], int)
+
+
+def test_an_odd_variable_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("scheduler", "gateway"):
+        stand_in(monkeypatch, name)
+    in_file = run("scheduler", "--log-dir", str(tmp_path), env={"BATON_POLCY": "x"})
+    assert in_file.stderr.count("BATON_POLCY") == 1
+    assert (tmp_path / "scheduler.log").read_text().count("BATON_POLCY") == 0
+    assert run("gateway", env={"BATON_POLCY": "x"}).stderr.count("BATON_POLCY; did you mean BATON_POLICY?") == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("port 80 is taken"), ModelError("port 80 is taken")])
+def test_an_error_raised_on_purpose_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception
+) -> None:
+    stand_in(monkeypatch, "gateway", error)
+    with pytest.raises(SystemExit) as end:
+        main(["gateway", "--log-dir", str(tmp_path)])
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"log {tmp_path / 'gateway.log'}\nbaton: port 80 is taken\n"
+    assert json.loads((tmp_path / "gateway.log").read_text())["event"] == "service_failed"
+
+
+def test_errors_of_several_tasks_are_one_line_and_a_bug_among_them_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nested = ExceptionGroup("tasks", [ExceptionGroup("inner", [ConfigError("first")]), ConfigError("second")])
+    stand_in(monkeypatch, "fleet", nested)
+    with pytest.raises(SystemExit) as end:
+        main(["fleet"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "baton: first"
+    stand_in(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
+    with pytest.raises(ExceptionGroup):
+        main(["fleet"])
+
+
+@pytest.mark.parametrize("service", ["scheduler", "up"])
+def test_a_log_that_cannot_be_written_names_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str) -> None:
+    stand_in(monkeypatch, service)
+    (tmp_path / "file").touch()
+    done = run(service, "--log-dir", str(tmp_path / "file" / "logs"))
+    assert isinstance(done.exception, ConfigError)
+    assert "choose another directory with --log-dir" in str(done.exception)
+
+
+def test_up_gets_the_settings_of_a_cluster_and_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def up(config: Any, stop: Stop, say: Callable[[str], None]) -> None:
+        say(f"{config.prefill} prefill, {config.model_name}")
+
+    monkeypatch.setitem(sys.modules, "baton.fleet.up", SimpleNamespace(up=up))  # type: ignore[arg-type]
+    done = run("up", "--log-dir", str(tmp_path), "--prefill", "3", "--served-model-name", "m", env={"BATON_DECOD": "2"})
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "3 prefill, m\n"
+    assert "did you mean BATON_DECODE?" in done.stderr

@@ -1,0 +1,69 @@
+"""One direction of a stream."""
+
+import asyncio
+
+import pytest
+
+from baton.core.errors import StreamBroken
+from baton.runtime.mailbox import Mailbox
+from tests import builders
+
+
+async def test_a_receiver_that_waits_gets_what_is_put() -> None:
+    box: Mailbox[int] = Mailbox(2)
+    waiting = asyncio.create_task(box.get())
+    await asyncio.sleep(0)
+    box.put(1)
+    assert await waiting == 1
+
+
+async def test_room_is_waited_for_until_one_is_taken() -> None:
+    box: Mailbox[int] = Mailbox(2)
+    box.put(1)
+    await box.room()
+    box.put(2)
+    assert box.is_full
+    waiting = asyncio.create_task(box.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await box.get() == 1
+    await waiting
+    assert not box.is_full
+
+
+async def test_closing_wakes_both_sides_and_keeps_what_was_put() -> None:
+    box: Mailbox[int] = Mailbox(1)
+    box.put(1)
+    waiting = asyncio.create_task(box.room())
+    await asyncio.sleep(0)
+    box.close("over", failure := builders.failure())
+    await waiting
+    box.put(2)
+    assert await box.get() == 1
+    with pytest.raises(StreamBroken, match="over") as broken:
+        await box.get()
+    assert broken.value.failure == failure
+
+
+async def test_the_first_reason_stays_and_discarding_empties() -> None:
+    box: Mailbox[int] = Mailbox(5)
+    box.put(1)
+    box.close("first")
+    box.close("second", discard=True)
+    with pytest.raises(StreamBroken, match="first"):
+        await box.get()
+
+
+async def test_a_cancelled_wait_takes_nothing() -> None:
+    box: Mailbox[int] = Mailbox(5)
+    waiting = asyncio.create_task(box.get())
+    await asyncio.sleep(0)
+    box.put(1)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert await box.get() == 1
+
+
+def test_a_mailbox_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="room for one"):
+        Mailbox(0)
