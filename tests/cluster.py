@@ -51,8 +51,10 @@ class ProcessCluster:
         self.url = ""
         self.grpc_address = ""
 
-    async def start(self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, schedulers: int = 1) -> None:
-        """Everything, and wait until the gateway is ready."""
+    async def start(
+        self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, failpoints: Mapping[str, str] | None = None, wait: bool = True
+    ) -> None:
+        """Everything; `failpoints` by worker. `wait`: until the gateway is ready."""
         redis = redis_command(self.directory / "redis")
         self.settings["redis_url"] = redis.url
         await self._start_child("redis", redis.argv, {}, redis.wait_until_ready)
@@ -61,11 +63,12 @@ class ProcessCluster:
         names = {f"{role[0]}{i}": role for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid)) for i in range(n)}
         self.roles = names
         await asyncio.gather(
-            *(self.start_service(f"scheduler{i or ''}", "scheduler") for i in range(schedulers)),
+            self.start_service("scheduler", "scheduler"),
             self.start_service("gateway", "gateway", http_port=http_port, grpc_port=grpc_port),
-            *(self.start_worker(name) for name in names),
+            *(self.start_worker(name, failpoints=(failpoints or {}).get(name, "")) for name in names),
         )
-        await self.wait_ready()
+        if wait:
+            await self.wait_ready()
 
     async def start_worker(self, name: str, *, failpoints: str = "", **settings: Any) -> None:
         """A (new) life of the worker `name`."""
@@ -181,12 +184,20 @@ class ProcessCluster:
 
 
 @asynccontextmanager
-async def process_cluster(*, prefill: int = 1, decode: int = 1, hybrid: int = 0, **settings: Any) -> AsyncIterator[ProcessCluster]:
+async def process_cluster(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    hybrid: int = 0,
+    failpoints: Mapping[str, str] | None = None,
+    wait: bool = True,
+    **settings: Any,
+) -> AsyncIterator[ProcessCluster]:
     """A running cluster; what a failed test leaves is cleaned up, too."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         cluster = ProcessCluster(Path(directory), settings)
         try:
-            await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid)
+            await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid, failpoints=failpoints, wait=wait)
             yield cluster
         finally:
             await cluster.stop()

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600

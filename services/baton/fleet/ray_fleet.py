@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class RayFleet:
             worker.leaving = True
             if worker.actor is not None:
                 actor = worker.actor
-                await self._in_thread(lambda actor=actor: getattr(actor, method).remote())
+                await self._in_thread(partial(getattr(actor, method).remote))
 
     async def _bring_up(self, worker: _Worker) -> WorkerFacts:
         await self._in_thread(lambda: self._create(worker))
@@ -118,9 +119,10 @@ class RayFleet:
         loop = asyncio.get_running_loop()
         while True:
             why = await self._until_ended(worker)
-            self._on_change(worker.spec.worker_id, None)
-            if worker.leaving:
+            if worker.leaving or not why:
+                log.info("worker_left", worker=worker.spec.worker_id)
                 return
+            self._on_change(worker.spec.worker_id, None)
             while True:
                 log.warning("worker_died", worker=worker.spec.worker_id, why=why)
                 wait_s = worker.budget.wait_s(loop.time())
@@ -136,8 +138,9 @@ class RayFleet:
                     why = str(error)
 
     async def _until_ended(self, worker: _Worker) -> str:
+        """Why it ended; empty when it was asked to, by `baton drain` or by us."""
         try:
-            return str(await _as_future(worker.ended)) or "it left"
+            return str(await _as_future(worker.ended))
         except Exception as error:  # an actor's death arrives as one of many classes of Ray's
             return _cause(error)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.runtime.logging import get_logger
-from baton.runtime.process import set_parent_death_signal
+from baton.runtime.process import tethered
 
 log = get_logger(__name__)
 
@@ -97,13 +97,12 @@ class Child:
         self.spec.output.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.output.open("ab") as errors:
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.argv,
+                *tethered(self.spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, **self.spec.environ},
                 start_new_session=True,
-                preexec_fn=set_parent_death_signal,
             )
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):

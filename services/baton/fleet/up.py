@@ -65,7 +65,9 @@ class Cluster:
             ray = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
             self._stack.push_async_callback(self._fleet.close, STOP_GRACE_S)
             redis_url = config.redis_url or await self._start_redis()
-            scheduler = derive(SchedulerConfig, config, host=LOOPBACK, redis_url=redis_url, rpc_port=self._free_port())
+            scheduler = derive(
+                SchedulerConfig, config, host=LOOPBACK, redis_url=redis_url, rpc_port=self._free_port(), log_dir=self._log_dir
+            )
             group.create_task(self._start_child("scheduler", scheduler, config.policy))
             gateway = derive(
                 GatewayConfig,
@@ -75,6 +77,7 @@ class Cluster:
                 model=model,
                 served_model_name=config.model_name,
                 redis_url=redis_url,
+                log_dir=self._log_dir,
             )
             group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
             await ray

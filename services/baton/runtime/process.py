@@ -2,18 +2,13 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self
 
-LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-_PARENT_POLL_S = 0.5
 LAG_INTERVAL_S = 0.25
 
 
@@ -193,31 +188,19 @@ async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = L
         observe(max(0.0, loop.time() - due_s))
 
 
-def set_parent_death_signal(number: int = signal.SIGKILL) -> bool:
-    """Have the kernel send this process a signal when the *thread* that started it ends; whether this system can (Linux).
+_TETHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
-    Allocates nothing, so that it may be a `preexec_fn` for programs that are not ours. Raises OSError when the kernel refuses.
+
+def tethered(argv: Sequence[str]) -> list[str]:
+    """The command line of a program that is to die (on Linux) with the thread that starts it.
+
+    A little Python asks the kernel for that, and becomes the program. Other than a `preexec_fn` it needs no fork of a process with threads.
     """
-    if LIBC is None:
-        return False
-    if LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    return True
-
-
-def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
-    """End this process with signal `number` when `parent_pid`, its parent, is gone; call it first thing in a child.
-
-    On Linux the kernel does it, when the parent's thread that started this process ends: start children from a thread that stays.
-    Elsewhere a thread looks twice a second. A parent that went before the call counts as gone.
-    """
-    if not set_parent_death_signal(number):
-        threading.Thread(target=_watch_parent, args=(parent_pid, number), name="parent-watch", daemon=True).start()
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), number)
-
-
-def _watch_parent(parent_pid: int, number: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(_PARENT_POLL_S)
-    os.kill(os.getpid(), number)
+    return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *argv]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, new_event_loop, until_stopped, watch_loop_lag
+from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, new_event_loop, tethered, until_stopped, watch_loop_lag
 
 
 @contextmanager
@@ -185,37 +185,31 @@ def test_new_event_loop_runs() -> None:
 
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", CHILD])
+from baton.runtime.process import tethered
+code = "print('up', flush=True); import time; time.sleep(60)"
+child = subprocess.Popen(tethered([sys.executable, "-c", code]))
 print(child.pid, flush=True)
 time.sleep(60)
 """
-BY_CALL = """
-import os, time
-from baton.runtime import process
-POLL
-process.die_with_parent(os.getppid())
-print("up", flush=True)
-time.sleep(60)
-"""
 
 
-@pytest.mark.parametrize("poll", ["", "process.LIBC = None"], ids=["kernel", "poll"])
-def test_a_child_dies_with_its_parent(poll: str) -> None:
-    if not poll and sys.platform != "linux":
-        pytest.skip("PR_SET_PDEATHSIG is Linux's")
-    with program(PARENT.replace("CHILD", repr(BY_CALL.replace("POLL", poll)))) as parent:
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_tethered_child_dies_with_its_parent() -> None:
+    with program(PARENT) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "up\n"
+        lines = {parent.stdout.readline().strip() for _ in range(2)}
+        assert "up" in lines
+        child = int((lines - {"up"}).pop())
         parent.kill()
         parent.wait()
         assert gone(child, within_s=5)
 
 
-def test_a_parent_that_has_gone_before_counts_as_gone() -> None:
-    code = "from baton.runtime.process import die_with_parent\ndie_with_parent(1 << 22)\nprint('lives')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+def test_a_tethered_child_whose_parent_has_gone_does_not_begin() -> None:
+    command = tethered([sys.executable, "-c", "print('lives')"])
+    orphan = [*command[:5], str(1 << 22), *command[6:]]
+    done = subprocess.run(orphan, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 def gone(pid: int, *, within_s: float) -> bool:

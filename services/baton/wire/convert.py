@@ -1,0 +1,341 @@
+"""What several contracts share, between core and protobuf.
+
+`to_x` takes a core value; `from_x` takes a message from outside and raises Refused (INVALID_ARGUMENT), naming the field, for whatever no
+core value stands for: enums that are unset or unknown, missing parts, wrong lengths, durations that are no number. It raises nothing else.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from baton.core.blocks import HASH_BYTES, BlockHash, TokenIds
+from baton.core.errors import Code, Failure, Reason, invalid
+from baton.core.ids import JobId, WorkerRef
+from baton.core.jobs import PrefixSource
+from baton.core.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
+from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
+from baton.wire.v1 import common_pb2 as pb
+
+TOKEN_BYTES = 4
+if array("I").itemsize != TOKEN_BYTES:
+    raise ImportError("this platform's unsigned int is not 4 bytes: token ids cannot be sent")
+
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+class EnumMap(Generic[EnumT]):
+    """A core enum and its protobuf twin, matched by name: `FAILURE_REASON_X` is `X`. A member without a twin is a KeyError at import."""
+
+    __slots__ = ("_from", "_name", "_to")
+
+    def __init__(self, core: type[EnumT], wire: Any) -> None:
+        unspecified: str = wire.Name(0)
+        prefix = unspecified.removesuffix("UNSPECIFIED")
+        numbers = dict(wire.items())
+        self._name = unspecified
+        self._to: Mapping[EnumT, Any] = {member: numbers[prefix + member.name] for member in core}
+        self._from: Mapping[int, EnumT] = {number: member for member, number in self._to.items()}
+
+    def to_wire(self, member: EnumT) -> Any:
+        return self._to[member]
+
+    def from_wire(self, number: int) -> EnumT:
+        member = self._from.get(number)
+        if member is None:
+            raise invalid(f"{self._name.removesuffix('_UNSPECIFIED').lower()} {number} is unset or unknown")
+        return member
+
+
+CODES = EnumMap(Code, pb.FailureCode)
+REASONS = EnumMap(Reason, pb.FailureReason)
+FINISH_REASONS = EnumMap(FinishReason, pb.FinishReason)
+
+
+def seconds(value: float, field: str) -> float:
+    """A duration that something waits for."""
+    if not 0.0 <= value < math.inf:
+        raise invalid(f"{field} is {value}: a duration must be a number of seconds, 0 or more")
+    return value
+
+
+def to_token_bytes(token_ids: TokenIds) -> bytes:
+    if sys.byteorder == "big":
+        token_ids = array("I", token_ids)
+        token_ids.byteswap()
+    return token_ids.tobytes()
+
+
+def from_token_bytes(data: bytes) -> TokenIds:
+    if len(data) % TOKEN_BYTES:
+        raise invalid(f"token_ids has {len(data)} bytes: not a multiple of {TOKEN_BYTES}")
+    token_ids = array("I")
+    token_ids.frombytes(data)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+def to_hash_bytes(hashes: Iterable[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def from_hash_bytes(data: bytes) -> tuple[BlockHash, ...]:
+    if len(data) % HASH_BYTES:
+        raise invalid(f"block hashes have {len(data)} bytes: not a multiple of {HASH_BYTES}")
+    return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
+
+
+def to_worker_ref(ref: WorkerRef) -> pb.WorkerRef:
+    return pb.WorkerRef(worker_id=ref.worker_id, worker_epoch=ref.worker_epoch, address=ref.address)
+
+
+def from_worker_ref(message: pb.WorkerRef) -> WorkerRef:
+    """Required: an empty `worker_id` is refused."""
+    if not message.worker_id:
+        raise invalid("a worker's worker_id is missing")
+    return WorkerRef(worker_id=message.worker_id, worker_epoch=message.worker_epoch, address=message.address)
+
+
+def to_job_id(job: JobId) -> pb.JobId:
+    return pb.JobId(request_id=job.request_id, attempt=job.attempt)
+
+
+def from_job_id(message: pb.JobId) -> JobId:
+    """Required: an empty `request_id` is refused."""
+    request_id = message.request_id
+    if not request_id:
+        raise invalid("a job's request_id is missing")
+    return JobId(request_id=request_id, attempt=message.attempt)
+
+
+def to_prefix_source(source: PrefixSource) -> pb.PrefixSource:
+    return pb.PrefixSource(worker=to_worker_ref(source.worker), num_blocks=source.num_blocks)
+
+
+def from_prefix_source(message: pb.PrefixSource) -> PrefixSource:
+    return PrefixSource(worker=from_worker_ref(message.worker), num_blocks=message.num_blocks)
+
+
+def to_failure(failure: Failure) -> pb.Failure:
+    return pb.Failure(
+        code=CODES.to_wire(failure.code),
+        reason=REASONS.to_wire(failure.reason),
+        message=failure.message,
+        retry_after_s=failure.retry_after_s,
+        retriable=failure.retriable,
+        blamed=None if failure.blamed is None else to_worker_ref(failure.blamed),
+    )
+
+
+def from_failure(message: pb.Failure) -> Failure:
+    return Failure(
+        code=CODES.from_wire(message.code),
+        reason=REASONS.from_wire(message.reason),
+        message=message.message,
+        retry_after_s=seconds(message.retry_after_s, "retry_after_s") if message.HasField("retry_after_s") else None,
+        retriable=message.retriable,
+        blamed=from_worker_ref(message.blamed) if message.HasField("blamed") else None,
+    )
+
+
+def to_sampling(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        num_logprobs=sampling.num_logprobs,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        sampler_version=sampling.sampler_version,
+    )
+
+
+def from_sampling(message: pb.Sampling) -> Sampling:
+    """Refuses values that are no number; limits are the gateway's business."""
+    sampling = Sampling(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
+        sampler_version=message.sampler_version,
+    )
+    for field in _SAMPLING_NUMBERS:
+        if not math.isfinite(getattr(sampling, field)):
+            raise invalid(f"sampling: {field} is {getattr(sampling, field)}, not a number")
+    for _, bias in sampling.logit_bias:
+        if not math.isfinite(bias):
+            raise invalid(f"sampling: a logit_bias is {bias}, not a number")
+    return sampling
+
+
+_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def to_token_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def from_token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise invalid(f"logprobs: {len(message.top_token_ids)} token ids for {len(message.top_logprobs)} values")
+    return TokenLogprobs(logprob=message.logprob, top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
+
+
+def to_usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(num_prompt_tokens=usage.num_prompt_tokens, num_cached_tokens=usage.num_cached_tokens)
+
+
+def from_usage(message: pb.Usage) -> Usage:
+    return Usage(num_prompt_tokens=message.num_prompt_tokens, num_cached_tokens=dict(message.num_cached_tokens))
+
+
+def to_leg_timeline(leg: LegTimeline) -> pb.LegTimeline:
+    return pb.LegTimeline(
+        worker_id=leg.worker_id,
+        pid=leg.pid,
+        queue_s=leg.queue_s,
+        compute_s=leg.compute_s,
+        num_computed_tokens=leg.num_computed_tokens,
+        num_cached_tokens=leg.num_cached_tokens,
+        kv_wait_s=leg.kv_wait_s,
+        kv_transfer_s=leg.kv_transfer_s,
+        kv_exposed_s=leg.kv_exposed_s,
+        kv_bytes=leg.kv_bytes,
+        transport=leg.transport,
+        decode_s=leg.decode_s,
+    )
+
+
+def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
+    return LegTimeline(
+        worker_id=message.worker_id,
+        pid=message.pid,
+        queue_s=message.queue_s,
+        compute_s=message.compute_s,
+        num_computed_tokens=message.num_computed_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        kv_wait_s=message.kv_wait_s,
+        kv_transfer_s=message.kv_transfer_s,
+        kv_exposed_s=message.kv_exposed_s,
+        kv_bytes=message.kv_bytes,
+        transport=message.transport,
+        decode_s=message.decode_s,
+    )
+
+
+def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        layout_version=layout.layout_version,
+        model_fingerprint=layout.model_fingerprint,
+        tokenizer_fingerprint=layout.tokenizer_fingerprint,
+        block_size_tokens=layout.block_size_tokens,
+        block_bytes=layout.block_bytes,
+        groups=[
+            pb.LayerGroup(
+                layer_begin=group.layer_begin,
+                num_layers=group.num_layers,
+                components=[
+                    pb.KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype) for c in group.components
+                ],
+            )
+            for group in layout.groups
+        ],
+        hash_scheme=layout.hash_scheme,
+        sampler_version=layout.sampler_version,
+    )
+
+
+def from_kv_layout(message: pb.KvLayout) -> KvLayout:
+    """Refuses an unknown dtype, and sizes that do not give `block_bytes` by our arithmetic."""
+    if not message.block_size_tokens:
+        raise invalid("layout: block_size_tokens is missing")
+    for group in message.groups:
+        for component in group.components:
+            if component.dtype not in DTYPE_BYTES:
+                raise invalid(f"layout: dtype {component.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
+    layout = KvLayout(
+        model_fingerprint=message.model_fingerprint,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        block_size_tokens=message.block_size_tokens,
+        groups=tuple(
+            LayerGroup(
+                layer_begin=group.layer_begin,
+                num_layers=group.num_layers,
+                components=tuple(
+                    KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype) for c in group.components
+                ),
+            )
+            for group in message.groups
+        ),
+        layout_version=message.layout_version,
+        hash_scheme=message.hash_scheme,
+        sampler_version=message.sampler_version,
+    )
+    if layout.block_bytes != message.block_bytes:
+        raise invalid(f"layout: block_bytes is {message.block_bytes}, but its layers give {layout.block_bytes}")
+    return layout
+
+
+def to_kv_memory(memory: KvMemory) -> pb.KvMemory:
+    return pb.KvMemory(
+        owner=to_worker_ref(memory.owner),
+        shard=memory.shard,
+        layer_begin=memory.layer_begin,
+        num_layers=memory.num_layers,
+        head_begin=memory.head_begin,
+        num_heads=memory.num_heads,
+        agent_name=memory.agent_name,
+        agent_metadata=memory.agent_metadata,
+        memory_kind=memory.memory_kind,
+        device_id=memory.device_id,
+        base_address=memory.base_address,
+        block_stride_bytes=memory.block_stride_bytes,
+        num_blocks=memory.num_blocks,
+        life_table_address=memory.life_table_address,
+        life_entry_bytes=memory.life_entry_bytes,
+    )
+
+
+def from_kv_memory(message: pb.KvMemory) -> KvMemory:
+    return KvMemory(
+        owner=from_worker_ref(message.owner),
+        shard=message.shard,
+        layer_begin=message.layer_begin,
+        num_layers=message.num_layers,
+        head_begin=message.head_begin,
+        num_heads=message.num_heads,
+        agent_name=message.agent_name,
+        agent_metadata=message.agent_metadata,
+        memory_kind=message.memory_kind,
+        device_id=message.device_id,
+        base_address=message.base_address,
+        block_stride_bytes=message.block_stride_bytes,
+        num_blocks=message.num_blocks,
+        life_table_address=message.life_table_address,
+        life_entry_bytes=message.life_entry_bytes,
+    )

@@ -1,0 +1,75 @@
+"""The calls leaf over gRPC: dials services by address."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from baton.core.apis import Duplex, SchedulerApi
+from baton.core.cluster import Command, WorkerReport
+from baton.core.errors import StreamBroken
+from baton.core.jobs import GatewayMessage, WorkerMessage
+from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.wire import peer, scheduler, worker
+from baton.wire.channel import channel_options, open_channel
+from baton.wire.streams import ClientDuplex, StreamLimits
+
+DEFAULT_LIMITS = StreamLimits()
+
+SendT = TypeVar("SendT")
+ReceiveT = TypeVar("ReceiveT")
+
+
+class GrpcNetwork:
+    """Implements `Network`. A stream has a connection of its own; the calls to one scheduler share one.
+
+    `heartbeat_s` sets the keepalive: a vanished host breaks its streams within two of them and half a second. A dial that nobody answers
+    fails in `dial_s`, a call in `call_s`; a refused one at once.
+    """
+
+    def __init__(self, *, heartbeat_s: float, dial_s: float = 2.0, call_s: float = 5.0, limits: StreamLimits = DEFAULT_LIMITS) -> None:
+        self._options = channel_options(heartbeat_s)
+        self._dial_s = dial_s
+        self._call_s = call_s
+        self._limits = limits
+        self._schedulers: dict[str, scheduler.SchedulerClient] = {}
+        self._streams: set[Any] = set()
+        self._is_closed = False
+
+    async def open_session(self, address: str) -> Duplex[GatewayMessage, WorkerMessage]:
+        return await self._open(address, worker.open_session)
+
+    async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
+        return await self._open(address, peer.open_peer)
+
+    async def open_report(self, address: str) -> Duplex[WorkerReport, Command]:
+        return await self._open(address, scheduler.open_report)
+
+    def scheduler(self, address: str) -> SchedulerApi:
+        self._check_open()
+        client = self._schedulers.get(address)
+        if client is None:
+            client = scheduler.SchedulerClient(open_channel(address, self._options), address, self._limits, self._call_s)
+            self._schedulers[address] = client
+        return client
+
+    async def aclose(self) -> None:
+        """Close every stream and channel that is still open."""
+        self._is_closed = True
+        await asyncio.gather(*[stream.aclose() for stream in list(self._streams)])
+        await asyncio.gather(*[client.aclose() for client in self._schedulers.values()])
+        self._schedulers.clear()
+
+    async def _open(
+        self, address: str, open_stream: Callable[[grpc.aio.Channel, str, StreamLimits, float], Awaitable[ClientDuplex[SendT, ReceiveT]]]
+    ) -> ClientDuplex[SendT, ReceiveT]:
+        self._check_open()
+        stream = await open_stream(open_channel(address, self._options), address, self._limits, self._dial_s)
+        self._streams.add(stream)
+        stream.on_closed(lambda: self._streams.discard(stream))
+        return stream
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamBroken("the network has been closed")

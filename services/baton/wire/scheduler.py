@@ -1,0 +1,95 @@
+"""What a scheduler is asked: servicer and client, line for line."""
+
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.apis import SchedulerService, Source
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.request import RequestActuals
+from baton.wire import convert_scheduler as convert
+from baton.wire import status
+from baton.wire.streams import ClientDuplex, Codec, StreamLimits, dial, feed, listen, serve
+from baton.wire.v1 import scheduler_pb2 as pb
+from baton.wire.v1 import scheduler_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Scheduler"].full_name
+SCHEDULER_SIDE: Codec[Command, WorkerReport] = Codec(convert.to_command, convert.from_worker_report)
+WORKER_SIDE: Codec[WorkerReport, Command] = Codec(convert.to_worker_report, convert.from_command)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(pb_grpc.SchedulerServicer):
+    def __init__(self, service: SchedulerService, limits: StreamLimits) -> None:
+        self._service = service
+        self._limits = limits
+
+    async def Place(self, message: pb.PlacementQuery, context: Context) -> pb.PlaceReply:  # noqa: N802 - names of methods are grpc's
+        async with status.reported(context):
+            return convert.to_place_reply(await self._service.place(convert.from_placement_query(message)))
+
+    async def Finished(self, message: pb.RequestActuals, context: Context) -> pb.FinishedReply:  # noqa: N802
+        async with status.reported(context):
+            await self._service.finished(convert.from_request_actuals(message))
+            return pb.FinishedReply()
+
+    async def Watch(self, message: pb.WatchRequest, context: Context) -> None:  # noqa: N802
+        async with status.reported(context):
+            await feed(context, await self._service.watch(), convert.to_cluster_update)
+
+    async def Report(self, _: Any, context: Context) -> None:  # noqa: N802
+        await serve(context, SCHEDULER_SIDE, self._service.report, self._limits)
+
+    async def Explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainReply:  # noqa: N802
+        async with status.reported(context):
+            records = await self._service.explain(message.request_id if message.HasField("request_id") else None)
+            return pb.ExplainReply(records=[convert.to_decision_record(record) for record in records])
+
+    async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
+        async with status.reported(context):
+            return pb.DrainReply(known=await self._service.drain(message.worker_id))
+
+
+class SchedulerClient:
+    """Implements `SchedulerApi` over one channel, which it shares with nobody. Every call is bounded by `call_s`."""
+
+    def __init__(self, channel: grpc.aio.Channel, where: str, limits: StreamLimits, call_s: float) -> None:
+        self._channel = channel
+        self._stub = pb_grpc.SchedulerStub(channel)
+        self._where = where
+        self._limits = limits
+        self._call_s = call_s
+
+    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+        return convert.from_place_reply(await self._called(self._stub.Place, convert.to_placement_query(query)))
+
+    async def finished(self, actuals: RequestActuals) -> None:
+        await self._called(self._stub.Finished, convert.to_request_actuals(actuals))
+
+    async def watch(self) -> Source[ClusterUpdate]:
+        call = self._stub.Watch(pb.WatchRequest())
+        return await listen(call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, where=self._where)
+
+    async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        reply: pb.ExplainReply = await self._called(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
+        return tuple(convert.from_decision_record(record) for record in reply.records)
+
+    async def drain(self, worker_id: str) -> bool:
+        reply: pb.DrainReply = await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id))
+        return reply.known
+
+    async def aclose(self) -> None:
+        await self._channel.close(None)
+
+    async def _called(self, method: Any, message: Any) -> Any:
+        try:
+            return await method(message, timeout=self._call_s)
+        except grpc.aio.AioRpcError as error:
+            raise status.raised(error, self._where) from error
+
+
+async def open_report(channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float) -> ClientDuplex[WorkerReport, Command]:
+    """Takes `channel` over. Raises StreamBroken."""
+    return await dial(channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, dial_s=dial_s, where=where)

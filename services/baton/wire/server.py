@@ -1,0 +1,101 @@
+"""A gRPC server for the services of one process, with health and, for what clients call, reflection."""
+
+import asyncio
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # the stubs lack it
+from grpc_reflection.v1alpha import reflection
+
+from baton.core.apis import SchedulerService, WorkerService
+from baton.core.errors import ConfigError
+from baton.core.front import AdminApi, InferenceApi
+from baton.runtime.health import Health
+from baton.runtime.network import choose_port, join_address
+from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.wire import admin, inference, peer, scheduler, worker
+from baton.wire.channel import MAX_MESSAGE_BYTES, server_options
+from baton.wire.network import DEFAULT_LIMITS
+from baton.wire.status import RefuseGarbage
+from baton.wire.streams import StreamLimits
+from baton.wire.v1 import peer_pb2_grpc, scheduler_pb2_grpc, worker_pb2_grpc
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Make it inside the event loop that will run it, add services, `start`. Health checks are answered for each service by its full name,
+    and for "", which stands for all of them; all serve from the start unless `follow` is given a Health."""
+
+    def __init__(self, *, heartbeat_s: float, limits: StreamLimits = DEFAULT_LIMITS, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._server = grpc.aio.server(interceptors=(RefuseGarbage(),), options=server_options(heartbeat_s, max_message_bytes))
+        self._limits = limits
+        self._health_servicer = health_aio.HealthServicer()
+        self._health: Health | None = None
+        self._health_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+        self._services = [""]
+        self._public: list[str] = []
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._server)
+
+    def add_worker(self, service: WorkerService) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker.WorkerServicer(service, self._limits), self._server)
+        peer_pb2_grpc.add_PeerServicer_to_server(peer.PeerServicer(service, self._limits), self._server)
+        self._services += [worker.SERVICE, peer.SERVICE]
+
+    def add_scheduler(self, service: SchedulerService) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler.SchedulerServicer(service, self._limits), self._server)
+        self._services.append(scheduler.SERVICE)
+
+    def add_inference(self, api: InferenceApi) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference.InferenceServicer(api), self._server)
+        self._services.append(inference.SERVICE)
+        self._public.append(inference.SERVICE)
+
+    def add_admin(self, api: AdminApi) -> None:
+        admin_pb2_grpc.add_AdminServicer_to_server(admin.AdminServicer(api), self._server)
+        self._services.append(admin.SERVICE)
+        self._public.append(admin.SERVICE)
+
+    def follow(self, health: Health) -> None:
+        """Answer health checks by `health.is_ready`."""
+        self._health = health
+        health.on_change(lambda _: self._health_changed.set())
+
+    async def start(self, host: str, port: int, *, flag: str = "--rpc-port") -> int:
+        """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag` when it is taken."""
+        if port:
+            choose_port(host, port, flag=flag)
+        try:
+            bound = self._server.add_insecure_port(join_address(host, port))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {join_address(host, port)} ({flag}): {error}") from error
+        if self._public:
+            reflection.enable_server_reflection([*self._public, reflection.SERVICE_NAME, _HEALTH_SERVICE], self._server)
+        await self._publish_health()
+        await self._server.start()
+        self._health_task = asyncio.get_running_loop().create_task(self._keep_health())
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, give what runs `grace_s` to end, then cut it off. Standing streams end only by their services or by that."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.wait((self._health_task,))
+        await self._health_servicer.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _keep_health(self) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await self._publish_health()
+
+    async def _publish_health(self) -> None:
+        status = _SERVING if self._health is None or self._health.is_ready else _NOT_SERVING
+        for service in self._services:
+            await self._health_servicer.set(service, status)
+
+
+_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -1,0 +1,338 @@
+from baton.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_HYBRID: _ClassVar[WorkerRole]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_UNHEALTHY: _ClassVar[WorkerState]
+
+class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMMAND_KIND_UNSPECIFIED: _ClassVar[CommandKind]
+    COMMAND_KIND_SNAPSHOT: _ClassVar[CommandKind]
+    COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
+    COMMAND_KIND_PROBE_LINK: _ClassVar[CommandKind]
+    COMMAND_KIND_CONNECT: _ClassVar[CommandKind]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_HYBRID: WorkerRole
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_UNHEALTHY: WorkerState
+COMMAND_KIND_UNSPECIFIED: CommandKind
+COMMAND_KIND_SNAPSHOT: CommandKind
+COMMAND_KIND_DRAIN: CommandKind
+COMMAND_KIND_PROBE_LINK: CommandKind
+COMMAND_KIND_CONNECT: CommandKind
+
+class Slo(_message.Message):
+    __slots__ = ("ttft_s", "tpot_s")
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    ttft_s: float
+    tpot_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+
+class PlacementQuery(_message.Message):
+    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HASH_SCHEME_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    request_id: bytes
+    attempt: int
+    model: str
+    adapter: str
+    tenant: str
+    block_hashes: bytes
+    hash_scheme: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    sample_count: int
+    slo: Slo
+    priority: int
+    deadline_s: float
+    avoid: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerRef]
+    session_key: str
+    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ...) -> None: ...
+
+class PlaceReply(_message.Message):
+    __slots__ = ("placement", "rejection")
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    REJECTION_FIELD_NUMBER: _ClassVar[int]
+    placement: Placement
+    rejection: Rejection
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("decision_id", "scheduler_id", "policy", "prefill", "decode", "prefix_source", "queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "prefill_overlap_blocks", "decode_overlap_blocks")
+    DECISION_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_PULL_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    decision_id: str
+    scheduler_id: str
+    policy: str
+    prefill: _common_pb2.WorkerRef
+    decode: _common_pb2.WorkerRef
+    prefix_source: _common_pb2.PrefixSource
+    queue_s: float
+    prefix_pull_s: float
+    prefill_s: float
+    transfer_s: float
+    ttft_s: float
+    tpot_s: float
+    prefill_overlap_blocks: int
+    decode_overlap_blocks: int
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefix_pull_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., prefill_overlap_blocks: _Optional[int] = ..., decode_overlap_blocks: _Optional[int] = ...) -> None: ...
+
+class Rejection(_message.Message):
+    __slots__ = ("reason", "message", "retry_after_s", "term", "predicted_s", "limit_s")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    reason: _common_pb2.FailureReason
+    message: str
+    retry_after_s: float
+    term: str
+    predicted_s: float
+    limit_s: float
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FailureReason, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., term: _Optional[str] = ..., predicted_s: _Optional[float] = ..., limit_s: _Optional[float] = ...) -> None: ...
+
+class RequestActuals(_message.Message):
+    __slots__ = ("decision_id", "outcome", "ttft_s", "tpot_s", "num_output_tokens", "num_cached_tokens", "legs")
+    DECISION_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEGS_FIELD_NUMBER: _ClassVar[int]
+    decision_id: str
+    outcome: str
+    ttft_s: float
+    tpot_s: float
+    num_output_tokens: int
+    num_cached_tokens: int
+    legs: _containers.RepeatedCompositeFieldContainer[_common_pb2.LegTimeline]
+    def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[_common_pb2.LegTimeline, _Mapping]]] = ...) -> None: ...
+
+class FinishedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClusterUpdate(_message.Message):
+    __slots__ = ("scheduler_id", "reports")
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    scheduler_id: str
+    reports: _containers.RepeatedCompositeFieldContainer[WorkerReport]
+    def __init__(self, scheduler_id: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ...) -> None: ...
+
+class BlockCounts(_message.Message):
+    __slots__ = ("total", "free", "cached", "used", "landing", "quarantined", "held_for_others")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    LANDING_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    cached: int
+    used: int
+    landing: int
+    quarantined: int
+    held_for_others: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., landing: _Optional[int] = ..., quarantined: _Optional[int] = ..., held_for_others: _Optional[int] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    peer: _common_pb2.WorkerRef
+    bytes_per_s: float
+    inflight_bytes: int
+    broken: bool
+    transport: str
+    def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SEQS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_SEQS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_LEASES_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_DECISION_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker: _common_pb2.WorkerRef
+    report_seq: int
+    role: WorkerRole
+    state: WorkerState
+    model: str
+    layout: _common_pb2.KvLayout
+    blocks: BlockCounts
+    max_model_len: int
+    max_num_seqs: int
+    pid: int
+    host: str
+    waiting_prefill_tokens: int
+    waiting_seqs: int
+    running_seqs: int
+    running_context_tokens: int
+    open_leases: int
+    links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    event_seq: int
+    counted_decision_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("kind", "peer")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    kind: CommandKind
+    peer: _common_pb2.WorkerRef
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: bytes
+    def __init__(self, request_id: _Optional[bytes] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[DecisionRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[DecisionRecord, _Mapping]]] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("worker", "side", "terms", "excluded")
+    class TermsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    worker: _common_pb2.WorkerRef
+    side: str
+    terms: _containers.ScalarMap[str, float]
+    excluded: str
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., side: _Optional[str] = ..., terms: _Optional[_Mapping[str, float]] = ..., excluded: _Optional[str] = ...) -> None: ...
+
+class DecisionRecord(_message.Message):
+    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json")
+    class NumExcludedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DECISION_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    REJECTION_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    ACTUALS_JSON_FIELD_NUMBER: _ClassVar[int]
+    decision_id: str
+    scheduler_id: str
+    policy: str
+    request_id: bytes
+    attempt: int
+    query: PlacementQuery
+    placement: Placement
+    rejection: Rejection
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    num_excluded: _containers.ScalarMap[str, int]
+    actuals_json: str
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,97 @@
+"""The contract of `DecisionStore`, for every implementation."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.apis import DecisionStore
+from baton.core.cluster import Candidate, DecisionRecord, Placement, Rejection
+from baton.core.errors import Reason
+from baton.core.ids import DecisionId
+from baton.core.jobs import PrefixSource
+from tests import builders
+from tests.contract.stores import KINDS, eventually_not, stores_of
+
+pytestmark = pytest.mark.contract
+
+LONG_S = 60.0
+
+
+@pytest.fixture(params=KINDS)
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[DecisionStore]:
+    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+        yield stores.decisions
+
+
+def placed(request_id: bytes = b"r\x00\xff", attempt: int = 0) -> DecisionRecord:
+    placement = Placement(
+        decision_id=DecisionId(f"d{attempt}"),
+        scheduler_id="s1",
+        policy="kv_centric",
+        prefill=builders.worker_ref("p0", epoch=2**64 - 1),
+        decode=None,
+        prefix_source=PrefixSource(worker=builders.worker_ref("p1"), num_blocks=3),
+        ttft_s=0.125,
+    )
+    return record(request_id, attempt, placement=placement)
+
+
+def record(request_id: bytes, attempt: int, **changes: Any) -> DecisionRecord:
+    fields: dict[str, Any] = {
+        "decision_id": DecisionId(f"d{attempt}"),
+        "scheduler_id": "s1",
+        "policy": "kv_centric",
+        "request_id": request_id,
+        "attempt": attempt,
+        "query": builders.query(request_id=request_id, attempt=attempt, avoid=(builders.worker_ref(),)),
+        "placement": None,
+        "rejection": None,
+        "candidates": (Candidate(worker=builders.worker_ref(), side="prefill", terms={"queue_s": 0.5, "never_s": float("inf")}),),
+        "num_excluded": {"no_room": 4},
+    }
+    return DecisionRecord(**(fields | changes))
+
+
+async def test_a_record_comes_back_as_it_was(store: DecisionStore) -> None:
+    await store.put(placed(), LONG_S)
+    assert await store.get(placed().request_id) == (placed(),)
+
+
+async def test_a_rejection_comes_back_as_it_was(store: DecisionStore) -> None:
+    rejection = Rejection(reason=Reason.NO_WORKERS, message="no prefill worker", retry_after_s=1.5, term="workers", limit_s=2.0)
+    refused = record(b"r", 0, rejection=rejection)
+    await store.put(refused, LONG_S)
+    assert await store.get(b"r") == (refused,)
+
+
+async def test_attempts_come_in_their_order(store: DecisionStore) -> None:
+    for attempt in (10, 2, 0):
+        await store.put(placed(b"r", attempt), LONG_S)
+    await store.put(placed(b"other", 1), LONG_S)
+    assert await store.get(b"r") == tuple(placed(b"r", attempt) for attempt in (0, 2, 10))
+
+
+async def test_a_record_put_again_with_its_outcome_replaces_the_first(store: DecisionStore) -> None:
+    done = replace(placed(), actuals={"outcome": "finished", "ttft_s": 0.25, "legs": [{"worker_id": "p0", "pid": 7}], "tpot_s": None})
+    await store.put(placed(), LONG_S)
+    await store.put(done, LONG_S)
+    assert await store.get(placed().request_id) == (done,)
+
+
+async def test_none_stands_for_the_request_put_last(store: DecisionStore) -> None:
+    assert await store.get(None) == ()
+    await store.put(placed(b"first"), LONG_S)
+    await store.put(placed(b"second"), LONG_S)
+    assert await store.get(None) == (placed(b"second"),)
+
+
+async def test_an_unknown_request_has_no_records(store: DecisionStore) -> None:
+    assert await store.get(b"nobody") == ()
+
+
+async def test_records_end(store: DecisionStore) -> None:
+    await store.put(placed(b"brief"), 0.05)
+    await eventually_not(lambda: store.get(b"brief"))
+    assert await store.get(None) == ()

@@ -1,0 +1,82 @@
+"""The contract of `Membership`, for every implementation."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton.core.apis import Member, MemberKind, Membership
+from tests.contract.stores import KINDS, eventually_not, stores_of
+
+pytestmark = pytest.mark.contract
+
+LONG_S = 60.0
+
+
+@pytest.fixture(params=KINDS)
+async def membership(request: pytest.FixtureRequest) -> AsyncIterator[Membership]:
+    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+        yield stores.membership
+
+
+def member(member_id: str = "w0", kind: MemberKind = MemberKind.WORKER, **changes: Any) -> Member:
+    fields: dict[str, Any] = {"epoch": 1, "address": f"{member_id}:1", "info": (("pid", "7"), ("host", "here"))}
+    return Member(kind=kind, member_id=member_id, **(fields | changes))
+
+
+async def test_members_are_listed_by_kind_in_the_order_of_their_ids(membership: Membership) -> None:
+    for name in ("w2", "w10", "w1"):
+        await membership.announce(member(name), LONG_S)
+    await membership.announce(member("s1", MemberKind.SCHEDULER), LONG_S)
+    assert await membership.members(MemberKind.WORKER) == (member("w1"), member("w10"), member("w2"))
+    assert await membership.members(MemberKind.SCHEDULER) == (member("s1", MemberKind.SCHEDULER),)
+    assert await membership.members(MemberKind.GATEWAY) == ()
+
+
+async def test_every_epoch_and_id_survives(membership: Membership) -> None:
+    odd = member('ä b:{c}*\n"d"', epoch=2**64 - 1, info=())
+    await membership.announce(odd, LONG_S)
+    assert await membership.members(MemberKind.WORKER) == (odd,)
+
+
+async def test_announcing_again_changes_what_is_known(membership: Membership) -> None:
+    await membership.announce(member(address="old:1"), LONG_S)
+    await membership.announce(member(address="new:1"), LONG_S)
+    assert await membership.members(MemberKind.WORKER) == (member(address="new:1"),)
+
+
+async def test_who_withdraws_is_gone(membership: Membership) -> None:
+    await membership.announce(member("w1"), LONG_S)
+    await membership.announce(member("w2"), LONG_S)
+    await membership.withdraw(member("w1"))
+    await membership.withdraw(member("never-there"))
+    assert await membership.members(MemberKind.WORKER) == (member("w2"),)
+
+
+async def test_an_old_life_cannot_withdraw_the_new_one(membership: Membership) -> None:
+    await membership.announce(member(epoch=2**63), LONG_S)
+    await membership.announce(member(epoch=2**63 + 1), LONG_S)
+    await membership.withdraw(member(epoch=2**63))
+    assert await membership.members(MemberKind.WORKER) == (member(epoch=2**63 + 1),)
+
+
+async def test_who_stops_announcing_ends(membership: Membership) -> None:
+    await membership.announce(member("brief", MemberKind.GATEWAY), 0.05)
+    await membership.announce(member("lasting"), LONG_S)
+    await eventually_not(lambda: membership.members(MemberKind.GATEWAY))
+    assert await membership.members(MemberKind.WORKER) == (member("lasting"),)
+
+
+async def test_an_announcement_extends_the_last_one(membership: Membership) -> None:
+    await membership.announce(member(), 0.05)
+    await membership.announce(member(), LONG_S)
+    await asyncio.sleep(0.1)
+    assert await membership.members(MemberKind.WORKER) == (member(),)
+
+
+async def test_who_ended_can_come_back(membership: Membership) -> None:
+    await membership.announce(member(), 0.01)
+    await eventually_not(lambda: membership.members(MemberKind.WORKER))
+    await membership.announce(member(epoch=2), LONG_S)
+    assert await membership.members(MemberKind.WORKER) == (member(epoch=2),)

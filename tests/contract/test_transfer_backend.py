@@ -1,0 +1,183 @@
+"""What every `TransferBackend` promises: whole blocks, lives read after them, terminal means terminal."""
+
+import asyncio
+from dataclasses import fields
+from random import Random
+
+import pytest
+
+from baton.core.errors import LayoutMismatch
+from baton.core.ids import ReadId
+from baton.transfer.backend import LifeEntry, ReadState
+from tests import builders
+from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
+
+pytestmark = pytest.mark.contract
+
+TRUSTING = {"sim"}
+"""Backends that do not check what only a bug of ours could do."""
+every = pytest.mark.parametrize("backend", BACKENDS)
+checking = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in TRUSTING])
+
+
+async def lives_of(pair: Pair, *block_ids: int) -> tuple[LifeEntry, ...]:
+    """Entries as the reader's proof would see them."""
+    read_id = ReadId(next(pair.read_ids))
+    pair.reader.backend.start_read_lives(read_id, pair.owner.backend.describe(block_ids))
+    assert await pair.reader.backend.wait(read_id) is ReadState.DONE
+    entries = pair.reader.backend.lives(read_id)
+    pair.reader.backend.release(read_id)
+    return entries
+
+
+@every
+async def test_blocks_arrive_whole_and_nothing_else_is_touched(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        for block_id in range(NUM_BLOCKS):
+            pair.owner.fill(block_id, 100 + block_id)
+            pair.reader.fill(block_id, 900 + block_id)
+        blocks = {3: 9, 4: 10, 5: 11, 20: 1, 19: 2, 31: 0, 0: 31}
+        assert await pair.read(blocks) is ReadState.DONE
+        for theirs, own in blocks.items():
+            assert pair.reader.holds(own, 100 + theirs)
+        for own in set(range(NUM_BLOCKS)) - set(blocks.values()):
+            assert pair.reader.holds(own, 900 + own)
+
+
+@every
+async def test_many_reads_at_once(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        order = Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        for block_id in range(NUM_BLOCKS):
+            pair.owner.fill(block_id, block_id)
+        read_ids = [pair.start({theirs: own}) for own, theirs in enumerate(order)]
+        assert await asyncio.gather(*(pair.reader.backend.wait(r) for r in read_ids)) == [ReadState.DONE] * NUM_BLOCKS
+        assert all(pair.reader.holds(own, theirs) for own, theirs in enumerate(order))
+        for read_id in read_ids:
+            assert pair.reader.backend.poll(read_id) is ReadState.DONE
+            pair.reader.backend.release(read_id)
+
+
+@every
+async def test_lives_are_the_owners_in_the_order_asked_for(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        for block_id in (4, 9):
+            pair.owner.life_table.begin_life(block_id)
+            pair.owner.life_table.set_hash(block_id, bytes([block_id]) * 16)
+        pair.owner.life_table.begin_life(9)
+        assert await pair.read({9: 0, 4: 1, 5: 2}) is ReadState.DONE
+        assert await lives_of(pair, 9, 4, 5) == (
+            LifeEntry(life=2, block_hash=bytes(16), worker_epoch=7),
+            LifeEntry(life=1, block_hash=b"\4" * 16, worker_epoch=7),
+            LifeEntry(life=0, block_hash=bytes(16), worker_epoch=7),
+        )
+
+
+@every
+async def test_a_life_that_began_before_the_read_is_seen_after_it(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        assert await pair.read({4: 1}) is ReadState.DONE
+        assert (await lives_of(pair, 4))[0].life == 0
+        pair.owner.life_table.begin_life(4)
+        assert await pair.read({4: 1}) is ReadState.DONE
+        assert (await lives_of(pair, 4))[0].life == 1
+
+
+@every
+async def test_a_probe_touches_no_block(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        for block_id in range(NUM_BLOCKS):
+            pair.owner.fill(block_id, 1)
+            pair.reader.fill(block_id, 2)
+        assert await pair.probe(*range(min(2, pair.reader.backend.max_probe_blocks))) is ReadState.DONE
+        assert all(pair.reader.holds(block_id, 2) for block_id in range(NUM_BLOCKS))
+
+
+@every
+async def test_the_transport_has_a_name_once_something_was_read(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        await pair.read({0: 0})
+        assert pair.reader.backend.transport_to(pair.owner.backend.memory[0])
+
+
+@every
+async def test_a_read_has_an_end_and_is_then_forgotten(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        read_id = pair.start({0: 0})
+        waiting = asyncio.ensure_future(pair.reader.backend.wait(read_id))
+        await asyncio.sleep(0)
+        waiting.cancel()  # leaves the read running
+        assert await pair.reader.backend.wait(read_id) is ReadState.DONE
+        pair.reader.backend.release(read_id)
+        with pytest.raises((ValueError, KeyError)):
+            pair.reader.backend.poll(read_id)
+
+
+@checking
+async def test_a_read_id_in_use_is_refused(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        read_id = pair.start({0: 0})
+        with pytest.raises(ValueError, match=str(read_id)):
+            pair.reader.backend.start_read(read_id, pair.owner.backend.describe((0,)), (0,))
+        await pair.reader.backend.wait(read_id)
+
+
+@every
+async def test_a_running_read_is_not_released(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        read_id = pair.start({0: 0})  # its end is reported to the event loop, which has not run yet
+        with pytest.raises(ValueError, match="running"):
+            pair.reader.backend.release(read_id)
+        await pair.reader.backend.wait(read_id)
+        pair.reader.backend.release(read_id)
+
+
+@checking
+@pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS, 2**40])
+async def test_a_block_outside_the_memory_is_refused_before_anything_is_read(backend: str, block_id: int) -> None:
+    async with BACKENDS[backend]() as pair:
+        outside = type(pair.owner.backend.describe((0,)))(memory=pair.owner.backend.memory[0], block_ids=(block_id,))
+        with pytest.raises(ValueError, match="outside"):
+            pair.reader.backend.start_read(ReadId(1), outside, (0,))
+        with pytest.raises(ValueError, match="outside"):
+            pair.reader.backend.start_read(ReadId(2), pair.owner.backend.describe((0,)), (block_id,))
+        with pytest.raises(ValueError, match="outside"):
+            pair.owner.backend.describe((block_id,))
+
+
+@every
+async def test_another_layout_is_refused_by_name(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        with pytest.raises(LayoutMismatch, match="model_fingerprint"):
+            pair.reader.backend.connect(pair.owner.backend.memory[0], builders.layout(model_fingerprint="other"))
+
+
+@every
+async def test_connecting_twice_and_forgetting_twice_change_nothing(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        memory = pair.owner.backend.memory[0]
+        pair.reader.backend.connect(memory, LAYOUT)
+        assert await pair.read({0: 0}) is ReadState.DONE
+        pair.reader.backend.forget(memory)
+        pair.reader.backend.forget(memory)
+        pair.reader.backend.connect(memory, LAYOUT)
+        assert await pair.read({0: 0}) is ReadState.DONE
+
+
+@checking
+async def test_a_peer_that_was_forgotten_cannot_be_read(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        pair.reader.backend.forget(pair.owner.backend.memory[0])
+        read_id = ReadId(next(pair.read_ids))
+        pair.reader.backend.start_read(read_id, pair.owner.backend.describe((0,)), (0,))
+        assert await pair.reader.backend.wait(read_id) is ReadState.FAILED
+
+
+@every
+async def test_what_peers_are_told_is_integers_and_bytes(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        memory = pair.owner.backend.memory[0]
+        assert memory.num_blocks == NUM_BLOCKS
+        assert memory.owner == pair.owner.worker
+        values = [getattr(memory, field.name) for field in fields(memory) if field.name != "owner"]
+        assert all(isinstance(value, int | str | bytes) for value in values)

@@ -1,0 +1,199 @@
+"""Every implementation of `TransferBackend`, behind one handle: two workers' memories and what moves blocks between them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+import numpy as np
+import torch.distributed as dist
+
+from baton.core.ids import ReadId, WorkerRef
+from baton.core.kv_layout import KvLayout
+from baton.sim.memory import SimMemory
+from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.transfer.backend import ReadState, TransferBackend
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.transfer.local_backend import LocalBackend
+from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
+from baton.transfer.nixl_backend import NixlBackend
+from tests import builders
+from tests.contract.gloo_backend import GlooBackend
+
+NUM_BLOCKS = 32
+LAYOUT = builders.layout()
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """The content of a block that was filled with `seed`."""
+    return Random(seed).randbytes(size)
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One worker: its backend, and its memory as a test fills and checks it."""
+
+    worker: WorkerRef
+    backend: TransferBackend
+    life_table: MemoryLifeTable
+    fill: Callable[[int, int], None]
+    holds: Callable[[int, int], bool]
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """Two workers; the reader reads from the owner, which it is connected to."""
+
+    owner: Side
+    reader: Side
+    read_ids: count = field(default_factory=lambda: count(1))
+
+    def start(self, blocks: dict[int, int]) -> ReadId:
+        """Begin to read own blocks by the owner's blocks."""
+        read_id = ReadId(next(self.read_ids))
+        if self.owner.backend.two_sided:
+            self.owner.backend.expect_read(read_id, self.reader.worker, tuple(blocks))
+        self.reader.backend.start_read(read_id, self.owner.backend.describe(tuple(blocks)), tuple(blocks.values()))
+        return read_id
+
+    async def read(self, blocks: dict[int, int]) -> ReadState:
+        read_id = self.start(blocks)
+        state = await self.reader.backend.wait(read_id)
+        self.reader.backend.release(read_id)
+        return state
+
+    async def probe(self, *block_ids: int) -> ReadState:
+        read_id = ReadId(next(self.read_ids))
+        if self.owner.backend.two_sided:
+            self.owner.backend.expect_read(read_id, self.reader.worker, block_ids)
+        self.reader.backend.start_probe(read_id, self.owner.backend.describe(block_ids))
+        state = await self.reader.backend.wait(read_id)
+        self.reader.backend.release(read_id)
+        return state
+
+
+PairFactory = Callable[[], AbstractAsyncContextManager[Pair]]
+
+
+def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Side:
+    kv = memory.kv
+
+    def fill(block_id: int, seed: int) -> None:
+        kv[block_id] = np.frombuffer(pattern(seed, memory.block_bytes), dtype=np.uint8)
+
+    def holds(block_id: int, seed: int) -> bool:
+        return bytes(kv[block_id]) == pattern(seed, memory.block_bytes)
+
+    return Side(worker=worker, backend=backend, life_table=MemoryLifeTable(memory.life_table, worker.worker_epoch), fill=fill, holds=holds)
+
+
+Make = Callable[[WorkerRef, KvLayout, HostMemory], TransferBackend]
+
+
+async def _connected(
+    make: Make, allocate: Callable[[int, int], HostMemory], workers: tuple[WorkerRef, WorkerRef]
+) -> tuple[Pair, list[HostMemory]]:
+    memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in workers]
+    tables = [MemoryLifeTable(m.life_table, w.worker_epoch) for m, w in zip(memories, workers, strict=True)]
+    assert len(tables) == 2  # epochs are in memory before a peer may look
+    sides = [_side(w, make(w, LAYOUT, m), m) for w, m in zip(workers, memories, strict=True)]
+    return Pair(owner=sides[0], reader=sides[1]), memories
+
+
+async def _close(pair: Pair, memories: list[HostMemory]) -> None:
+    for side in (pair.reader, pair.owner):
+        await side.backend.aclose()
+    for memory in memories:
+        memory.close()
+
+
+def _connect(pair: Pair) -> None:
+    pair.reader.backend.connect(pair.owner.backend.memory[0], LAYOUT)
+
+
+WORKERS = (builders.worker_ref("p0", epoch=7), builders.worker_ref("d0", epoch=8))
+
+
+@asynccontextmanager
+async def nixl_pair() -> AsyncIterator[Pair]:
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
+
+    pair, memories = await _connected(make, allocate_private, WORKERS)
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
+@asynccontextmanager
+async def local_pair() -> AsyncIterator[Pair]:
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        return LocalBackend(worker=worker, layout=layout, memory=memory)
+
+    pair, memories = await _connected(make, allocate_shared, WORKERS)
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
+@asynccontextmanager
+async def local_named_pair() -> AsyncIterator[Pair]:
+    """Over named shared memory, as on systems without memfd."""
+
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        return LocalBackend(worker=worker, layout=layout, memory=memory)
+
+    pair, memories = await _connected(make, lambda blocks, size: allocate_shared(blocks, size, memfd=False), WORKERS)
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
+@asynccontextmanager
+async def gloo_pair() -> AsyncIterator[Pair]:
+    store, ranks = dist.HashStore(), {worker: rank for rank, worker in enumerate(WORKERS)}
+    made: list[GlooBackend] = []
+
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        made.append(GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks))
+        return made[-1]
+
+    pair, memories = await _connected(make, allocate_private, WORKERS)
+    await asyncio.gather(*(asyncio.to_thread(backend.join) for backend in made))
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
+@asynccontextmanager
+async def sim_pair() -> AsyncIterator[Pair]:
+    fabric = SimFabric(Random(0), LinkModel())
+    sides = []
+    for worker in WORKERS:
+        memory = SimMemory(NUM_BLOCKS, LAYOUT.block_size_tokens)
+        table = MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
+        backend = SimTransferBackend(fabric=fabric, worker=worker, layout=LAYOUT, memory=memory, lives=table)
+
+        def fill(block_id: int, seed: int, memory: SimMemory = memory) -> None:
+            memory.write_block(block_id, pattern(seed, LAYOUT.block_size_tokens))
+
+        def holds(block_id: int, seed: int, memory: SimMemory = memory) -> bool:
+            return bytes(memory.block(block_id)) == pattern(seed, LAYOUT.block_size_tokens)
+
+        sides.append(Side(worker=worker, backend=backend, life_table=table, fill=fill, holds=holds))
+    pair = Pair(owner=sides[0], reader=sides[1])
+    _connect(pair)
+    yield pair
+    for side in sides:
+        await side.backend.aclose()
+
+
+BACKENDS: dict[str, PairFactory] = {
+    "nixl": nixl_pair,
+    "local": local_pair,
+    "local-named": local_named_pair,
+    "gloo": gloo_pair,
+    "sim": sim_pair,
+}

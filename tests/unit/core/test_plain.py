@@ -1,0 +1,100 @@
+"""Core values as JSON and back."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.apis import Member, MemberKind
+from baton.core.cluster import DecisionRecord, WorkerReport
+from baton.core.errors import Code, Failure
+from baton.core.jobs import SessionHello
+from baton.core.plain import from_plain, to_plain
+from baton.core.request import Sampling
+from tests import builders
+from tests.unit.wire.strategies import values
+
+MEMBER = Member(kind=MemberKind.WORKER, member_id="w0", epoch=2**64 - 1, address="h:1", info=(("pid", "7"),))
+
+
+@pytest.mark.parametrize("kind", [Member, DecisionRecord, WorkerReport, SessionHello, Failure, Sampling])
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_value_is_the_same_after_json(kind: type, data: st.DataObject) -> None:
+    value = data.draw(values(kind))
+    assert from_plain(kind, json.loads(json.dumps(to_plain(value), allow_nan=False))) == value
+
+
+def test_people_can_read_it() -> None:
+    assert to_plain(MEMBER) == {
+        "kind": "worker",
+        "member_id": "w0",
+        "epoch": "0xffffffffffffffff",
+        "address": "h:1",
+        "info": [["pid", "7"]],
+    }
+    assert to_plain(Code.NOT_FOUND) == "NOT_FOUND"
+    assert to_plain({"bytes": b"\x00\xff", "small": 2**53, "never": math.inf}) == {"bytes": "00ff", "small": 2**53, "never": "inf"}
+
+
+def test_what_another_release_wrote_can_be_read() -> None:
+    plain = {**to_plain(MEMBER), "added_later": [1, 2]}
+    del plain["info"]
+    assert from_plain(Member, plain) == Member(kind=MemberKind.WORKER, member_id="w0", epoch=2**64 - 1, address="h:1")
+
+
+def test_readers_of_json_that_know_only_one_kind_of_number_do_no_harm() -> None:
+    assert from_plain(Member, {**to_plain(MEMBER), "epoch": 7.0}).epoch == 7
+    assert type(from_plain(Member, {**to_plain(MEMBER), "epoch": 7.0}).epoch) is int
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kind": "nobody"}, "Member.kind: 'nobody' is no MemberKind"),
+        ({"kind": ["worker"]}, "Member.kind"),
+        ({"epoch": "seven"}, "Member.epoch: 'seven' is no whole number"),
+        ({"epoch": True}, "Member.epoch: True is no whole number"),
+        ({"epoch": 1.5}, "Member.epoch: 1.5 is no whole number"),
+        ({"epoch": None}, "Member.epoch"),
+        ({"address": 7}, "Member.address is int, not str"),
+        ({"info": {"a": "b"}}, "Member.info is dict, not list"),
+        ({"info": [["a"]]}, r"Member.info\[0\] has 1 items, not 2"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        from_plain(Member, {**to_plain(MEMBER), **changes})
+
+
+@pytest.mark.parametrize("plain", [None, [], "x", 7, {}])
+def test_what_is_no_object_is_refused(plain: object) -> None:
+    with pytest.raises(ValueError, match="Member"):
+        from_plain(Member, plain)
+
+
+def test_bytes_must_be_hex_and_numbers_numbers() -> None:
+    plain = to_plain(builders.query())
+    kind = type(builders.query())
+    with pytest.raises(ValueError, match="request_id: 'xyz' is not hex"):
+        from_plain(kind, {**plain, "request_id": "xyz"})
+    with pytest.raises(ValueError, match="deadline_s"):
+        from_plain(kind, {**plain, "deadline_s": "soon"})
+    with pytest.raises(ValueError, match="deadline_s"):
+        from_plain(kind, {**plain, "deadline_s": False})
+
+
+def test_what_has_no_plain_form_is_an_error() -> None:
+    with pytest.raises(TypeError, match="set has no plain form"):
+        to_plain({"a": {1, 2}})
+
+    @dataclass
+    class Odd:
+        value: complex
+
+    with pytest.raises(TypeError, match=r"Odd\.value"):
+        from_plain(Odd, {"value": 1})

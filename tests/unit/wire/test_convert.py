@@ -1,0 +1,239 @@
+"""Every core message, through protobuf's bytes and back; and whatever else may arrive."""
+
+import math
+from array import array
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.core.blocks import token_ids
+from baton.core.errors import Code, Reason, Refused
+from baton.core.jobs import Ack, Cancel, GatewayMessage, SessionHelloReply, Step, WorkerMessage
+from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.wire import convert, convert_worker
+from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
+from tests import builders
+from tests.unit.wire.conversions import FRONT, WIRE, Conversion
+from tests.unit.wire.strategies import values
+
+ALL = {**WIRE, **FRONT}
+FUZZ = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(data=st.data())
+@FUZZ
+def test_a_core_message_arrives_as_it_was(name: str, data: st.DataObject) -> None:
+    conversion = ALL[name]
+    value = data.draw(values(conversion.kind))
+    assert conversion.over_the_wire(value) == value
+
+
+@pytest.mark.parametrize("union", [GatewayMessage, WorkerMessage, ReaderMessage, OwnerMessage])
+def test_every_kind_of_stream_message_has_its_own_place(union: Any) -> None:
+    """As many kinds as the message has places, so that none is left out of the round trip."""
+    conversion = next(each for each in WIRE.values() if each.kind == union)
+    assert len(get_args(union)) == len(conversion.message.DESCRIPTOR.oneofs_by_name["kind"].fields)
+
+
+# Garbage
+
+
+def accepted(conversion: Conversion, message: Any) -> None:
+    """A core value, which can be sent on, or Refused with a message for people: nothing else may come of a message."""
+    failure = None
+    try:
+        conversion.to(conversion.back(message))
+    except Refused as refused:
+        failure = refused.failure
+    assert failure is None or (failure.code is Code.INVALID_ARGUMENT and failure.message)
+
+
+@pytest.mark.parametrize("name", WIRE)
+@given(data=st.data())
+@FUZZ
+def test_any_message_of_the_schema_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    conversion = WIRE[name]
+    accepted(conversion, data.draw(messages(conversion.message)))
+
+
+@pytest.mark.parametrize("name", WIRE)
+@given(data=st.data())
+@FUZZ
+def test_bytes_that_were_changed_are_read_or_refused(name: str, data: st.DataObject) -> None:
+    conversion = WIRE[name]
+    raw = bytearray(conversion.to(data.draw(values(conversion.kind))).SerializeToString())
+    for place in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=4)):
+        if raw:
+            raw[place] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)))
+    try:
+        message = conversion.message.FromString(bytes(raw[:cut]))
+    except DecodeError:
+        return
+    accepted(conversion, message)
+
+
+WEIRD_NUMBERS = st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e308])
+WEIRD_BYTES = st.sampled_from([b"", b"x", bytes(16), bytes(17), bytes(32)])
+
+
+@cache
+def messages(kind: Any, depth: int = 4) -> st.SearchStrategy[Any]:
+    """Any message of a protobuf type, however senseless."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Any:
+        message = kind()
+        for field in kind.DESCRIPTOR.fields:
+            if not draw(st.booleans()):
+                continue
+            if field.is_repeated:
+                if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                    continue
+                items = draw(st.lists(_field_values(field, depth), max_size=2))
+                getattr(message, field.name).extend(items)
+            elif field.message_type is not None:
+                if depth:
+                    getattr(message, field.name).CopyFrom(draw(messages(field.message_type._concrete_class, depth - 1)))
+            else:
+                setattr(message, field.name, draw(_field_values(field, depth)))
+        return message
+
+    return build()
+
+
+def _field_values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
+    if field.message_type is not None:
+        return messages(field.message_type._concrete_class, max(0, depth - 1))
+    by_type = {
+        FieldDescriptor.CPPTYPE_DOUBLE: WEIRD_NUMBERS,
+        FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+        FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 99]),
+        FieldDescriptor.CPPTYPE_INT32: st.sampled_from([0, -1, 2**31 - 1]),
+        FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
+        FieldDescriptor.CPPTYPE_UINT64: st.sampled_from([0, 1, 2**64 - 1]),
+        FieldDescriptor.CPPTYPE_STRING: WEIRD_BYTES
+        if field.type == FieldDescriptor.TYPE_BYTES
+        else st.sampled_from(["", "float32", "{", "[]", "[" * 10_000, "ä"]),
+    }
+    return by_type[field.cpp_type]
+
+
+REF = convert.to_worker_ref(builders.worker_ref())
+JOB = convert.to_job_id(builders.job_id())
+
+
+def gateway(**kind: Any) -> Any:
+    return worker_pb2.GatewayMessage(**kind)
+
+
+def job_with(**changes: Any) -> Any:
+    message = convert_worker.to_gateway_message(builders.prefill_job())
+    for name, value in changes.items():
+        setattr(message.prefill.job, name, value)
+    return message
+
+
+def layout_with(**changes: Any) -> Any:
+    reply = SessionHelloReply(worker=builders.worker_ref(), layout=builders.layout(), resumed=False, oldest_seq=0)
+    message = convert_worker.to_worker_message(reply)
+    for name, value in changes.items():
+        setattr(message.hello_reply.layout, name, value)
+    return message
+
+
+def ready_with(**changes: Any) -> Any:
+    fields = {"transfer_id": 1, "block_ids": [1, 2], "lives": [3, 4], "hashes": bytes(32)} | changes
+    return peer_pb2.OwnerMessage(ready=peer_pb2.KvReady(**fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "complaint"),
+    [
+        ("gateway", gateway(), "no known kind"),
+        ("gateway", gateway(cancel=worker_pb2.Cancel(job=JOB)), "failure_reason 0 is unset or unknown"),
+        ("gateway", gateway(cancel=worker_pb2.Cancel(job=JOB, reason=99)), "failure_reason 99 is unset or unknown"),
+        ("gateway", gateway(cancel=worker_pb2.Cancel(reason=1)), "request_id is missing"),
+        ("gateway", gateway(decode=worker_pb2.DecodeJob(job=job_with().prefill.job)), "no source"),
+        ("gateway", gateway(hello=worker_pb2.SessionHello()), "worker_id is missing"),
+        ("gateway", job_with(token_ids=b"12345"), "not a multiple of 4"),
+        ("gateway", job_with(token_ids=b""), "num_prompt_tokens is 3 of 0"),
+        ("gateway", job_with(num_prompt_tokens=4), "num_prompt_tokens is 4 of 3"),
+        ("gateway", job_with(num_prompt_tokens=0), "num_prompt_tokens is 0 of 3"),
+        ("gateway", job_with(deadline_s=math.nan), "deadline_s is nan"),
+        ("gateway", job_with(deadline_s=-1.0), r"deadline_s is -1\.0"),
+        ("gateway", job_with(deadline_s=math.inf), "deadline_s is inf"),
+        ("worker", worker_pb2.WorkerMessage(step=worker_pb2.Step(deltas=[worker_pb2.TokenDelta()])), "request_id is missing"),
+        ("worker", worker_pb2.WorkerMessage(step=worker_pb2.Step(deltas=[worker_pb2.TokenDelta(job=JOB, finish=0)])), "finish_reason 0"),
+        ("worker", layout_with(block_bytes=1), "block_bytes is 1, but its layers give 1024"),
+        ("worker", layout_with(block_size_tokens=0), "block_size_tokens is missing"),
+        ("reader", peer_pb2.ReaderMessage(follow=peer_pb2.Follow(transfer_id=1)), "neither a job nor a range"),
+        (
+            "reader",
+            peer_pb2.ReaderMessage(follow=peer_pb2.Follow(hash_range=peer_pb2.HashRange(hashes=b"short"))),
+            "not a multiple of 16",
+        ),
+        ("owner", ready_with(lives=[3]), "2 block_ids, 1 lives and 2 hashes"),
+        ("owner", ready_with(hashes=bytes(16)), "2 block_ids, 2 lives and 1 hashes"),
+        ("owner", peer_pb2.OwnerMessage(lost=peer_pb2.Lost(transfer_id=1)), "failure_reason 0"),
+        ("query", scheduler_pb2.PlacementQuery(), "request_id is missing"),
+        ("report", scheduler_pb2.WorkerReport(worker=REF), "worker_role 0"),
+        ("report", scheduler_pb2.WorkerReport(worker=REF, role=1, state=9), "worker_state 9"),
+        ("command", scheduler_pb2.Command(), "command_kind 0"),
+        ("failure", common_pb2.Failure(reason=1), "failure_code 0"),
+        ("failure", common_pb2.Failure(code=1), "failure_reason 0"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, message: Any, complaint: str) -> None:
+    with pytest.raises(Refused, match=complaint) as refused:
+        WIRE[name].back(message)
+    assert refused.value.failure.reason is Reason.INVALID_REQUEST
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    message = layout_with()
+    message.hello_reply.layout.groups[0].components[0].dtype = "int3"
+    with pytest.raises(Refused, match="dtype 'int3' is unknown; known are float32"):
+        convert_worker.from_worker_message(message)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_sampling_takes_numbers_only(field: str) -> None:
+    message = job_with()
+    setattr(message.prefill.job.sampling, field, math.nan)
+    with pytest.raises(Refused, match=f"{field} is nan"):
+        convert_worker.from_gateway_message(message)
+
+
+# Bytes on the wire
+
+
+def test_token_ids_are_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = token_ids([1, 0x01020304])
+    assert convert.to_token_bytes(ids) == b"\x01\0\0\0\x04\x03\x02\x01"
+    swapped = array("I", ids)
+    swapped.byteswap()
+    monkeypatch.setattr(convert.sys, "byteorder", "big")
+    assert convert.to_token_bytes(swapped) == b"\x01\0\0\0\x04\x03\x02\x01"
+    assert convert.from_token_bytes(b"\x01\0\0\0\x04\x03\x02\x01") == swapped
+
+
+def test_fields_that_a_newer_release_added_are_ignored() -> None:
+    raw = convert_worker.to_gateway_message(Ack(seq=7)).SerializeToString() + b"\xfa\x3e\x03new"  # field 1007, a string
+    assert convert_worker.from_gateway_message(worker_pb2.GatewayMessage.FromString(raw)) == Ack(seq=7)
+
+
+def test_unset_and_zero_differ() -> None:
+    cancel = Cancel(job=builders.job_id(), reason=Reason.CANCELLED)
+    assert WIRE["gateway"].over_the_wire(cancel) == cancel
+    delta = builders.token_delta(1, 2)
+    assert WIRE["worker"].over_the_wire(Step(seq=1, deltas=(delta,))).deltas[0].finish is None
+    for num_logprobs in (None, 0):
+        job = builders.prefill_job(sampling=builders.Sampling(max_tokens=1, num_logprobs=num_logprobs))
+        assert WIRE["gateway"].over_the_wire(job).sampling.num_logprobs == num_logprobs
