@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from baton.core.ids import ReadId
+from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv_layout import KvLayout, KvMemory
 
 
 class ReadState(Enum):
-    """RUNNING may last for ever: nothing tells a slow peer from a dead one. DONE and FAILED are terminal: no byte will be written any more."""
+    """RUNNING may last for ever: nothing tells a slow peer from a dead one. DONE and FAILED are terminal: no byte will be written any
+    more."""
 
     RUNNING = "running"
     DONE = "done"
@@ -35,7 +36,13 @@ class LifeEntry:
 
 
 class TransferBackend(Protocol):
-    """Moves whole blocks. Methods never block: a backend that must wait does so in a thread of its own. Not thread-safe: one caller, the event loop."""
+    """Moves whole blocks. Methods never block: a backend that must wait does so in a thread of its own. Not thread-safe: one caller, the
+    event loop."""
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether the owner must be told of each read (`WillRead`, `expect_read`) before it is started."""
+        ...
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
@@ -58,8 +65,9 @@ class TransferBackend(Protocol):
         """Own blocks as a peer would name them."""
         ...
 
-    def expect_read(self, read_id: ReadId, reader: str, block_ids: Sequence[int]) -> None:
-        """Owner's side of a two-sided backend: post the sends. Nothing to do where reads are one-sided."""
+    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
+        """Owner's side of a two-sided backend: post the sends, the blocks first and then, once those are read out of memory, their
+        life-table entries. Nothing to do where reads are one-sided."""
         ...
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
@@ -67,7 +75,17 @@ class TransferBackend(Protocol):
         ...
 
     def start_read_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """Begin to read the life-table entries of the source's blocks: the proof, taken after the payload is terminal."""
+        """Begin to read the life-table entries of the source's blocks: the proof, taken after a read of those blocks is terminal."""
+        ...
+
+    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
+        """Begin to read the source's blocks (at most `max_probe_blocks`) into memory that nobody looks at: is the pair alive, and how
+        fast is it?"""
+        ...
+
+    @property
+    def max_probe_blocks(self) -> int:
+        """At least 1."""
         ...
 
     def poll(self, read_id: ReadId) -> ReadState: ...

@@ -1,0 +1,245 @@
+"""A worker without an engine, as a process of its own: pool, owner's service and reader over a real backend and gRPC.
+
+Takes commands as JSON lines on standard input and answers each with one JSON line. Blocks hold a pattern of (text, index), so that a wrong
+block is seen. Run as `python -m tests.integration.transfer.peer_process BACKEND WORKER_ID EPOCH PORT`.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from baton.core.apis import Duplex
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.errors import Refused
+from baton.core.ids import WorkerRef
+from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.peer import FirstToken, OwnerMessage, ReaderMessage
+from baton.engine.block_pool import BlockPool
+from baton.runtime import logging
+from baton.transfer.backend import TransferBackend
+from baton.transfer.life_table import MemoryLifeTable
+from baton.transfer.local_backend import LocalBackend
+from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
+from baton.transfer.nixl_backend import NixlBackend
+from baton.transfer.owner_service import OwnerService
+from baton.transfer.peer_reads import ReaderTimes
+from baton.transfer.reader import KvReader
+from baton.wire.network import GrpcNetwork
+from baton.wire.server import GrpcServer
+from tests import builders
+from tests.times import TEST_TIMES
+
+BLOCK_TOKENS = builders.BLOCK_SIZE_TOKENS
+NUM_BLOCKS = int(os.environ.get("PEER_NUM_BLOCKS", "1024"))
+
+
+def layout() -> KvLayout:
+    """Blocks of 64 KiB."""
+    components = tuple(KvComponent(name=name, num_kv_heads=4, head_dim=64, dtype="float32") for name in ("k", "v"))
+    return builders.layout(groups=(LayerGroup(layer_begin=0, num_layers=8, components=components),))
+
+
+def hashes_of(text: str, num_blocks: int) -> tuple[BlockHash, ...]:
+    return builders.hashes_of([sum(text.encode()) + 1] * (num_blocks * BLOCK_TOKENS))
+
+
+def pattern(text: str, index: int, size: int) -> Any:
+    rng = np.random.default_rng([index, *text.encode()])
+    return rng.integers(0, 256, size, dtype=np.uint8)
+
+
+def make_backend(kind: str, worker: WorkerRef) -> tuple[HostMemory, TransferBackend]:
+    memory = (allocate_shared if kind == "local" else allocate_private)(NUM_BLOCKS, layout().block_bytes)
+    MemoryLifeTable(memory.life_table, worker.worker_epoch)
+    if kind == "local":
+        return memory, LocalBackend(worker=worker, layout=layout(), memory=memory)
+    import nixl_meta_utils
+
+    nixl_meta_utils.detect_cuda_major = lambda: None  # else NIXL imports torch, which takes a second, only to ask it for its CUDA version
+    loopback = os.environ.get("PEER_LOOPBACK", "1") == "1"
+    return memory, NixlBackend.over(memory, worker=worker, layout=layout(), loopback_only=loopback)
+
+
+class Peer:
+    def __init__(self, kind: str, worker_id: str, epoch: int, port: int, host: str) -> None:
+        self.worker = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{host}:{port}")
+        self.memory, self.backend = make_backend(kind, self.worker)
+        self.table = MemoryLifeTable(self.memory.life_table, epoch)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, self.table)
+        self.network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
+        self.server = GrpcServer(heartbeat_s=TEST_TIMES["heartbeat_s"])
+        self.texts: dict[BlockHash, tuple[str, int]] = {}
+        self.canary: dict[int, tuple[str, int]] = {}
+        self.server.add_worker(self)
+
+    async def start(self) -> None:
+        self.owner = OwnerService(
+            worker=self.worker,
+            layout=layout(),
+            backend=self.backend,
+            pins=self.pool,
+            lookup=self.pool.lookup,
+            lease_s=TEST_TIMES["lease_s"],
+            claim_s=TEST_TIMES["claim_s"],
+            early_s=TEST_TIMES["early_s"],
+        )
+        self.reader = KvReader(
+            worker=self.worker,
+            layout=layout(),
+            backend=self.backend,
+            network=self.network,
+            pool=self.pool,
+            rng=Random(self.worker.worker_epoch),
+            times=ReaderTimes(
+                lease_s=TEST_TIMES["lease_s"],
+                renew_s=TEST_TIMES["heartbeat_s"],
+                deadline_min_s=TEST_TIMES["transfer_deadline_min_s"],
+                deadline_max_s=TEST_TIMES["transfer_deadline_max_s"],
+            ),
+        )
+        host, port = self.worker.address.rsplit(":", 1)
+        await self.server.start(host, int(port))
+
+    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        await self.owner.serve(stream)
+
+    async def session(self, stream: Any) -> None:
+        raise NotImplementedError
+
+    async def do_prefill(
+        self, request: int, text: str, num_tokens: int, reader: dict[str, Any], chunks: int = 1, chunk_s: float = 0.0
+    ) -> Any:
+        """Compute a prompt in `chunks` steps; its transfer lives on by its pins."""
+        job, num_full = builders.job_id(request), num_tokens // BLOCK_TOKENS
+        hashes = hashes_of(text, num_full)
+        self.owner.born(job, WorkerRef(**reader))
+        block_ids = self.pool.allocate(-(-num_tokens // BLOCK_TOKENS))
+        assert block_ids is not None, self.pool.counts()
+        self.owner.allocated(job, block_ids, hashes)
+        for chunk in range(1, chunks + 1):
+            for index in range((chunk - 1) * len(block_ids) // chunks, chunk * len(block_ids) // chunks):
+                self.memory.kv[block_ids[index]] = pattern(text, index, self.memory.block_bytes)
+                if index < num_full:
+                    self.pool.set_hash(block_ids[index], hashes[index])
+                    self.texts[hashes[index]] = (text, index)
+            await asyncio.sleep(chunk_s)
+            if chunk < chunks:
+                self.owner.announce(job, chunk * len(block_ids) // chunks * BLOCK_TOKENS)
+        self.owner.announce(job, num_tokens, final=True, first_tokens=[FirstToken(sample_index=0, token_id=request)])
+        self.pool.unref(block_ids)
+        return {}
+
+    async def do_pull(self, owner: dict[str, Any], request: int, text: str, num_tokens: int) -> Any:
+        """Pull a prompt; `wrong` counts landed blocks with other content than it should be."""
+        num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        hashes = hashes_of(text, num_tokens // BLOCK_TOKENS)
+        self.texts.update({h: (text, index) for index, h in enumerate(hashes)})
+        landing: list[int] = []
+        answer: dict[str, Any] = {"outcome": "landed"}
+        try:
+            pull = self.reader.pull(WorkerRef(**owner), builders.job_id(request), have_blocks=0, expected=hashes)
+            await pull.first_ready()
+            landing = self.pool.allocate_landing(num_blocks) or []
+            assert landing, self.pool.counts()
+            pull.land_into(dict(enumerate(landing)), 0)
+            result = await pull.done()
+            answer |= {"bytes": result.transfer_bytes, "transport": result.transport, "kv_transfer_s": result.kv_transfer_s}
+            answer |= {"exposed_s": result.kv_exposed_s, "first_tokens": [t.token_id for t in result.first_tokens]}
+            answer["wrong"] = sum(
+                not np.array_equal(self.memory.kv[block_id], pattern(text, index, self.memory.block_bytes))
+                for index, block_id in enumerate(landing)
+            )
+        except Refused as refused:
+            answer["outcome"] = refused.failure.reason.value
+        self.pool.unref(landing)
+        return answer
+
+    async def do_reuse(self, text: str) -> Any:
+        """Memory pressure: every block that nobody holds is handed out and written."""
+        taken = self.pool.allocate(self.pool.num_allocatable) or []
+        for index, block_id in enumerate(taken):
+            self.memory.kv[block_id] = pattern(text, index, self.memory.block_bytes)
+        self.pool.unref(taken)
+        self.canary = {block_id: (text, index) for index, block_id in enumerate(taken)}
+        return {"blocks": len(taken)}
+
+    async def do_canary(self) -> Any:
+        """How many of the blocks that the last `reuse` wrote hold something else now."""
+        damaged = sum(not np.array_equal(self.memory.kv[b], pattern(*was, self.memory.block_bytes)) for b, was in self.canary.items())
+        return {"damaged": damaged, "blocks": len(self.canary)}
+
+    async def do_warm(self, owner: dict[str, Any]) -> Any:
+        return {"is_warm": await self.reader.warmed(WorkerRef(**owner))}
+
+    async def do_state(self) -> Any:
+        """Counts, and `audit`: visible blocks whose content is not their hash's."""
+        self.pool.check()
+        audit = 0
+        for block_id in range(NUM_BLOCKS):
+            known = self.texts.get(self.pool.hash_of(block_id))
+            if self.pool.hash_of(block_id) != NO_HASH and known is not None:
+                audit += not np.array_equal(self.memory.kv[block_id], pattern(*known, self.memory.block_bytes))
+        links = [{"bytes_per_s": link.bytes_per_s, "broken": link.broken, "transport": link.transport} for link in self.reader.links()]
+        return {
+            "blocks": asdict(self.pool.counts()),
+            "open_leases": self.owner.open_leases,
+            "links": links,
+            "audit": audit,
+            "threads": threading.active_count(),
+            "fds": len(os.listdir("/proc/self/fd")),
+            "tasks": len(asyncio.all_tasks()),
+            "cpu_s": time.process_time(),
+            "objects": len(gc.get_objects()),
+        }
+
+    async def do_close(self) -> Any:
+        await self.reader.aclose()
+        await self.owner.aclose()
+        await self.network.aclose()
+        await self.server.stop(0)
+        await self.backend.aclose()
+        self.memory.close()
+        return {}
+
+
+async def main() -> None:
+    kind, worker_id, epoch, port = sys.argv[1:5]
+    logging.configure(worker_id, level=os.environ.get("PEER_LOG", "warning"))
+    peer = Peer(kind, worker_id, int(epoch), int(port), os.environ.get("PEER_HOST", "127.0.0.1"))
+    await peer.start()
+    loop = asyncio.get_running_loop()
+    commands = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    say(ready=asdict(peer.worker))
+    running: set[asyncio.Task[None]] = set()
+    while line := await commands.readline():
+        command = json.loads(line)
+        work: Callable[..., Coroutine[Any, Any, Any]] = getattr(peer, f"do_{command.pop('do')}")
+        task = asyncio.create_task(answer(command.pop("id"), work, command))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def answer(number: int, work: Callable[..., Coroutine[Any, Any, Any]], arguments: dict[str, Any]) -> None:
+    try:
+        say(id=number, **await work(**arguments))
+    except Exception as error:  # the test shows it
+        say(id=number, error=f"{type(error).__name__}: {error}")
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

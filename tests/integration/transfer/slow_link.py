@@ -1,0 +1,67 @@
+"""Two network namespaces with a link of a given speed between them. Needs root and iproute2; Linux only."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+_numbers = count()
+ENV = {"UCX_TLS": "tcp", "PEER_LOOPBACK": "0"}
+"""UCX would read across network namespaces with `cma` otherwise: the processes share a kernel."""
+
+
+@dataclass(frozen=True)
+class Side:
+    netns: str
+    address: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {**ENV, "PEER_HOST": self.address}
+
+
+def why_not() -> str:
+    """Why there can be no slow link here; empty if there can be."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs root, ip and tc"
+    if subprocess.run(["ip", "netns", "add", "baton-try"], capture_output=True, check=False).returncode:
+        return "network namespaces cannot be made here"
+    _run("ip netns del baton-try")
+    return ""
+
+
+@contextmanager
+def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
+    """`rate` as tc has it (`40mbit`), in both directions."""
+    number = next(_numbers) + os.getpid() % 20_000 * 3
+    name, network = f"bt{number}", f"10.{200 + number // 65536 % 50}.{number // 256 % 256}.{number % 64 * 4}"
+    base, last = network.rsplit(".", 1)
+    sides = [Side(f"{name}{which}", f"{base}.{int(last) + host}") for which, host in (("a", 1), ("b", 2))]
+    try:
+        for side in sides:
+            _run(f"ip netns add {side.netns}")
+            _run(f"ip -n {side.netns} link set lo up")
+        _run(f"ip link add {sides[0].netns} type veth peer name {sides[1].netns}")
+        for side in sides:
+            _run(f"ip link set {side.netns} netns {side.netns}")
+            _run(f"ip -n {side.netns} addr add {side.address}/30 dev {side.netns}")
+            _run(f"ip -n {side.netns} link set {side.netns} up")
+            _run(f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root tbf rate {rate} burst 32kbit latency 400ms")
+        yield sides[0], sides[1]
+    finally:
+        for side in sides:
+            subprocess.run(["ip", "netns", "del", side.netns], capture_output=True, check=False)
+
+
+def sent_bytes(side: Side) -> int:
+    """What has left this side through the link: proof that a fault struck while bytes were moving."""
+    told = _run(f"ip -n {side.netns} -s link show {side.netns}").split("TX:")[1].splitlines()[1]
+    return int(told.split()[0])
+
+
+def _run(command: str) -> str:
+    return subprocess.run(command.split(), capture_output=True, check=True, text=True).stdout

@@ -1,0 +1,175 @@
+"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts never make a wrong block visible."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.integration.transfer.peers import PeerDied, PeerHandle, peers
+from tests.scale import sized
+from tests.times import TEST_TIMES
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+BACKENDS = ["nixl", "local"]
+TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
+LEASE_S = TEST_TIMES["lease_s"]
+
+
+async def handed_over(owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **more: object) -> dict:
+    """One prompt computed there and pulled here."""
+    prefill = asyncio.create_task(owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **more))
+    answer = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=TOKENS)
+    await prefill
+    return answer
+
+
+async def assert_clean(*handles: PeerHandle) -> None:
+    """Everything given back and nothing visible that is wrong, within a lease."""
+    for handle in handles:
+        for _attempt in range(40):
+            state = await handle.ask("state")
+            counts = state["blocks"]
+            assert state["audit"] == 0
+            if counts["free"] + counts["cached"] == counts["total"] and not state["open_leases"]:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail(f"{handle.ref['worker_id']} is not clean: {state}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_prompts_are_handed_over_exactly_both_ways_and_nothing_grows(backend: str) -> None:
+    async with peers() as group:
+        one, two = await asyncio.gather(group.start(backend, "h0", 7), group.start(backend, "h1", 8))
+        assert (await two.ask("warm", owner=one.ref))["is_warm"]
+        answer = await handed_over(one, two, chunks=4, chunk_s=0.01)
+        assert (answer["outcome"], answer["wrong"], answer["bytes"]) == ("landed", 0, 201 * 65536)
+        assert answer["first_tokens"] == [0]
+        (link,) = (await two.ask("state"))["links"]
+        assert link["transport"] == answer["transport"] in ("shared-memory", "cma", "tcp")
+        assert link["bytes_per_s"] > 0
+        before: list[dict] = []
+        for request in range(1, sized(4, 100)):
+            both = [(one, two, 2 * request), (two, one, 2 * request + 1)]
+            answers = await asyncio.gather(*(handed_over(a, b, number, f"t{number}") for a, b, number in both))
+            assert [(a["outcome"], a["wrong"]) for a in answers] == [("landed", 0)] * 2
+            before = before or [await handle.ask("state") for handle in (one, two)]
+        await assert_clean(one, two)
+        for was, handle in zip(before, (one, two), strict=True):
+            now = await handle.ask("state")
+            assert {key: now[key] for key in ("threads", "fds", "tasks")} == {key: was[key] for key in ("threads", "fds", "tasks")}
+        for handle in (two, one):
+            await handle.ask("close")
+            assert handle.process.stdin is not None
+            handle.process.stdin.close()
+            assert await asyncio.wait_for(handle.process.wait(), 10) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: str) -> None:
+    """And one that is started again on the same address is another worker."""
+    rng = Random(5)
+    async with peers() as group:
+        reader, owner = await asyncio.gather(group.start(backend, "d0", 8), group.start(backend, "p0", 100))
+        for round_ in range(sized(1, 20)):
+            assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
+            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.01))
+            await asyncio.sleep(rng.uniform(0.02, 0.25))
+            before = owner.ref
+            await owner.kill()
+            with pytest.raises(PeerDied):
+                await handover  # the half that asks the owner
+            for _attempt in range(100):
+                state = await reader.ask("state")
+                if state["blocks"]["landing"] == state["blocks"]["used"] == 0:
+                    break
+                await asyncio.sleep(0.1)
+            assert state["blocks"]["quarantined"] == 0
+            await assert_clean(reader)
+            owner = await group.start(backend, "p0", 101 + round_, port=int(before["address"].rsplit(":", 1)[1]))
+            stale = await reader.ask("pull", owner=before, request=1000, text="a", num_tokens=TOKENS)
+            assert stale["outcome"] in ("wrong_epoch", "worker_lost")
+            answer = await handed_over(owner, reader, 2000 + round_, "after")
+            assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+            await assert_clean(owner, reader)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_reader_killed_at_any_moment_costs_the_owner_a_lease(backend: str) -> None:
+    rng = Random(6)
+    async with peers() as group:
+        owner = await group.start(backend, "p0", 7)
+        for round_ in range(sized(1, 20)):
+            reader = await group.start(backend, "d0", 100 + round_)
+            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.01))
+            await asyncio.sleep(rng.uniform(0.05, 0.25))
+            await reader.kill()
+            with pytest.raises(PeerDied):
+                await handover
+            await asyncio.sleep(0.5)
+            await assert_clean(owner)
+        reader = await group.start(backend, "d0", 999)
+        answer = await handed_over(owner, reader, 99, "after")
+        assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_an_owner_stopped_for_three_leases_serves_nothing_stale(backend: str) -> None:
+    async with peers() as group:
+        owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))
+        assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
+        handover = asyncio.create_task(handed_over(owner, reader, 0, "a", chunks=20, chunk_s=0.02))
+        await asyncio.sleep(0.2)
+        owner.signal(signal.SIGSTOP)
+        await asyncio.sleep(3 * LEASE_S)
+        owner.signal(signal.SIGCONT)
+        answer = await handover
+        assert answer["outcome"] in ("lease_lost", "worker_lost", "transfer_timeout", "transfer_failed")
+        await asyncio.sleep(0.3)
+        await owner.ask("reuse", text="other")
+        await assert_clean(owner, reader)
+        for attempt in range(20):  # the pair is probed and works again
+            answer = await handed_over(owner, reader, 10 + attempt, f"b{attempt}")
+            if answer["outcome"] == "landed":
+                break
+            await asyncio.sleep(0.2)
+        assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+        await assert_clean(owner, reader)
+
+
+async def test_shared_memory_leaves_no_name_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    async with peers() as group:
+        owner, reader = await asyncio.gather(group.start("local", "p0", 7), group.start("local", "d0", 8))
+        assert (await handed_over(owner, reader))["outcome"] == "landed"
+        assert set(os.listdir("/dev/shm")) <= before
+        await owner.kill()
+        await reader.kill()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
+    tcp = {"UCX_TLS": "tcp"}
+    async with peers() as group:
+        owner, reader = await asyncio.gather(group.start("nixl", "p0", 7, env=tcp), group.start("nixl", "d0", 8, env=tcp))
+        answer = await handed_over(owner, reader, chunks=4, chunk_s=0.01)
+        assert (answer["outcome"], answer["wrong"], answer["transport"]) == ("landed", 0, "tcp")
+        await asyncio.sleep(LEASE_S)
+        before = (await owner.ask("state"))["cpu_s"]
+        await asyncio.sleep(1.0)
+        after = (await owner.ask("state"))["cpu_s"]
+        assert after - before < 0.5  # a thread that spins would take all of it, and `state` itself takes some
+        await assert_clean(owner, reader)
+
+
+def test_the_processes_have_no_child_left() -> None:
+    mine = Path("/proc")
+    left = [
+        entry.name
+        for entry in mine.iterdir()
+        if entry.name.isdigit() and (entry / "cmdline").exists() and b"peer_process" in (entry / "cmdline").read_bytes()
+    ]
+    assert not left

@@ -1,0 +1,349 @@
+"""An owner and a reader in one process, under virtual time, over memories and a backend that a test can stop, tear and corrupt."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from baton.core.apis import Duplex
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.errors import LayoutMismatch, Reason
+from baton.core.ids import JobId, ReadId, WorkerRef
+from baton.core.kv_layout import KvLayout, KvMemory
+from baton.core.peer import FirstToken, OwnerMessage, ReaderMessage
+from baton.engine.block_pool import BlockPool
+from baton.runtime.in_process import InProcessNetwork
+from baton.transfer.backend import KvDescriptor, LifeEntry, ReadState
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.transfer.owner_service import OwnerService
+from baton.transfer.peer_reads import ReaderTimes
+from baton.transfer.puller import Pull
+from baton.transfer.read_table import ReadTable
+from baton.transfer.reader import KvReader
+from tests import builders
+
+NUM_BLOCKS = 64
+LEASE_S = 2.0
+EARLY_S = 0.5
+CLAIM_S = 2.0
+RENEW_S = 0.2
+DEADLINE_MIN_S, DEADLINE_MAX_S = 0.5, 3.0
+READ_S = 0.01
+OWNER = builders.worker_ref("p0", epoch=7)
+READER = builders.worker_ref("d0", epoch=8)
+EMPTY = ""
+
+
+@dataclass
+class Fabric:
+    """What lies in whose blocks, and how reads behave. `stuck`: reads of blocks do not end while it is set; `stuck_lives` the same for
+    entries; `failing`: reads end FAILED; `torn`: called half way through each read of blocks."""
+
+    blocks: dict[str, list[str]] = field(default_factory=dict)
+    tables: dict[str, MemoryLifeTable] = field(default_factory=dict)
+    stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    stuck_lives: asyncio.Event = field(default_factory=asyncio.Event)
+    failing: bool = False
+    torn: Callable[[], None] | None = None
+    flip: Callable[[LifeEntry], LifeEntry] = lambda entry: entry
+    reads: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    probes: int = 0
+    running: int = 0
+    most_running_blocks: int = 0
+    running_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.stuck.set()
+        self.stuck_lives.set()
+
+
+class FakeBackend:
+    """Implements `TransferBackend` over a Fabric: the read of a block takes what is there when the read ends."""
+
+    max_probe_blocks = 1
+
+    def __init__(self, fabric: Fabric, worker: WorkerRef, layout: KvLayout, table: MemoryLifeTable, *, two_sided: bool = False) -> None:
+        self.two_sided = two_sided
+        self._fabric, self._layout, self._worker = fabric, layout, worker
+        self._reads = ReadTable()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.expected: list[tuple[int, str, tuple[int, ...]]] = []
+        self.forgotten: list[str] = []
+        fabric.blocks[worker.worker_id] = [EMPTY] * NUM_BLOCKS
+        fabric.tables[worker.worker_id] = table
+        self._memory = KvMemory(
+            owner=worker,
+            agent_name=worker.worker_id,
+            agent_metadata=b"",
+            memory_kind="host",
+            device_id=0,
+            base_address=0,
+            block_stride_bytes=layout.block_bytes,
+            num_blocks=NUM_BLOCKS,
+            life_table_address=0,
+            life_entry_bytes=ENTRY_BYTES,
+        )
+
+    @property
+    def memory(self) -> tuple[KvMemory, ...]:
+        return (self._memory,)
+
+    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+        if mismatch := self._layout.mismatch(layout):
+            raise LayoutMismatch(mismatch)
+
+    def forget(self, peer: KvMemory) -> None:
+        self.forgotten.append(str(peer.owner))
+
+    def transport_to(self, peer: KvMemory) -> str:
+        return "fake"
+
+    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
+        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
+
+    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
+        self.expected.append((read_id, reader.worker_id, tuple(block_ids)))
+
+    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        self._fabric.reads.append((source.block_ids, tuple(block_ids)))
+        self._start(read_id, self._copy(read_id, source, tuple(block_ids)))
+
+    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
+        self._fabric.probes += 1
+        self._start(read_id, self._copy(read_id, source, None))
+
+    def start_read_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
+        self._start(read_id, self._copy_lives(read_id, source))
+
+    def poll(self, read_id: ReadId) -> ReadState:
+        return self._reads.poll(read_id)
+
+    async def wait(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait(read_id)
+
+    def lives(self, read_id: ReadId) -> tuple[LifeEntry, ...]:
+        return self._reads.lives(read_id)
+
+    def release(self, read_id: ReadId) -> None:
+        self._reads.release(read_id)
+
+    async def aclose(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, read_id: ReadId, work: Any) -> None:
+        self._reads.begin(read_id)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, read_id: ReadId, source: KvDescriptor, own: tuple[int, ...] | None) -> None:
+        fabric, count = self._fabric, len(source.block_ids) if own is not None else 0
+        fabric.running += 1
+        fabric.running_blocks += count
+        fabric.most_running_blocks = max(fabric.most_running_blocks, fabric.running_blocks)
+        await asyncio.sleep(READ_S / 2)
+        if own is not None and fabric.torn is not None:
+            fabric.torn()
+        await fabric.stuck.wait()
+        await asyncio.sleep(READ_S / 2)
+        fabric.running -= 1
+        fabric.running_blocks -= count
+        theirs, ours = fabric.blocks[source.memory.owner.worker_id], fabric.blocks[self._worker.worker_id]
+        if own is not None and not fabric.failing:
+            for source_block, own_block in zip(source.block_ids, own, strict=True):
+                ours[own_block] = theirs[source_block]
+        self._reads.end(read_id, ReadState.FAILED if fabric.failing else ReadState.DONE)
+
+    async def _copy_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
+        await self._fabric.stuck_lives.wait()
+        await asyncio.sleep(READ_S / 10)
+        table = self._fabric.tables[source.memory.owner.worker_id]
+        entries = tuple(self._fabric.flip(table.entry(block_id)) for block_id in source.block_ids)
+        self._reads.end(read_id, ReadState.DONE, entries)
+
+
+@dataclass
+class Observed:
+    """A TransferObserver that keeps what it hears."""
+
+    ended: list[Reason | None] = field(default_factory=list)
+    disproved: list[str] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)
+    broken: list[bool] = field(default_factory=list)
+
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
+        self.ended.append(reason)
+
+    def proof_failed(self, owner: WorkerRef, what: str) -> None:
+        self.disproved.append(what)
+
+    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
+        self.given_up.append(num_blocks)
+
+    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+        self.broken.append(broken)
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One worker's memory and pool."""
+
+    worker: WorkerRef
+    backend: FakeBackend
+    pool: BlockPool
+    contents: list[str]
+
+    def compute(self, text: str, hashes: Sequence[BlockHash], num_blocks: int) -> list[int]:
+        """Blocks as a prefill leaves them: content `text:index`, full ones hashed."""
+        block_ids = self.pool.allocate(num_blocks)
+        assert block_ids is not None
+        for index, block_id in enumerate(block_ids):
+            self.contents[block_id] = f"{text}:{index}"
+            if index < len(hashes):
+                self.pool.set_hash(block_id, hashes[index])
+        return block_ids
+
+    def reuse_everything_free(self, text: str) -> None:
+        """Memory pressure: every block that nobody holds gets a new life and other content."""
+        taken = self.pool.allocate(self.pool.num_allocatable) or []
+        for block_id in taken:
+            self.contents[block_id] = text
+        self.pool.unref(taken)
+
+    def visible(self) -> set[str]:
+        """What of this memory an engine or a prefix cache could use as KV."""
+        return {self.contents[b] for b in range(NUM_BLOCKS) if self.pool.hash_of(b) != NO_HASH or (self.is_seen(b))}
+
+    def is_seen(self, block_id: int) -> bool:
+        return self.pool.num_refs(block_id) > 0 and self.pool.is_readable(block_id)
+
+
+class PeerEnd:
+    """The part of a WorkerService that peers call. `silent` swallows streams; `cut` breaks those that are open."""
+
+    def __init__(self, service: OwnerService) -> None:
+        self.service = service
+        self.num_streams = 0
+
+    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        self.num_streams += 1
+        await self.service.serve(stream)
+
+    async def session(self, stream: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Rig:
+    fabric: Fabric
+    owner: Host
+    reader: Host
+    service: OwnerService
+    end: PeerEnd
+    kv_reader: KvReader
+    network: InProcessNetwork
+    observed: Observed
+
+    def hashes(self, text: str, count: int) -> tuple[BlockHash, ...]:
+        return builders.hashes_of([sum(text.encode())] * (count * builders.BLOCK_SIZE_TOKENS))
+
+    def prefill(self, text: str = "a", num_tokens: int = 18, request: int = 0) -> tuple[JobId, list[int]]:
+        """A whole prompt computed at the owner and announced, final: (job, its blocks there)."""
+        job = builders.job_id(request)
+        hashes = self.hashes(text, num_tokens // builders.BLOCK_SIZE_TOKENS)
+        self.service.born(job, READER)
+        block_ids = self.owner.compute(text, hashes, -(-num_tokens // builders.BLOCK_SIZE_TOKENS))
+        self.service.allocated(job, block_ids, hashes)
+        self.service.announce(job, num_tokens, final=True, first_tokens=[FirstToken(sample_index=0, token_id=42)])
+        self.owner.pool.unref(block_ids)  # the sequence is over; the transfer has its pins
+        return job, block_ids
+
+    def land(self, pull: Pull, num_blocks: int, have_blocks: int = 0) -> dict[int, int]:
+        """Give a pull landing blocks for the rest of `num_blocks`; returns them by index."""
+        landing = self.reader.pool.allocate_landing(num_blocks - have_blocks)
+        assert landing is not None
+        by_index = dict(enumerate(landing, have_blocks))
+        pull.land_into(by_index, have_blocks)
+        return by_index
+
+    def let_go(self, landing: dict[int, int]) -> None:
+        """The reader's sequence is over."""
+        self.reader.pool.unref(list(landing.values()))
+
+    def check_nothing_leaks(self) -> None:
+        for host in (self.owner, self.reader):
+            host.pool.check()
+            counts = host.pool.counts()
+            assert counts.free + counts.cached == counts.total, counts
+        assert self.service.open_leases == 0
+
+    def cut(self) -> None:
+        """Break every open stream; the owner can be dialled again at once."""
+        self.network.remove(OWNER.address)
+        self.network.add_worker(OWNER.address, self.end)
+
+
+def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
+    table = MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
+    backend = FakeBackend(fabric, worker, builders.layout(), table, two_sided=two_sided)
+    pool = BlockPool(NUM_BLOCKS, builders.BLOCK_SIZE_TOKENS, table)
+    return Host(worker=worker, backend=backend, pool=pool, contents=fabric.blocks[worker.worker_id])
+
+
+def owner_service(of: Host, **changes: Any) -> OwnerService:
+    settings: dict[str, Any] = {"lease_s": LEASE_S, "claim_s": CLAIM_S, "early_s": EARLY_S, "layout": builders.layout()}
+    return OwnerService(worker=of.worker, backend=of.backend, pins=of.pool, lookup=of.pool.lookup, **(settings | changes))
+
+
+def times(**changes: float) -> ReaderTimes:
+    settings: dict[str, Any] = {
+        "lease_s": LEASE_S,
+        "renew_s": RENEW_S,
+        "deadline_min_s": DEADLINE_MIN_S,
+        "deadline_max_s": DEADLINE_MAX_S,
+        "hello_s": 1.0,
+    }
+    return ReaderTimes(**(settings | changes))
+
+
+@asynccontextmanager
+async def rig(*, two_sided: bool = False, seed: int = 0) -> AsyncIterator[Rig]:
+    fabric, observed, network = Fabric(), Observed(), InProcessNetwork()
+    owner, reader = host(fabric, OWNER, two_sided=two_sided), host(fabric, READER, two_sided=two_sided)
+    service = owner_service(owner)
+    end = PeerEnd(service)
+    network.add_worker(OWNER.address, end)
+    kv_reader = KvReader(
+        worker=READER,
+        layout=builders.layout(),
+        backend=reader.backend,
+        network=network,
+        pool=reader.pool,
+        rng=Random(seed),
+        times=times(),
+        observer=observed,
+    )
+    yield Rig(
+        fabric=fabric,
+        owner=owner,
+        reader=reader,
+        service=service,
+        end=end,
+        kv_reader=kv_reader,
+        network=network,
+        observed=observed,
+    )
+    await kv_reader.aclose()
+    await service.aclose()
+    await network.aclose()
+    for side in (owner, reader):
+        await side.backend.aclose()
+
+
+def seen(contents: Iterable[str], text: str) -> set[str]:
+    """Those of `contents` that belong to `text`."""
+    return {content for content in contents if content.startswith(text)}

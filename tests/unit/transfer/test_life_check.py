@@ -1,0 +1,144 @@
+"""The named negative tests: nothing but the life table saves these pulls, so each must fail without it, and is shown to."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from baton.core.errors import Reason, Refused
+from baton.core.peer import FirstToken
+from baton.sim import virtual_time
+from baton.transfer import puller
+from baton.transfer.backend import LifeEntry
+from baton.transfer.proof import AnnouncedBlock
+from tests import builders
+from tests.unit.transfer import rig as rigs
+from tests.unit.transfer.rig import OWNER, READER, Rig, rig
+
+FAULTS: dict[str, Callable[[Rig], None]] = {}
+
+
+def fault(scenario: Callable[[Rig], None]) -> Callable[[Rig], None]:
+    FAULTS[scenario.__name__] = scenario
+    return scenario
+
+
+@fault
+def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
+    """The request is cancelled at P, whose Lost finds no stream; by P's clock, which runs ahead of D's, the lease then ends."""
+    r.cut()
+    r.service.lost(builders.job_id(), Reason.CANCELLED)
+    r.service.owner.expire(asyncio.get_running_loop().time() + rigs.LEASE_S)
+    r.owner.reuse_everything_free("other")
+
+
+@fault
+def p_stopped_for_three_leases_then_memory_pressure(r: Rig) -> None:
+    """P comes back after three leases, its reaper runs before the renewals that wait for it; D's host was paused as long, so D's clock has
+    not moved."""
+    r.service.owner.expire(asyncio.get_running_loop().time() + 3 * rigs.LEASE_S)
+    r.owner.reuse_everything_free("other")
+
+
+async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
+    """Pull five blocks, with the fault half way through the read of the second. Returns what became visible under another's hash."""
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, hashes = builders.job_id(), r.hashes("a", 4)
+        r.service.born(job, READER)
+        blocks = r.owner.compute("a", hashes, 5)
+        r.service.allocated(job, blocks, hashes)
+        r.service.announce(job, 16)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=hashes)
+        await pull.first_ready()
+        landing = r.land(pull, 5)
+
+        def strike() -> None:
+            if len(r.fabric.reads) == 2:
+                r.fabric.torn = None
+                r.owner.pool.unref(blocks)  # the sequence is over, whoever ended it
+                scenario(r)
+
+        r.fabric.torn = strike
+        waiting = asyncio.ensure_future(pull.done())
+        await asyncio.sleep(0.3)
+        assert r.fabric.torn is None, "the fault did not happen"
+        assert r.owner.contents[blocks[1]] == "other", "there was no memory pressure"
+        r.service.announce(job, 18, final=True, first_tokens=[FirstToken(sample_index=0, token_id=1)])
+        pull.cancel()
+        with pytest.raises(Refused):
+            await waiting
+        right = {block_hash: f"a:{index}" for index, block_hash in enumerate(hashes)}
+        visible = {
+            r.reader.contents[b]
+            for b in landing.values()
+            if r.reader.pool.hash_of(b) in right and r.reader.contents[b] != right[r.reader.pool.hash_of(b)]
+        }
+        r.let_go(landing)
+        return visible
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_life_check_keeps_reused_blocks_out(name: str) -> None:
+    assert virtual_time.run(pull_under(FAULTS[name])) == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter-proof: the scenarios really do what they say."""
+    monkeypatch.setattr(puller, "disproof", lambda announced, entries, epoch: None)
+    assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("blind_to", ["life", "hash"])
+def test_either_half_of_an_entry_is_enough_here(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is written again has a new life, and no hash until it is full."""
+
+    real = puller.disproof
+
+    def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[LifeEntry], epoch: int) -> str | None:
+        """As if that field had always been what was announced."""
+        told = [
+            replace(entry, life=block.life) if blind_to == "life" else replace(entry, block_hash=block.block_hash)
+            for block, entry in zip(announced, entries, strict=True)
+        ]
+        return real(announced, told, epoch)
+
+    monkeypatch.setattr(puller, "disproof", half_blind)
+    assert virtual_time.run(pull_under(FAULTS[name])) == set()
+
+
+async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """P really stopped, by D's clock, too: reads of it hang, nothing is answered for three leases, then it comes back."""
+    if not prove:
+        monkeypatch.setattr(puller, "disproof", lambda announced, entries, epoch: None)
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, _blocks = r.prefill("a", 18)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        landing = r.land(pull, 5)
+        r.fabric.stuck.clear()
+        r.network.remove(OWNER.address)
+        await asyncio.sleep(3 * rigs.LEASE_S)
+        r.network.add_worker(OWNER.address, r.end)
+        r.owner.reuse_everything_free("other")
+        with pytest.raises(Refused):
+            await pull.done()
+        r.let_go(landing)
+        r.reader.reuse_everything_free("canary")
+        r.fabric.stuck.set()
+        await asyncio.sleep(0.1)
+        in_use = {r.reader.contents[b] for b in range(rigs.NUM_BLOCKS)} - {"canary", "other"}
+        assert r.reader.contents.count("canary") >= rigs.NUM_BLOCKS - 1
+        await asyncio.sleep(rigs.LEASE_S)
+        r.check_nothing_leaks()
+        return rigs.seen(in_use, "a:") | rigs.seen(r.reader.visible(), "other")
+
+
+@pytest.mark.parametrize("prove", [True, False])
+def test_a_late_write_hits_no_block_in_use(prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here quarantine and lease are enough, life check or not: the canary over all reused memory stays whole."""
+    assert virtual_time.run(stopped_owner(prove=prove, monkeypatch=monkeypatch)) == set()

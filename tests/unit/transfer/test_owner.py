@@ -1,0 +1,392 @@
+"""The owner's state machine: who holds which pins until when, whatever is said in whatever order."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.errors import Reason
+from baton.core.ids import TransferId, WorkerRef
+from baton.core.peer import Abandon, FirstToken, Follow, HashRange, KvReady, Lost, OwnerMessage, Release, Renew, Renewed
+from baton.transfer.owner import KvOwner
+from tests import builders
+from tests.unit.transfer.rig import CLAIM_S, EARLY_S, LEASE_S, READER
+
+TABLE = [10, 11, 12, 13, 14]
+HASHES = builders.hashes_of(range(16))
+OTHER = builders.worker_ref("d1", epoch=5)
+
+
+@dataclass
+class Pins:
+    """A PinPool that counts, and that gives a block another life when told to."""
+
+    pinned: Counter[int] = field(default_factory=Counter)
+    lives: Counter[int] = field(default_factory=Counter)
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self.pinned.update(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            assert self.pinned[block_id] > 0, f"block {block_id} is unpinned twice"
+            self.pinned[block_id] -= 1
+
+    def life(self, block_id: int) -> int:
+        return self.lives[block_id]
+
+    @property
+    def held(self) -> list[int]:
+        return sorted(block_id for block_id, count in self.pinned.items() if count)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.pins = Pins()
+        self.sent: list[tuple[str, OwnerMessage]] = []
+        self.cached: dict[BlockHash, int] = {}
+        self.owner = KvOwner(
+            layout=builders.layout(),
+            num_blocks=64,
+            pins=self.pins,
+            send=lambda reader, message: self.sent.append((reader.worker_id, message)),
+            lookup=self.lookup,
+            lease_s=LEASE_S,
+            claim_s=CLAIM_S,
+            early_s=EARLY_S,
+        )
+        self.stream = self.owner.stream_opened()
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        found = []
+        for block_hash in hashes:
+            if block_hash not in self.cached:
+                break
+            found.append(self.cached[block_hash])
+        return found
+
+    def prefill(self, now_s: float = 0.0, *, final: bool = True, request: int = 0) -> None:
+        job = builders.job_id(request)
+        self.owner.born(job, READER, now_s)
+        self.owner.allocated(job, TABLE, HASHES, now_s)
+        if final:
+            self.owner.announce(job, 18, now_s, final=True, first_tokens=[FirstToken(sample_index=0, token_id=3)])
+
+    def follow(self, now_s: float = 0.0, *, transfer: int = 1, request: int = 0, have: int = 0, resume: int = 0, **more: object) -> None:
+        message = Follow(
+            transfer_id=TransferId(transfer), subject=builders.job_id(request), have_blocks=have, resume_from_block=max(have, resume)
+        )
+        self.owner.follow(READER, replace(message, **more), self.stream, now_s)
+
+    def take(self) -> list[OwnerMessage]:
+        sent, self.sent = [message for _reader, message in self.sent], []
+        return sent
+
+
+def test_the_blocks_of_a_job_are_pinned_from_allocation_to_release() -> None:
+    r = Rig()
+    r.prefill()
+    assert r.pins.held == TABLE
+    r.follow(0.5)
+    (ready,) = r.take()
+    assert ready == KvReady(
+        transfer_id=TransferId(1),
+        first_block_index=0,
+        block_ids=tuple(TABLE),
+        lives=(0,) * 5,
+        hashes=(*HASHES, NO_HASH),
+        num_computed_tokens=18,
+        final=True,
+        first_tokens=(FirstToken(sample_index=0, token_id=3),),
+    )
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.6)
+    assert r.pins.held == []
+    assert r.owner.open_leases == 0
+
+
+def test_each_chunk_is_announced_once_and_the_tail_only_at_the_end() -> None:
+    r = Rig()
+    r.prefill(final=False)
+    r.follow(have=1)
+    assert r.take() == []
+    r.owner.announce(builders.job_id(), 7, 0.1)
+    assert r.take() == []  # the only full block is there already
+    r.owner.announce(builders.job_id(), 14, 0.2)
+    r.owner.announce(builders.job_id(), 14, 0.3)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.final) == (1, (11, 12), False)
+    r.owner.announce(builders.job_id(), 18, 0.4, final=True)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.hashes[-1], ready.final) == (3, (13, 14), NO_HASH, True)
+
+
+def test_unclaimed_blocks_are_kept_for_claim_s_after_the_last_chunk() -> None:
+    r = Rig()
+    r.prefill(final=False)
+    r.owner.expire(1000.0)
+    assert r.pins.held == TABLE  # still computing
+    r.owner.announce(builders.job_id(), 18, 1000.0, final=True)
+    r.owner.expire(1000.0 + CLAIM_S - 0.01)
+    assert r.pins.held == TABLE
+    r.owner.expire(1000.0 + CLAIM_S)
+    assert r.pins.held == []
+    assert r.owner.counts.never_claimed == 1
+
+
+def test_a_follow_that_overtakes_its_job_waits_early_s() -> None:
+    r = Rig()
+    r.follow(0.0)
+    r.prefill(EARLY_S - 0.01)
+    assert [type(m) for m in r.take()] == [KvReady]
+    r.follow(1.0, transfer=2, request=2)
+    r.owner.expire(1.0 + EARLY_S)
+    assert r.take() == [Lost(transfer_id=TransferId(2), reason=Reason.LEASE_LOST)]
+    assert r.owner.next_deadline_s is not None  # transfer 1's lease
+
+
+def test_a_job_cancelled_before_its_follow_is_lost_for_that_reason() -> None:
+    r = Rig()
+    r.prefill(final=False)
+    r.owner.lost(builders.job_id(), Reason.CANCELLED, 0.1)
+    assert r.pins.held == []
+    r.follow(0.2)
+    assert r.take() == [Lost(transfer_id=TransferId(1), reason=Reason.CANCELLED)]
+
+
+def test_what_was_announced_outlives_its_sequence() -> None:
+    r = Rig()
+    r.prefill(final=False)
+    r.follow()
+    r.owner.announce(builders.job_id(), 8, 0.1)
+    r.owner.lost(builders.job_id(), Reason.CANCELLED, 0.2)
+    assert r.pins.held == [10, 11]
+    assert r.take()[-1] == Lost(transfer_id=TransferId(1), reason=Reason.CANCELLED)
+    r.owner.expire(0.0 + LEASE_S - 0.01)
+    assert r.pins.held == [10, 11]
+    r.owner.expire(LEASE_S)
+    assert r.pins.held == []
+
+
+def test_only_a_renewal_extends_a_lease() -> None:
+    r = Rig()
+    r.prefill()
+    r.follow(0.0)
+    for tick in range(1, 20):
+        r.owner.renew(READER, Renew(renewal=tick), r.stream, tick * 1.0)
+        r.owner.expire(tick * 1.0)
+    assert r.pins.held == TABLE
+    r.owner.expire(19 + LEASE_S)
+    assert r.pins.held == []
+    r.take()
+    r.owner.renew(READER, Renew(renewal=20), r.stream, 19 + LEASE_S)
+    assert r.take() == [Renewed(renewal=20, lost=(TransferId(1),))]
+    r.owner.expire(19 + LEASE_S + EARLY_S)
+    r.owner.renew(READER, Renew(renewal=21), r.stream, 30.0)
+    assert r.take() == [Renewed(renewal=21)]
+
+
+def test_a_new_stream_renews_only_what_is_followed_on_it() -> None:
+    r = Rig()
+    r.prefill(request=0)
+    r.prefill(request=1)
+    r.follow(0.0, transfer=1, request=0)
+    r.follow(0.0, transfer=2, request=1)
+    r.stream = r.owner.stream_opened()
+    r.take()
+    r.follow(1.0, transfer=1, request=0, resume=3)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.final) == (3, (13, 14), True)
+    r.owner.renew(READER, Renew(renewal=1), r.stream, 1.5)
+    r.owner.expire(LEASE_S + 0.1)
+    assert r.owner.counts.leases_ended == 1
+    assert r.owner.open_leases == 1
+    r.owner.expire(1.5 + LEASE_S)
+    assert r.owner.open_leases == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 50, 3000])
+def test_one_lease_renewed_for_ever_hides_no_other(count: int) -> None:
+    r = Rig()
+    for request in range(count):
+        r.prefill(request=request)
+        reader = replace(READER, worker_id=f"d{request}")
+        r.owner._transfers[builders.job_id(request)].reader = reader
+        follow = Follow(transfer_id=TransferId(1), subject=builders.job_id(request), have_blocks=0, resume_from_block=0)
+        r.owner.follow(reader, follow, r.stream, request * 1e-4)
+    forever = replace(READER, worker_id="d0")
+    tick_s, now_s = 0.1, 0.0
+    while now_s < LEASE_S + count * 1e-4 + tick_s:
+        now_s += tick_s
+        r.owner.renew(forever, Renew(renewal=1), r.stream, now_s)
+        r.owner.expire(now_s)
+        overdue = [t for t in r.owner._transfers.values() if (r.owner._until.of(t.key) or 0) <= now_s]
+        assert not overdue
+    assert r.owner.open_leases == 1
+
+
+# The vLLM #52234 matrix: a reference that does not hold any more is refused.
+
+
+def test_an_unknown_id_is_refused() -> None:
+    r = Rig()
+    r.owner.release(READER, Release(transfer_id=TransferId(77), outcome="landed"), 0.0)
+    assert r.owner.counts.dropped_notices == 1
+    assert not r.owner.may_read(READER, TransferId(77), (10,))
+    r.follow(0.0, transfer=77, request=9)
+    r.owner.expire(EARLY_S)
+    assert r.take() == [Lost(transfer_id=TransferId(77), reason=Reason.LEASE_LOST)]
+
+
+def test_a_block_out_of_range_is_refused() -> None:
+    r = Rig()
+    r.prefill()
+    r.follow()
+    assert r.owner.may_read(READER, TransferId(1), (10, 14))
+    assert not r.owner.may_read(READER, TransferId(1), (10, 15))
+    assert not r.owner.may_read(READER, TransferId(1), (-1,))
+    assert not r.owner.may_read(READER, TransferId(0), (64,))
+    assert not r.owner.may_read(OTHER, TransferId(1), (10,))
+
+
+def test_a_consumed_transfer_is_refused() -> None:
+    r = Rig()
+    r.prefill()
+    r.follow()
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.1)
+    r.take()
+    r.follow(0.2)
+    assert [type(m) for m in r.take()] == [Lost]
+    assert not r.owner.may_read(READER, TransferId(1), (10,))
+    r.follow(0.2, transfer=2)
+    assert [type(m) for m in r.take()] == [Lost]
+    assert r.pins.held == []
+
+
+def test_a_reused_life_is_announced_as_what_it_is_now() -> None:
+    r = Rig()
+    r.prefill()
+    r.follow()
+    (before,) = r.take()
+    r.pins.lives[12] += 1  # whatever made it possible, the reader can tell
+    r.follow(0.1)
+    (after,) = r.take()
+    assert (before.lives[2], after.lives[2]) == (0, 1)
+
+
+def test_a_lease_that_is_over_is_refused() -> None:
+    r = Rig()
+    r.prefill()
+    r.follow(0.0)
+    r.owner.expire(LEASE_S)
+    r.take()
+    r.follow(LEASE_S + 0.1)
+    assert r.take() == [Lost(transfer_id=TransferId(1), reason=Reason.LEASE_LOST)]
+    assert not r.owner.may_read(READER, TransferId(1), (10,))
+
+
+@pytest.mark.parametrize(("reader", "reason"), [(OTHER, Reason.WRONG_EPOCH), (replace(READER, worker_epoch=1), Reason.WRONG_EPOCH)])
+def test_only_the_reader_of_the_job_may_follow_it(reader: WorkerRef, reason: Reason) -> None:
+    r = Rig()
+    r.prefill()
+    follow = Follow(transfer_id=TransferId(1), subject=builders.job_id(), have_blocks=0, resume_from_block=0)
+    r.owner.follow(reader, follow, r.stream, 0.0)
+    assert r.take() == [Lost(transfer_id=TransferId(1), reason=reason)]
+
+
+@pytest.mark.parametrize("wrong", [{"transfer_id": 0}, {"have_blocks": -1}, {"have_blocks": 3, "resume_from_block": 2}])
+def test_a_follow_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+    r = Rig()
+    r.prefill()
+    r.follow(**wrong)
+    assert [type(m) for m in r.take()] == [Lost]
+    assert r.pins.held == TABLE
+
+
+def test_a_prefix_is_pinned_as_far_as_it_is_cached() -> None:
+    r = Rig()
+    r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
+    r.follow(0.0, subject=HashRange(hashes=HASHES), have=1)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.hashes) == (1, (21, 22), HASHES[1:3])
+    assert (ready.final, ready.num_computed_tokens) == (True, 12)
+    assert r.pins.held == [20, 21, 22]
+    r.owner.expire(LEASE_S)
+    assert r.pins.held == []
+
+
+def test_a_consumed_prefix_is_not_born_again_by_a_late_follow() -> None:
+    r = Rig()
+    r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
+    r.follow(0.0, subject=HashRange(hashes=HASHES))
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.1)
+    r.take()
+    r.follow(0.2, subject=HashRange(hashes=HASHES))
+    assert [type(m) for m in r.take()] == [Lost]
+    assert r.pins.held == []
+
+
+def test_what_is_over_leaves_nothing_behind() -> None:
+    r = Rig()
+    for request in range(100):
+        r.prefill(request=request)
+        r.follow(0.0, transfer=request + 1, request=request)
+    r.owner.expire(LEASE_S)
+    r.owner.expire(LEASE_S + EARLY_S)
+    owner = r.owner
+    left = (owner._transfers, owner._tombstones, owner._early, owner._until, owner._early_until, owner._tombstones_until)
+    assert [len(kept) for kept in left] == [0] * 6
+    assert (owner._readers.open, owner._readers.ended) == ({}, {})
+    assert owner.next_deadline_s is None
+
+
+NOTICES = st.sampled_from(["born", "allocated", "announce", "final", "lost", "follow", "resume", "renew", "release", "abandon", "stream"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(NOTICES, st.integers(0, 2), st.floats(0, 1.5)), max_size=40))
+def test_notices_in_any_order_any_number_of_times_do_no_harm(notices: list[tuple[str, int, float]]) -> None:
+    """Duplicates, late ones and early ones: no exception, no pin given back twice, and nothing left once the leases are over."""
+    r, now_s = Rig(), 0.0
+    computing: set[int] = set()
+    for notice, request, pause_s in notices:
+        now_s += pause_s
+        r.owner.expire(now_s)
+        job, transfer = builders.job_id(request), TransferId(request + 1)
+        match notice:
+            case "born":
+                r.owner.born(job, READER, now_s)
+                computing.add(request)
+            case "allocated":
+                r.owner.allocated(job, TABLE, HASHES, now_s)
+            case "announce":
+                r.owner.announce(job, 9, now_s)
+            case "final":
+                r.owner.announce(job, 18, now_s, final=True)
+                computing.discard(request)
+            case "lost":
+                r.owner.lost(job, Reason.CANCELLED, now_s)
+                computing.discard(request)
+            case "follow":
+                r.follow(now_s, transfer=transfer, request=request)
+            case "resume":
+                r.follow(now_s, transfer=transfer, request=request, resume=3)
+            case "renew":
+                r.owner.renew(READER, Renew(renewal=1), r.stream, now_s)
+            case "release":
+                r.owner.release(READER, Release(transfer_id=transfer, outcome="landed"), now_s)
+            case "abandon":
+                r.owner.release(READER, Abandon(transfer_id=transfer, blocks_in_doubt=1), now_s)
+            case "stream":
+                r.stream = r.owner.stream_opened()
+        assert set(r.pins.held) <= set(TABLE)
+    for request in computing:  # a worker always says how its jobs end
+        r.owner.lost(builders.job_id(request), Reason.CANCELLED, now_s)
+    r.owner.expire(now_s + max(LEASE_S, CLAIM_S))
+    r.owner.expire(now_s + max(LEASE_S, CLAIM_S) + EARLY_S)
+    assert r.pins.held == []
+    assert r.owner.open_leases == 0
+    assert r.owner.next_deadline_s is None

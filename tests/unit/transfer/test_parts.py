@@ -1,0 +1,204 @@
+"""The small parts: deadlines that move, bandwidth, ranges, proof, life table, memory, what UCX says."""
+
+import os
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import LayoutMismatch
+from baton.transfer import memory, ucx
+from baton.transfer.backend import LifeEntry
+from baton.transfer.bandwidth import Bandwidth
+from baton.transfer.leases import Deadlines
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable, decode_entries
+from baton.transfer.proof import AnnouncedBlock, disproof
+from baton.transfer.ranges import check_ids, runs
+
+
+@given(st.lists(st.tuples(st.sampled_from(["set", "drop", "pop"]), st.integers(0, 5), st.integers(0, 50)), max_size=80))
+def test_deadlines_agree_with_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    plain: dict[int, int] = {}
+    for step, key, time in steps:
+        match step:
+            case "set":
+                deadlines.set(key, time)
+                plain[key] = time
+            case "drop":
+                deadlines.drop(key)
+                plain.pop(key, None)
+            case "pop":
+                passed = sorted(k for k, t in plain.items() if t <= time)
+                assert sorted(deadlines.pop_passed(time)) == passed
+                plain = {k: t for k, t in plain.items() if t > time}
+        assert deadlines.next_s == min(plain.values(), default=None)
+        assert len(deadlines) == len(plain)
+        assert all(deadlines.of(k) == t for k, t in plain.items())
+
+
+def test_renewing_for_ever_does_not_grow_the_heap() -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    for tick in range(10_000):
+        for key in range(3):
+            deadlines.set(key, tick + 2.0)
+        assert deadlines.pop_passed(tick) == []
+    assert len(deadlines._heap) == 3
+
+
+def test_bandwidth_is_dominated_by_large_recent_reads() -> None:
+    bandwidth = Bandwidth(deadline_min_s=0.5, deadline_max_s=3.0)
+    assert bandwidth.deadline_s(10**12) == 3.0  # nothing is known yet
+    now_s = 0.0
+    for num_bytes, rate in [(2**10, 1e7), (2**16, 1e8), (2**22, 1e9), (2**23, 4e9)]:
+        now_s += num_bytes / rate
+        bandwidth.ended(num_bytes, now_s - num_bytes / rate, now_s)
+    assert 1.5e9 < (bandwidth.bytes_per_s or 0) < 4e9
+    for _read in range(50):
+        now_s += 2**23 / 1e8
+        bandwidth.ended(2**23, now_s - 2**23 / 1e8, now_s)
+    assert bandwidth.bytes_per_s == pytest.approx(1e8, rel=0.02)
+    assert bandwidth.deadline_s(0) == 0.5
+    assert bandwidth.deadline_s(10**7) == pytest.approx(0.5 + 4 * 0.1, rel=0.02)
+    assert bandwidth.deadline_s(10**9) == 3.0
+
+
+def test_reads_that_overlap_are_not_each_charged_for_all() -> None:
+    bandwidth = Bandwidth(deadline_min_s=0.5, deadline_max_s=3.0)
+    for end_s in (1.0, 2.0, 3.0):  # three of 1 MB started at once on a link of 1 MB/s
+        bandwidth.ended(10**6, 0.0, end_s)
+    assert bandwidth.bytes_per_s == pytest.approx(1e6)
+
+
+@given(st.integers(0, 10_000))
+def test_runs_cover_every_pair_once_in_order(seed: int) -> None:
+    rng = Random(seed)
+    source, own = [rng.randrange(8) for _ in range(12)], [rng.randrange(8) for _ in range(12)]
+    source = sorted(source) if seed % 2 else source
+    own = sorted(own) if seed % 3 else own
+    pieces = list(runs(source, own))
+    pairs = [(run.source + i, run.own + i) for run in pieces for i in range(run.num_blocks)]
+    assert pairs == list(zip(source, own, strict=True))
+    assert list(runs([], [])) == []
+
+
+def test_neighbours_are_one_run() -> None:
+    assert [(r.source, r.own, r.num_blocks) for r in runs([3, 4, 5, 9], [7, 8, 9, 10])] == [(3, 7, 3), (9, 10, 1)]
+    with pytest.raises(ValueError, match="2 source blocks for 1"):
+        list(runs([1, 2], [1]))
+    with pytest.raises(ValueError, match="outside"):
+        check_ids([0, 8], 8, "own")
+
+
+BLOCK = AnnouncedBlock(index=0, block_id=3, life=5, block_hash=b"h" * 16)
+ENTRY = LifeEntry(life=5, block_hash=b"h" * 16, worker_epoch=9)
+
+
+@pytest.mark.parametrize(
+    ("entries", "what"),
+    [
+        ([ENTRY], None),
+        ([LifeEntry(life=6, block_hash=b"h" * 16, worker_epoch=9)], "life"),
+        ([LifeEntry(life=5, block_hash=bytes(16), worker_epoch=9)], "hash"),
+        ([LifeEntry(life=5, block_hash=b"h" * 16, worker_epoch=8)], "epoch"),
+        ([], "shape"),
+        ([ENTRY, ENTRY], "shape"),
+    ],
+)
+def test_a_proof_needs_every_field(entries: list[LifeEntry], what: str | None) -> None:
+    assert disproof([BLOCK], entries, 9) == what
+
+
+def test_the_life_table_is_what_peers_read() -> None:
+    buffer = bytearray(4 * ENTRY_BYTES)
+    table = MemoryLifeTable(buffer, worker_epoch=2**64 - 1)
+    assert (table.begin_life(2), table.begin_life(2)) == (1, 2)
+    table.set_hash(2, b"x" * 16)
+    assert decode_entries(bytes(buffer))[2] == LifeEntry(life=2, block_hash=b"x" * 16, worker_epoch=2**64 - 1)
+    assert decode_entries(bytes(buffer))[0] == LifeEntry(life=0, block_hash=bytes(16), worker_epoch=2**64 - 1)
+    assert table.begin_life(2) == 3
+    assert table.block_hash(2) == bytes(16)
+    for block_id in (-1, 4):
+        with pytest.raises(IndexError):
+            table.begin_life(block_id)
+    with pytest.raises(ValueError, match="16 bytes"):
+        table.set_hash(0, b"short")
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_shared_memory_is_seen_by_whoever_attaches_and_leaves_no_name(memfd: bool) -> None:
+    names, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    ours = memory.allocate_shared(3, 5000, memfd=memfd)
+    theirs = memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
+    ours.kv[1] = 7
+    ours.life_table[33] = 9
+    assert theirs.kv[1].tolist() == [7] * 5000
+    assert theirs.life_table[33] == 9
+    with pytest.raises(LayoutMismatch, match="num_blocks"):
+        memory.attach_shared(ours.handle, num_blocks=300, block_bytes=5000)
+    theirs.close()
+    ours.close()
+    ours.close()
+    with pytest.raises(FileNotFoundError):
+        memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
+    del ours, theirs
+    assert set(os.listdir("/dev/shm")) == names
+    assert len(os.listdir("/proc/self/fd")) <= fds + (not memfd) * 2  # the resource tracker's own pipe, once a process
+
+
+@pytest.mark.parametrize("handle", ["", "shm:x", "memfd:h:1:x", "shm:h:1:../x", "memfd:other-host:1:3", "pickle:h:1:2"])
+def test_a_handle_that_is_none_of_ours_is_refused(handle: str) -> None:
+    with pytest.raises(LayoutMismatch, match="memory_kind"):
+        memory.attach_shared(handle.replace(":h:", f":{memory.host_id()}:"), num_blocks=1, block_bytes=8)
+
+
+def test_private_memory_is_page_aligned_and_behind_each_other() -> None:
+    host = memory.allocate_private(3, 5000)
+    assert host.region.address % 4096 == 0
+    assert host.region.num_bytes == 15_000
+    assert (host.life_table.ctypes.data - host.region.address) % 4096 == 0
+    assert not np.any(host.kv)
+    assert not np.any(host.life_table)
+
+
+LOG = """\
+[1795261913.203274] [vm:19930:0]   +----------+--------------------+----------------------------------------+
+[1795261913.203274] [vm:19930:0]   | rd intra-node cfg#1                                                    |
+[1795261913.203274] [vm:19930:0]   | active message by ucp_am_send* with reply flag(multi) from host memory |
+[1795261913.203274] [vm:19930:0]   +----------+--------------------+----------------------------------------+
+[1795261913.203274] [vm:19930:0]   |  Range   |    Description     |                 Config                 |
+[1795261913.203274] [vm:19930:0]   +----------+--------------------+----------------------------------------+
+[1795261913.203274] [vm:19930:0]   | 627..inf | multi-frag copy-in | tcp/lo                                 |
+[1795261913.206595] [vm:19930:0]   +--------+-------------+-------------------------------------------+
+[1795261913.206595] [vm:19930:0]   | rd inter-node cfg#1                                              |
+[1795261913.206595] [vm:19930:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[1795261913.206595] [vm:19930:0]   +--------+-------------+-------------------------------------------+
+[1795261913.206595] [vm:19930:0]   | Range  | Description |                  Config                   |
+[1795261913.206595] [vm:19930:0]   +--------+-------------+-------------------------------------------+
+[1795261913.206595] [vm:19930:0]   | 0..63  | software emulation | tcp/eth0                           |
+[1795261913.206595] [vm:19930:0]   | 64..inf | zero-copy   | {}                  |
+[1795261913.206595] [vm:19930:0]   +--------+-------------+-------------------------------------------+
+[1795261913.30] [vm:19930:0]   tcp_ep.c:1 UCX  ERROR connection reset
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("cma/memory", "cma"),
+        ("tcp/eth0", "tcp"),
+        ("50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1", "rdma"),
+        ("posix/memory", "shared-memory"),
+    ],
+)
+def test_the_transport_is_what_ucx_says_it_reads_large_blocks_with(config: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.memfd_create("log")
+    monkeypatch.setattr(ucx, "_log_fd", fd)
+    log = ucx.UcxLog()
+    os.write(fd, LOG.format(config).encode())
+    assert log.problems() == ["tcp_ep.c:1 UCX  ERROR connection reset"]
+    assert log.read_transports() == [name]
+    assert log.read_transports() == log.problems() == []
+    os.close(fd)
