@@ -101,7 +101,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegTimeline:
-    """Where one leg's seconds went; every value a duration. A prefill leg fills the first row, a decode leg the second and third."""
+    """Where one leg's seconds went; every value a duration. A prefill leg fills the first row, a decode leg the second and third.
+
+    `kv_wait_s`: until the owner's first block was computed; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from the owner's last block
+    to the last one landed; `kv_admission_s`: from there to the start of the first step with it. `kv_early_bytes` of `kv_bytes` had been read when
+    the owner announced its last block.
+    """
 
     worker_id: str
     pid: int
@@ -112,7 +117,9 @@ class LegTimeline:
     kv_wait_s: float = 0.0
     kv_transfer_s: float = 0.0
     kv_exposed_s: float = 0.0
+    kv_admission_s: float = 0.0
     kv_bytes: int = 0
+    kv_early_bytes: int = 0
     transport: str = ""
     decode_s: float = 0.0
 

@@ -31,6 +31,7 @@ class EngineLoop:
         self.draining = False
         self.steps_done = 0
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
+        self.last_step_started_s = 0.0
         self._deliver = deliver
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
@@ -122,7 +123,7 @@ class EngineLoop:
             return await self._find_guilty(plan, error)
 
     async def _execute_timed(self, plan: StepPlan) -> StepResult:
-        self.step_started_s = asyncio.get_running_loop().time()
+        self.step_started_s = self.last_step_started_s = asyncio.get_running_loop().time()
         try:
             result = await self.executor.execute(plan)
         finally:

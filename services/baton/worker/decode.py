@@ -1,0 +1,68 @@
+"""A decode leg that computes the prompt here, too; and what every decode leg does once there is a first token."""
+
+from abc import abstractmethod
+
+from baton.core.errors import Failure
+from baton.core.jobs import DecodeJob
+from baton.core.request import LegTimeline, Usage
+from baton.engine.outcome import Admission, SequenceOutput
+from baton.worker.leg import Leg, LegOutput, LegParts
+
+
+class DecodeLeg(Leg):
+    """Generates for all samples of a job. The last sample's `finish` ends it, and carries the leg's timeline."""
+
+    def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        self._generating_since_s: float | None = None
+
+    @abstractmethod
+    def _usage_of(self, output: SequenceOutput) -> Usage | None:
+        """What the job's first delta says of the prompt."""
+
+    @abstractmethod
+    def _timeline(self, decode_s: float) -> LegTimeline: ...
+
+    def _ends_sample(self, output: SequenceOutput) -> bool:
+        return output.finish is not None
+
+    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+        now_s = self._loop.time()
+        usage = self._usage_of(output) if self._generating_since_s is None else None
+        self._generating_since_s = now_s if self._generating_since_s is None else self._generating_since_s
+        self._say(output, usage=usage, timeline=self._timeline(now_s - self._generating_since_s) if is_last else None)
+
+
+class LocalDecodeLeg(DecodeLeg):
+    """No transfer: prompt and answer are computed here."""
+
+    def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        self._admitted_s = self._started_s
+        self._num_cached_tokens = 0
+
+    def begin(self) -> None:
+        self._parts.engine.add(self._request())
+        self._output.counted()
+
+    def admitted(self, admission: Admission) -> None:
+        self._admitted_s = self._loop.time()
+        self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
+
+    def _usage_of(self, output: SequenceOutput) -> Usage | None:
+        return self._usage(output.num_cached_tokens)
+
+    def _timeline(self, decode_s: float) -> LegTimeline:
+        first_token_s = self._loop.time() - decode_s
+        return LegTimeline(
+            worker_id=self._parts.worker.worker_id,
+            pid=self._parts.pid,
+            queue_s=self._admitted_s - self._started_s,
+            compute_s=first_token_s - self._admitted_s,
+            num_computed_tokens=len(self._job.token_ids) - self._num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            decode_s=decode_s,
+        )
+
+    def _release(self, failure: Failure) -> None:
+        self._parts.engine.cancel(self.seq_id)

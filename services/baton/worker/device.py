@@ -1,0 +1,185 @@
+"""What one worker computes and moves bytes with: its model, proven; its KV memory, sized and registered; executor, pool and transport.
+
+The only module of the worker that knows tensors exist, and it imports them when it is called: a worker over other leaves needs none.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.core.errors import ConfigError
+from baton.core.ids import WorkerRef
+from baton.core.kv_layout import KvLayout
+from baton.engine.block_pool import BlockPool
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.step import Executor
+from baton.runtime.logging import get_logger
+from baton.runtime.quantities import format_size
+from baton.runtime.settings import WorkerConfig
+from baton.transfer.backend import TransferBackend
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+
+if TYPE_CHECKING:
+    from baton.engine.model.loading import LoadedModel
+
+log = get_logger(__name__)
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """`summary`: what it is, for people. `aclose` when the worker has ended."""
+
+    executor: Executor
+    engine: Engine
+    pool: BlockPool
+    backend: TransferBackend
+    summary: str
+    close_memory: Callable[[], None]
+
+    async def aclose(self) -> None:
+        """Ends the executor's thread after the step that runs, waits a little for reads that run, gives the memory back."""
+        await self.executor.aclose()
+        await self.backend.aclose()
+        self.close_memory()
+
+
+def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
+    """Takes seconds to minutes, in the calling thread; touches no event loop. Raises ModelError, ConfigError or LayoutMismatch."""
+    from baton.engine.model.executor import TorchExecutor
+    from baton.engine.model.hub import resolve_model
+    from baton.engine.model.loading import load_model
+    from baton.engine.model.self_proof import prove
+    from baton.engine.model.threads import set_num_threads
+
+    num_threads = config.threads_per_worker or default_threads(config.workers_on_host)
+    set_num_threads(num_threads)
+    loaded = load_model(resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len)
+    prove(loaded, block_size_tokens=config.block_size_tokens)
+    layout = loaded.layout(config.block_size_tokens)
+    num_blocks = _num_blocks(config, loaded, layout)
+    memory = (
+        _cuda_memory(config, worker, layout, num_blocks)
+        if loaded.device.type == "cuda"
+        else _host_memory(config, worker, layout, num_blocks)
+    )
+    pool = BlockPool(num_blocks, config.block_size_tokens, memory.lives)
+    engine_config = EngineConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        block_size_tokens=config.block_size_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+        max_waiting_seqs=config.max_queue,
+    )
+    kv_bytes = num_blocks * layout.block_bytes
+    return Device(
+        executor=TorchExecutor(loaded.model, memory.cache, num_threads=num_threads),
+        engine=Engine(engine_config, pool),
+        pool=pool,
+        backend=memory.backend,
+        summary=(
+            f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}, {num_threads} threads, KV {num_blocks} blocks of "
+            f"{config.block_size_tokens} tokens ({kv_bytes / 2**20:.0f} MiB), {config.transfer}"
+        ),
+        close_memory=memory.close,
+    )
+
+
+def default_threads(workers_on_host: int) -> int:
+    """The cores that this process may use, or where it may use all of them, its share."""
+    total = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    return mine if mine < total else max(1, total // workers_on_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """KV memory and life table, as the executor writes them and as peers read them."""
+
+    cache: Any
+    lives: MemoryLifeTable
+    backend: TransferBackend
+    close: Callable[[], None]
+
+
+def _num_blocks(config: WorkerConfig, loaded: "LoadedModel", layout: KvLayout) -> int:
+    from baton.engine.model.memory import free_bytes, num_kv_blocks
+
+    return num_kv_blocks(
+        layout,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        free=free_bytes(loaded.device),
+        workers_on_host=config.workers_on_host,
+        kv_memory=config.kv_memory,
+    )
+
+
+def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int) -> _Memory:
+    from baton.engine.model.kv_cache import KvCache
+    from baton.transfer.memory import allocate_private, allocate_shared
+
+    allocate = allocate_shared if config.transfer == "local" else allocate_private
+    try:
+        memory = allocate(num_blocks, layout.block_bytes)
+    except OSError as error:
+        size = format_size(num_blocks * layout.block_bytes)
+        raise ConfigError(f"no memory for {size} of KV ({error.strerror}): give a smaller --kv-memory") from error
+    lives = MemoryLifeTable(memory.life_table, worker.worker_epoch)
+    backend: TransferBackend
+    if config.transfer == "local":
+        from baton.transfer.local_backend import LocalBackend
+
+        backend = LocalBackend(worker=worker, layout=layout, memory=memory)
+    else:
+        from baton.transfer.nixl_backend import NixlBackend
+
+        with _nixl_here():
+            backend = NixlBackend.over(memory, worker=worker, layout=layout, **_nixl_settings(config))
+    cache = KvCache.over(memory.kv.reshape(-1).data, layout)
+    return _Memory(cache=cache, lives=lives, backend=backend, close=memory.close)
+
+
+def _cuda_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int) -> _Memory:
+    import numpy as np
+
+    from baton.engine.model.kv_cache import KvCache
+    from baton.transfer.memory import KvRegion, anonymous
+    from baton.transfer.nixl_backend import NixlBackend
+
+    if config.transfer == "local":
+        raise ConfigError("--transfer local moves KV in host memory; with --device cuda use --transfer nixl")
+    cache = KvCache.zeros(layout, num_blocks, "cuda")
+    table = np.frombuffer(anonymous(num_blocks * ENTRY_BYTES), dtype=np.uint8)
+    with _nixl_here():
+        backend = NixlBackend(
+            worker=worker,
+            layout=layout,
+            kv=KvRegion(
+                address=cache.blocks.data_ptr(),
+                num_bytes=num_blocks * layout.block_bytes,
+                memory_kind="cuda",
+                device_id=cache.device.index or 0,
+            ),
+            life=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
+            **_nixl_settings(config),
+        )
+    return _Memory(cache=cache, lives=MemoryLifeTable(table, worker.worker_epoch), backend=backend, close=lambda: None)
+
+
+@contextmanager
+def _nixl_here() -> Iterator[None]:
+    """Raises ConfigError where NIXL has no wheel."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"NIXL cannot be used here ({error}); on one machine --transfer local needs none") from error
+
+
+def _nixl_settings(config: WorkerConfig) -> dict[str, Any]:
+    return {"loopback_only": config.host in _LOOPBACK, "port_range": config.kv_port_range}

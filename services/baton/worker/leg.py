@@ -1,0 +1,165 @@
+"""What a prefill and a decode leg share: one job's work on this worker, from its receipt to its one last message."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from baton.core.blocks import BlockHash, chain, root_hash
+from baton.core.errors import Code, Failure, Reason
+from baton.core.ids import WorkerRef
+from baton.core.jobs import Job
+from baton.core.kv_events import Tier
+from baton.core.request import LegTimeline, TokenDelta, TokenLogprobs, Usage
+from baton.engine.block_pool import BlockPool
+from baton.engine.loop import EngineLoop
+from baton.engine.outcome import Admission, Progress, SequenceOutput
+from baton.engine.sequence import SequenceRequest
+from baton.engine.step import SampledToken
+from baton.transfer.owner_service import OwnerService
+from baton.transfer.reader import KvReader
+from baton.worker.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegParts:
+    """What every leg works with."""
+
+    worker: WorkerRef
+    pid: int
+    engine: EngineLoop
+    pool: BlockPool
+    owner: OwnerService
+    reader: KvReader
+    tasks: Tasks
+    model_fingerprint: str
+    block_size_tokens: int
+    handoff_wait_s: float
+
+
+class LegOutput(Protocol):
+    """Where a leg speaks. It says exactly one last thing: a delta with `is_last`, or a failure."""
+
+    def delta(self, delta: TokenDelta, *, is_last: bool) -> None: ...
+
+    def fail(self, failure: Failure) -> None: ...
+
+    def counted(self) -> None:
+        """From now on this worker's own numbers contain the job, so that a scheduler may drop its reservation."""
+        ...
+
+
+class Leg(ABC):
+    """One job. `seq_id` names its sequence in the engine; `admitted`, `progressed` and `produced` bring what the engine did with it."""
+
+    def __init__(self, job: Job, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        self.seq_id = seq_id
+        self.has_ended = False
+        self._job = job
+        self._open_samples = set(job.sample_indices)
+        self._parts = parts
+        self._output = output
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._root = chain_root(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
+        self._hashes = tuple(chain(self._root, job.token_ids, parts.block_size_tokens))
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start the work. Raises Refused when the worker cannot take it."""
+
+    @abstractmethod
+    def admitted(self, admission: Admission) -> None:
+        """The engine gave the sequence its blocks."""
+
+    @abstractmethod
+    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+        """New tokens of an open sample; the job ends with them if `is_last`."""
+
+    @abstractmethod
+    def _ends_sample(self, output: SequenceOutput) -> bool:
+        """Whether this worker's part of the sample is over."""
+
+    @abstractmethod
+    def _release(self, failure: Failure) -> None:
+        """Give back what the leg holds in engine and transfers; called once, when it ends before its work is done."""
+
+    def progressed(self, progress: Progress) -> None:  # noqa: B027 - only a prefill leg announces
+        """A step has computed part of the prompt."""
+
+    def produced(self, output: SequenceOutput) -> None:
+        """New tokens of one sample, or the sequence's failure. A step that was under way may still bring those of a cancelled sample."""
+        if self.has_ended or output.sample_index not in self._open_samples:
+            return
+        if output.failure is not None:
+            self.stop(output.failure)
+            return
+        if self._ends_sample(output):
+            self._open_samples.discard(output.sample_index)
+            self.has_ended = not self._open_samples
+        self._take(output, is_last=self.has_ended)
+
+    def cancel(self, sample_indices: Sequence[int], reason: Reason) -> None:
+        """End these samples, or all (empty). When none is left the job ends; repeated cancels change nothing."""
+        if self.has_ended:
+            return
+        cancelled = self._open_samples & set(sample_indices) if sample_indices else set(self._open_samples)
+        self._open_samples -= cancelled
+        if not self._open_samples:
+            self.stop(Failure(code=Code.CANCELLED, reason=reason, message=f"the job was cancelled: {reason.value}"))
+        elif cancelled:
+            self._parts.engine.cancel(self.seq_id, tuple(sorted(cancelled)))
+
+    def stop(self, failure: Failure) -> None:
+        """End the job with this failure, unless it has ended."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self._release(failure)
+        self._output.fail(failure)
+
+    def _request(self, *, prefill_only: bool = False, for_reader: bool = False, pulled: bool = False) -> SequenceRequest:
+        return SequenceRequest(
+            seq_id=self.seq_id,
+            token_ids=self._job.token_ids,
+            num_prompt_tokens=self._job.num_prompt_tokens,
+            sampling=self._job.sampling,
+            root_hash=self._root,
+            block_hashes=self._hashes,
+            sample_indices=tuple(sorted(self._open_samples)),
+            priority=self._job.priority,
+            prefill_only=prefill_only,
+            for_reader=for_reader,
+            pulled=pulled,
+        )
+
+    def _say(self, output: SequenceOutput, *, usage: Usage | None = None, timeline: LegTimeline | None = None) -> None:
+        delta = TokenDelta(
+            job=self._job.job,
+            sample_index=output.sample_index,
+            output_index=output.output_index,
+            token_ids=tuple(token.token_id for token in output.tokens),
+            logprobs=logprobs_of(output.tokens),
+            finish=output.finish,
+            usage=usage,
+            timeline=timeline,
+        )
+        self._output.delta(delta, is_last=self.has_ended)
+
+    def _usage(self, num_cached_tokens: int) -> Usage:
+        """Outputs that are replayed are no prompt tokens to the client."""
+        cached = min(num_cached_tokens, self._job.num_prompt_tokens)
+        return Usage(num_prompt_tokens=self._job.num_prompt_tokens, num_cached_tokens={Tier.DEVICE.value: cached} if cached else {})
+
+
+def logprobs_of(tokens: Sequence[SampledToken]) -> tuple[TokenLogprobs, ...]:
+    """One entry a token, or none at all where the request did not ask."""
+    return tuple(token.logprobs for token in tokens if token.logprobs is not None)
+
+
+@lru_cache(maxsize=1024)
+def chain_root(model_fingerprint: str, cache_salt: bytes, block_size_tokens: int) -> BlockHash:
+    """The parent of a prompt's first block. Workers hash for themselves: a block asked for by hash is what the tokens and the salt say."""
+    return root_hash(model_fingerprint=model_fingerprint, cache_salt=cache_salt, block_size_tokens=block_size_tokens)

@@ -1,0 +1,234 @@
+"""`baton worker`: one worker as a process, or in a thread of a Ray actor: device, gRPC, Redis and admin port joined around the service."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.apis import Duplex, Membership
+from baton.core.errors import BatonError, ConfigError
+from baton.core.ids import WorkerRef
+from baton.core.jobs import GatewayMessage, WorkerMessage
+from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.runtime import failpoints
+from baton.runtime.admin_http import AdminServer
+from baton.runtime.health import Health
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import ProcessMetrics, process_registry
+from baton.runtime.network import advertised_host, join_address
+from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, watch_loop_lag
+from baton.runtime.settings import WorkerConfig
+from baton.store.connection import RedisConnection
+from baton.store.keys import Keys
+from baton.store.membership import RedisMembership
+from baton.store.memory import MemoryMembership
+from baton.wire.network import GrpcNetwork
+from baton.wire.server import GrpcServer
+from baton.worker.device import Device, open_device
+from baton.worker.metrics import MeteredExecutor, WorkerMetrics
+from baton.worker.service import Worker, WorkerParts, WorkerUnhealthy
+
+log = get_logger(__name__)
+
+STREAMS_GRACE_S = 1.0
+"""Time for streams that have been closed to take leave of their other ends."""
+UNHEALTHY_EXIT_CODE = 70
+"""`EX_SOFTWARE`: whoever looks after this process starts another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """What a started worker says of itself. `start_s`: how long that took."""
+
+    worker: WorkerRef
+    host: str
+    summary: str
+    start_s: float
+
+
+class Doorway:
+    """Implements `WorkerService` from the moment the port is bound: until the worker is there, whoever comes is sent away."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+
+    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        await (self.worker.session(stream) if self.worker else stream.aclose())
+
+    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        await (self.worker.peer(stream) if self.worker else stream.aclose())
+
+
+async def serve(config: WorkerConfig, stop: Stop, on_ready: Callable[[str], None], exit_now: Callable[[int], None] = os._exit) -> None:
+    """Serve as a process's own work, until a drain that `stop` asks for is done; `on_ready` gets the worker's address.
+
+    Ends the process by `exit_now`: with nothing left to close, an interpreter that has loaded torch would still take a second or more to
+    clear itself; and the thread of a device at fault may be stuck, which would keep the process alive.
+    """
+    code = 0
+    try:
+        await run_worker(config, stop, lambda ready: on_ready(ready.worker.address))
+    except WorkerUnhealthy:
+        code = UNHEALTHY_EXIT_CODE
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_now(code)
+
+
+async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[WorkerReady], None]) -> None:
+    """Serve until drained. Raises ConfigError or ModelError when it cannot start, WorkerUnhealthy when it must not go on: then the
+    device is left as it is, since it may never answer."""
+    if config.redis_url is None and not config.schedulers:
+        raise ConfigError("no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in")
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    rng = Random()
+    worker_id = config.worker_id or f"worker-{rng.getrandbits(32):08x}"
+    failpoints.identify(worker=worker_id, role=config.role)
+    registry, health, doorway = process_registry("worker"), Health("model"), Doorway()
+    metrics = WorkerMetrics(registry)
+    async with AsyncExitStack() as stack:
+        server = GrpcServer(heartbeat_s=config.heartbeat_s)
+        server.add_worker(doorway)
+        server.follow(health)
+        port = await server.start(config.host, config.rpc_port)
+        stack.push_async_callback(server.stop, STREAMS_GRACE_S)
+        hanging_up: list[asyncio.Task[None]] = []
+
+        def hang_up(changed: Health) -> None:
+            """Whoever dials an unhealthy worker is refused, as where no process is: gateways then know that it died, and of what."""
+            if not changed.is_alive and not hanging_up:
+                hanging_up.append(loop.create_task(server.stop(0.0), name="hang-up"))
+
+        health.on_change(hang_up)
+        await _admin_port(config, health, registry, metrics, doorway, stack)
+        ref = WorkerRef(
+            worker_id=worker_id,
+            worker_epoch=rng.getrandbits(64),
+            address=join_address(advertised_host(config.host, config.advertise_host), port),
+        )
+        device = await asyncio.to_thread(open_device, config, ref)
+        stack.push_async_callback(_close_answering, device, health)
+        network = GrpcNetwork(heartbeat_s=config.heartbeat_s)
+        stack.push_async_callback(network.aclose)
+        worker = Worker(
+            WorkerParts(
+                worker=ref,
+                config=config,
+                engine=device.engine,
+                pool=device.pool,
+                executor=MeteredExecutor(device.executor, metrics.engine),
+                backend=device.backend,
+                network=network,
+                membership=_membership(config, stack),
+                health=health,
+                rng=rng,
+                observer=metrics.pulls,
+            )
+        )
+        doorway.worker = worker
+        ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=device.summary, start_s=loop.time() - began_s)
+        log.info("worker_started", worker=str(ref), address=ref.address, role=config.role, device=ready.summary, start_s=ready.start_s)
+        health.ready("model")
+        unhealthy: WorkerUnhealthy | None = None
+        async with Background(watch_loop_lag(ProcessMetrics(registry).loop_lag_s.observe), _drain_when_asked(stop, worker)):
+            on_ready(ready)
+            try:
+                await worker.run()
+            except WorkerUnhealthy as error:
+                unhealthy = error
+        if unhealthy is not None:
+            raise unhealthy
+
+
+class WorkerThread:
+    """A worker inside somebody else's process, such as a Ray actor: in a thread with a loop of its own and no signal handlers. Any
+    thread may call. One that became unhealthy ends the whole process by `exit_now`."""
+
+    def __init__(self, config: WorkerConfig, exit_now: Callable[[int], None] = os._exit) -> None:
+        self._config = config
+        self._exit_now = exit_now
+        self._is_ready = threading.Event()
+        self._ready: WorkerReady | None = None
+        self._thread = ServiceThread(self._main, name="worker")
+
+    def start(self) -> WorkerReady:
+        """Load the model and serve; returns when the worker is ready. Raises what made it fail."""
+        self._thread.start()
+        self._is_ready.wait()
+        if self._ready is None:
+            self._thread.join()
+            raise self._thread.error or BatonError("the worker was stopped before it was ready")
+        return self._ready
+
+    def wait(self) -> str:
+        """Block until the worker has ended; why it did, empty for a drain or stop that was asked for."""
+        self._thread.join()
+        error = self._thread.error
+        return "" if error is None or isinstance(error, StoppedNow) else f"{type(error).__name__}: {error}"
+
+    def drain(self) -> None:
+        """Finish what runs, take nothing new, then end."""
+        self._thread.request_stop()
+
+    def stop(self) -> None:
+        """End now."""
+        self._thread.request_stop_now()
+
+    async def _main(self, stop: Stop) -> None:
+        try:
+            await run_worker(self._config, stop, self._on_ready)
+        except WorkerUnhealthy:
+            self._exit_now(UNHEALTHY_EXIT_CODE)
+            raise
+        finally:
+            self._is_ready.set()
+
+    def _on_ready(self, ready: WorkerReady) -> None:
+        self._ready = ready
+        self._is_ready.set()
+
+
+async def _drain_when_asked(stop: Stop, worker: Worker) -> None:
+    await stop.drain.wait()
+    worker.drain()
+
+
+async def _close_answering(device: Device, health: Health) -> None:
+    """A device that is at fault may never answer: it ends with the process."""
+    if health.is_alive:
+        await device.aclose()
+
+
+def _membership(config: WorkerConfig, stack: AsyncExitStack) -> Membership:
+    """In Redis, or without a URL in this process alone: then the schedulers' addresses are given."""
+    if config.redis_url is None:
+        return MemoryMembership()
+    connection = RedisConnection(config.redis_url)
+    stack.push_async_callback(connection.aclose)
+    return RedisMembership(connection, Keys())
+
+
+async def _admin_port(
+    config: WorkerConfig, health: Health, registry: CollectorRegistry, metrics: WorkerMetrics, doorway: Doorway, stack: AsyncExitStack
+) -> None:
+    if config.admin_port is None:
+        return
+
+    def refresh() -> None:
+        if doorway.worker is not None:
+            metrics.refresh(doorway.worker)
+
+    server = AdminServer(health, registry, refresh)
+    port = server.start(config.host, config.admin_port)
+    stack.push_async_callback(server.stop)
+    log.info("admin_started", address=join_address(config.host, port))

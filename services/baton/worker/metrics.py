@@ -1,0 +1,109 @@
+"""A worker's metrics: gauges read when they are asked for, counters by difference, steps and transfers as they end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.core.errors import Reason
+from baton.core.ids import WorkerRef
+from baton.core.kv_events import KvEventKind
+from baton.core.kv_layout import KvLayout
+from baton.engine.step import Executor, StepPlan, StepResult
+from baton.runtime.metrics import EngineMetrics, TransferMetrics
+
+if TYPE_CHECKING:
+    from baton.worker.service import Worker
+
+
+class MeteredExecutor:
+    """An `Executor` whose steps are timed."""
+
+    def __init__(self, inner: Executor, metrics: EngineMetrics) -> None:
+        self._inner = inner
+        self._metrics = metrics
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._inner.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        result = await self._inner.execute(plan)
+        self._metrics.step_s.observe(loop.time() - started_s)
+        self._metrics.step_tokens.inc(plan.num_tokens)
+        return result
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class PullMetrics:
+    """Implements `TransferObserver`."""
+
+    def __init__(self, metrics: TransferMetrics) -> None:
+        self._metrics = metrics
+        self._transports: dict[WorkerRef, str] = {}
+        self._broken: set[WorkerRef] = set()
+
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
+        transport = self._transports.get(owner, "")
+        self._metrics.transfers.labels(transport, "landed" if reason is None else reason.value).inc()
+        self._metrics.bytes.labels(transport).inc(transfer_bytes)
+        if reason is None:
+            self._metrics.duration_s.labels(transport).observe(duration_s)
+
+    def proof_failed(self, owner: WorkerRef, what: str) -> None:
+        self._metrics.proof_failures.labels(what).inc()
+
+    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
+        """Seen as quarantined blocks and as a broken link."""
+
+    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+        self._transports[owner] = transport
+        self._metrics.link_bytes_per_s.labels(owner.worker_id, transport).set(bytes_per_s)
+        (self._broken.add if broken else self._broken.discard)(owner)
+        self._metrics.broken_links.set(len(self._broken))
+
+    def forget_gone(self, known: set[WorkerRef]) -> None:
+        """Links of workers that have left count for nothing any more."""
+        self._broken &= known
+        self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
+        self._metrics.broken_links.set(len(self._broken))
+
+
+class WorkerMetrics:
+    """All metrics of one worker in one registry; `refresh` before they are read."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.engine = EngineMetrics(registry)
+        self.transfer = TransferMetrics(registry)
+        self.pulls = PullMetrics(self.transfer)
+        self._seen: dict[Counter, float] = {}
+
+    def refresh(self, worker: Worker) -> None:
+        counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
+        for state in ("free", "used", "cached", "landing", "quarantined"):
+            self.engine.blocks.labels(state).set(getattr(counts, state))
+        self.engine.running_seqs.set(engine.running_seqs)
+        self.engine.waiting_seqs.set(engine.waiting_seqs)
+        self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
+        self._to(self.engine.preemptions, engine.counters.preemptions)
+        self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
+        self.transfer.open_leases.set(worker.owner.open_leases)
+        for outcome in ("released", "abandoned", "leases_ended", "never_claimed"):
+            self._to(self.transfer.leases_ended.labels(outcome), getattr(owner, outcome))
+        for kind in ("dropped_notices", "early_follows", "refused_follows"):
+            self._to(self.transfer.dropped_notices.labels(kind), getattr(owner, kind))
+        self.pulls.forget_gone({link.peer for link in worker.reader.links()})
+
+    def _to(self, counter: Counter, total: float) -> None:
+        counter.inc(total - self._seen.get(counter, 0))
+        self._seen[counter] = total

@@ -1,0 +1,74 @@
+"""A prefill leg: compute the prompt, announce its blocks to the reader as they become ready, sample the first tokens, end.
+
+The transfer outlives the leg: its blocks stay pinned until the reader has released them or its lease has ended.
+"""
+
+from baton.core.errors import Failure
+from baton.core.jobs import PrefillJob
+from baton.core.peer import FirstToken
+from baton.core.request import LegTimeline
+from baton.engine.outcome import Admission, Progress, SequenceOutput
+from baton.worker.leg import Leg, LegOutput, LegParts
+
+
+class PrefillLeg(Leg):
+    """Ends with the first token of its last sample."""
+
+    def __init__(self, job: PrefillJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        self._reader = job.reader
+        self._admitted_s = self._started_s
+        self._first_tokens: list[FirstToken] = []
+
+    def begin(self) -> None:
+        self._parts.engine.add(self._request(prefill_only=True, for_reader=self._reader is not None))
+        if self._reader is not None:
+            self._parts.owner.born(self._job.job, self._reader)
+        self._output.counted()
+
+    def admitted(self, admission: Admission) -> None:
+        self._admitted_s = self._loop.time()
+        if self._reader is not None:
+            self._parts.owner.allocated(self._job.job, admission.block_table, self._hashes)
+            if admission.num_cached_blocks:
+                self._announce(admission.num_cached_blocks * self._parts.block_size_tokens)
+
+    def progressed(self, progress: Progress) -> None:
+        if progress.num_computed_tokens < len(
+            self._job.token_ids
+        ):  # the prompt's end is announced with its first tokens, if they are sound
+            self._announce(progress.num_computed_tokens)
+
+    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+        token = output.tokens[0]
+        self._first_tokens.append(
+            FirstToken(sample_index=output.sample_index, token_id=token.token_id, logprobs=token.logprobs, finish=output.finish)
+        )
+        if not is_last:
+            self._say(output)
+            return
+        self._announce(len(self._job.token_ids), final=True)
+        self._say(output, usage=self._usage(output.num_cached_tokens), timeline=self._timeline(output.num_cached_tokens))
+
+    def _ends_sample(self, output: SequenceOutput) -> bool:
+        return True
+
+    def _release(self, failure: Failure) -> None:
+        self._parts.engine.cancel(self.seq_id)
+        if self._reader is not None:
+            self._parts.owner.lost(self._job.job, failure.reason)
+
+    def _announce(self, num_computed_tokens: int, *, final: bool = False) -> None:
+        if self._reader is not None:
+            first_tokens = self._first_tokens if final else ()
+            self._parts.owner.announce(self._job.job, num_computed_tokens, final=final, first_tokens=first_tokens)
+
+    def _timeline(self, num_cached_tokens: int) -> LegTimeline:
+        return LegTimeline(
+            worker_id=self._parts.worker.worker_id,
+            pid=self._parts.pid,
+            queue_s=self._admitted_s - self._started_s,
+            compute_s=self._loop.time() - self._admitted_s,
+            num_computed_tokens=len(self._job.token_ids) - num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
+        )

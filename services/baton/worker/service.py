@@ -1,0 +1,355 @@
+"""One worker: an engine, its pool, leases, transfers, sessions and reports, joined. The same over GPUs, on a CPU and in the simulator.
+
+Everything that meets a device, the network, a store or chance is given to it.
+"""
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+
+from baton.core.apis import Duplex, Member, MemberKind, Membership, Network
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.cluster import Command, CommandKind, WorkerReport, WorkerRole, WorkerState
+from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StoreUnavailable
+from baton.core.ids import DecisionId, WorkerRef
+from baton.core.jobs import GatewayMessage, WorkerMessage
+from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.engine.block_pool import BlockPool
+from baton.engine.engine import Engine
+from baton.engine.loop import EngineLoop
+from baton.engine.outcome import Outcome
+from baton.engine.step import Executor
+from baton.runtime.health import Health
+from baton.runtime.logging import get_logger
+from baton.runtime.settings import WorkerConfig
+from baton.transfer.backend import TransferBackend
+from baton.transfer.observer import TransferObserver
+from baton.transfer.owner_service import OwnerService
+from baton.transfer.peer_reads import ReaderTimes
+from baton.transfer.reader import KvReader
+from baton.worker.jobs import JobTable
+from baton.worker.leg import LegParts
+from baton.worker.report import Reporter
+from baton.worker.sessions import Sessions
+from baton.worker.tasks import Tasks
+
+log = get_logger(__name__)
+
+LAST_WORDS_S = 1.0
+"""How long an unhealthy worker stays to say so."""
+LOOKS_A_HEARTBEAT = 10
+"""How often a worker looks after itself: whether its step is stuck, whether its drain is done."""
+TTL_HEARTBEATS = 3
+"""An announcement ends when so many heartbeats bring no new one."""
+
+
+class WorkerUnhealthy(BatonError):
+    """The worker must not serve any more: its device or its own code is at fault. The process exits, and is started anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is built from: its leaves, and the engine that was sized for them."""
+
+    worker: WorkerRef
+    config: WorkerConfig
+    engine: Engine
+    pool: BlockPool
+    executor: Executor
+    backend: TransferBackend
+    network: Network
+    membership: Membership
+    health: Health
+    rng: Random
+    observer: TransferObserver | None = None
+
+
+class Worker:
+    """Implements `core.apis.WorkerService`. `run` serves until a drain is done; cancelling it stops at once. Its leaves are
+    closed by who gave them."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        config = parts.config
+        self.worker = parts.worker
+        self.role = WorkerRole(config.role)
+        self.state = WorkerState.STARTING
+        self.pool = parts.pool
+        self.engine = parts.engine
+        self._parts = parts
+        self._config = config
+        self._layout = parts.executor.layout
+        self._host = socket.gethostname()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drain_until_s: float | None = None
+        self._leases_until_s: float | None = None
+        self.tasks = Tasks(self._fail)
+        self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver)
+        self.owner = OwnerService(
+            worker=parts.worker,
+            layout=self._layout,
+            backend=parts.backend,
+            pins=parts.pool,
+            lookup=parts.pool.lookup,
+            lease_s=config.lease_s,
+            claim_s=config.claim_s,
+            early_s=config.early_s,
+        )
+        self.reader = KvReader(
+            worker=parts.worker,
+            layout=self._layout,
+            backend=parts.backend,
+            network=parts.network,
+            pool=parts.pool,
+            rng=parts.rng,
+            times=ReaderTimes(
+                lease_s=config.lease_s,
+                renew_s=min(config.heartbeat_s, config.lease_s / 3),
+                deadline_min_s=config.transfer_deadline_min_s,
+                deadline_max_s=config.transfer_deadline_max_s,
+            ),
+            observer=parts.observer,
+        )
+        leg_parts = LegParts(
+            worker=parts.worker,
+            pid=os.getpid(),
+            engine=self.engine_loop,
+            pool=parts.pool,
+            owner=self.owner,
+            reader=self.reader,
+            tasks=self.tasks,
+            model_fingerprint=self._layout.model_fingerprint,
+            block_size_tokens=self._layout.block_size_tokens,
+            handoff_wait_s=config.handoff_wait_s,
+        )
+        self.jobs = JobTable(leg_parts, max_following=config.max_queue, on_counted=lambda decision: self._reporter.counted(decision))
+        self.sessions = Sessions(
+            parts.worker,
+            self._layout,
+            self.jobs,
+            self.tasks,
+            grace_s=config.session_grace_s,
+            buffer_bytes=config.session_buffer_bytes,
+        )
+        self._reporter = Reporter(
+            network=parts.network,
+            membership=parts.membership,
+            schedulers=config.schedulers,
+            build=self.report,
+            open_decisions=self.jobs.counted_decisions,
+            on_command=self._obey,
+            heartbeat_s=config.heartbeat_s,
+            rng=parts.rng,
+            tasks=self.tasks,
+        )
+
+    # -- what others call ----------------------------------------------------------------------------------------------------------------
+
+    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        await self.sessions.serve(stream)
+
+    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        if self.state is WorkerState.UNHEALTHY:
+            await stream.aclose()
+            return
+        await self.owner.serve(stream)
+
+    def drain(self) -> None:
+        """Take no new job; `run` returns when those that run have ended, or been handed back after `drain_s`, and nobody needs this
+        worker's KV any more, at most `lease_s` or `claim_s` later."""
+        if self.state not in (WorkerState.STARTING, WorkerState.READY):
+            return
+        log.info("worker_drains", worker=str(self.worker), open_jobs=self.jobs.num_open, open_leases=self.owner.open_leases)
+        self._drain_until_s = asyncio.get_running_loop().time() + self._config.drain_s
+        self.jobs.refuse(draining(self._config.drain_s))
+        self._parts.health.drain()
+        self._become(WorkerState.DRAINING)
+
+    async def run(self) -> None:
+        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could."""
+        engine = asyncio.create_task(self.engine_loop.run(), name="engine")
+        for work in (self._reporter.run, self._announce, self._look_after):
+            self.tasks.start(work(), name=f"worker-{work.__name__}")
+        if self.state is WorkerState.STARTING:
+            self._become(WorkerState.READY)
+        problem: BaseException | None = None
+        try:
+            await asyncio.wait((engine, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            problem = self._failed.exception() if self._failed.done() else engine.exception()
+            if problem is not None:
+                await self._say_unhealthy(problem)
+        finally:
+            await self._close(engine)
+        if isinstance(problem, WorkerUnhealthy):
+            raise problem
+        if problem is not None:
+            raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
+
+    # -- what people and tests ask -------------------------------------------------------------------------------------------------------
+
+    def report(self, report_seq: int, counted: tuple[DecisionId, ...]) -> WorkerReport:
+        engine = self.engine
+        return WorkerReport(
+            worker=self.worker,
+            report_seq=report_seq,
+            role=self.role,
+            state=self.state,
+            model=self._config.model_name,
+            layout=self._layout,
+            blocks=self.pool.counts(),
+            max_model_len=engine.config.max_model_len,
+            max_num_seqs=engine.config.max_num_seqs,
+            pid=os.getpid(),
+            host=self._host,
+            waiting_prefill_tokens=engine.waiting_prefill_tokens + self.engine_loop.inbox_prefill_tokens,
+            waiting_seqs=engine.waiting_seqs + self.engine_loop.inbox_seqs + self.jobs.num_following,
+            running_seqs=engine.running_seqs,
+            running_context_tokens=engine.running_context_tokens,
+            open_leases=self.owner.open_leases,
+            links=tuple(self.reader.links()),
+            counted_decision_ids=counted,
+        )
+
+    def debug_state(self) -> dict[str, object]:
+        """Where everything is, for people who look for a leak."""
+        return {
+            "worker": str(self.worker),
+            "state": self.state.value,
+            "open_jobs": sorted(str(job) for job in self.jobs.open_jobs()),
+            "sessions": len(self.sessions),
+            "sequences": self.engine.waiting_seqs + self.engine.running_seqs,
+            "blocks": self.pool.counts(),
+            "open_leases": self.owner.open_leases,
+            "tasks": len(self.tasks),
+        }
+
+    def check_clean(self) -> None:
+        """Raises AssertionError unless this worker is as it was before its first request, but for what is cached (invariant I2)."""
+        self.pool.check()
+        counts = self.pool.counts()
+        is_clean = (
+            not self.jobs.num_open
+            and self.engine.is_idle
+            and not self.owner.open_leases
+            and counts.free + counts.cached + counts.quarantined == counts.total
+        )
+        if not is_clean:
+            raise AssertionError(f"not clean: {self.debug_state()}")
+
+    def cached_blocks(self) -> list[tuple[int, BlockHash]]:
+        """(block_id, hash) of every block whose content can be found here, for a cache audit."""
+        hashes = ((block_id, self.pool.hash_of(block_id)) for block_id in range(self.pool.num_blocks))
+        return [(block_id, block_hash) for block_id, block_hash in hashes if block_hash != NO_HASH]
+
+    # -- inside --------------------------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, outcome: Outcome) -> None:
+        self.jobs.deliver(outcome)
+        self._reporter.changed()
+
+    def _obey(self, command: Command) -> None:
+        log.info("command", kind=command.kind.value, peer=str(command.peer or ""))
+        match command.kind:
+            case CommandKind.DRAIN:
+                self.drain()
+            case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
+                self.tasks.start(self._warm(command.peer), name=f"warm-{command.peer}")
+            case _:
+                log.warning("command_not_known", kind=command.kind.value)
+
+    async def _warm(self, peer: WorkerRef) -> None:
+        """Connect and measure; whether it worked stands in the next report's links."""
+        try:
+            is_usable = await self.reader.warmed(peer)
+        except Refused:  # this worker is leaving
+            return
+        if not is_usable:
+            log.warning("pair_not_usable", worker=str(self.worker), peer=str(peer))
+        self._reporter.changed()
+
+    def _become(self, state: WorkerState) -> None:
+        self.state = state
+        self._reporter.changed()
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure decides."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _say_unhealthy(self, problem: BaseException) -> None:
+        """No healthy zombies: streams end, so that gateways go elsewhere at once, and schedulers hear why."""
+        log.critical("worker_unhealthy", worker=str(self.worker), problem=f"{type(problem).__name__}: {problem}", exc_info=problem)
+        self._parts.health.fail(str(problem))
+        self._become(WorkerState.UNHEALTHY)
+        self.sessions.close()
+        await asyncio.sleep(min(LAST_WORDS_S, self._config.heartbeat_s))
+
+    async def _look_after(self) -> None:
+        """Heartbeats, and what a worker must notice by itself: a step that does not end, too much quarantine, the end of its drain."""
+        loop, heartbeat_s = asyncio.get_running_loop(), self._config.heartbeat_s
+        next_beat_s = loop.time()
+        while True:
+            step_age_s = self.engine_loop.step_age_s()
+            if loop.time() >= next_beat_s:
+                next_beat_s = loop.time() + heartbeat_s
+                self.sessions.heartbeat(
+                    steps_done=self.engine_loop.steps_done, step_age_s=step_age_s, draining=self.state is WorkerState.DRAINING
+                )
+            if step_age_s > self._config.step_limit_s:
+                self._fail(WorkerUnhealthy(f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"))
+            if self.reader.must_drain and self.state is WorkerState.READY:
+                log.error("too_much_quarantine", worker=str(self.worker), num_blocks=self.reader.quarantined_blocks)
+                self.drain()
+            if self.state is WorkerState.DRAINING:
+                self._go_on_draining(loop.time())
+            await asyncio.sleep(heartbeat_s / LOOKS_A_HEARTBEAT)
+
+    def _go_on_draining(self, now_s: float) -> None:
+        if self.jobs.num_open:
+            if self._drain_until_s is not None and now_s >= self._drain_until_s:
+                self.jobs.stop_all(draining(0.0))
+            return
+        if self._leases_until_s is None:
+            self._leases_until_s = now_s + max(self._config.lease_s, self._config.claim_s)
+        is_needed = self.owner.open_leases > 0 or not self.sessions.are_settled
+        if not is_needed or now_s >= self._leases_until_s:
+            self.engine_loop.drain()
+
+    async def _announce(self) -> None:
+        """Be listed as a member for as long as this runs."""
+        member = Member(
+            kind=MemberKind.WORKER,
+            member_id=self.worker.worker_id,
+            epoch=self.worker.worker_epoch,
+            address=self.worker.address,
+            info=(("pid", str(os.getpid())), ("host", self._host), ("role", self.role.value)),
+        )
+        try:
+            while True:
+                with suppress(StoreUnavailable):
+                    await self._parts.membership.announce(member, TTL_HEARTBEATS * self._config.heartbeat_s)
+                await asyncio.sleep(self._config.heartbeat_s)
+        finally:
+            with suppress(StoreUnavailable):
+                await self._parts.membership.withdraw(member)
+
+    async def _close(self, engine: asyncio.Task[None]) -> None:
+        self.jobs.refuse(draining(0.0))
+        self.sessions.close()
+        engine.cancel()
+        await asyncio.wait((engine,))
+        await self.reader.aclose()
+        await self.owner.aclose()
+        await self.tasks.aclose()
+
+
+def draining(retry_after_s: float) -> Failure:
+    return Failure(
+        code=Code.UNAVAILABLE,
+        reason=Reason.DRAINING,
+        message="this worker is leaving; another one has to take the request",
+        retry_after_s=retry_after_s or None,
+        retriable=True,
+    )

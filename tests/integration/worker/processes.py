@@ -1,0 +1,123 @@
+"""Worker processes over real gRPC, NIXL or shared memory and the demo model, and a scheduler that listens to them."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from baton.core.apis import Network
+from baton.core.cluster import WorkerReport, WorkerState
+from baton.core.ids import WorkerRef
+from baton.runtime.config import dump
+from baton.runtime.settings import WorkerConfig
+from baton.wire.network import GrpcNetwork
+from baton.wire.server import GrpcServer
+from tests.times import TEST_TIMES
+from tests.unit.worker.harness import ListeningScheduler
+
+HEARTBEAT_S = TEST_TIMES["heartbeat_s"]
+START_S = 180.0
+
+
+class WorkerProcess:
+    """`baton worker` as a process of its own."""
+
+    def __init__(self, worker_id: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.worker_id = worker_id
+        self.process = process
+        self.log = log
+        self.ref: WorkerRef
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def exit_code(self, within_s: float) -> int:
+        async with asyncio.timeout(within_s):
+            return await self.process.wait()
+
+
+class Processes:
+    """Starts workers that report to its scheduler; ends all of them with itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.scheduler = ListeningScheduler()
+        self.network: Network = GrpcNetwork(heartbeat_s=HEARTBEAT_S)
+        self._server = GrpcServer(heartbeat_s=HEARTBEAT_S)
+        self._workers: list[WorkerProcess] = []
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server.add_scheduler(self.scheduler)  # type: ignore[arg-type]
+        self.address = f"127.0.0.1:{await self._server.start('127.0.0.1', 0)}"
+
+    async def start_workers(self, *workers: tuple[str, dict[str, Any], dict[str, str]]) -> list[WorkerProcess]:
+        """(worker_id, settings, further environment) of each, all at the same time; returns when all are ready."""
+        started = [await self._spawn(*worker) for worker in workers]
+        for worker in started:
+            worker.ref = (await self.report(worker.worker_id, within_s=START_S)).worker
+        return started
+
+    async def report(self, worker_id: str, state: WorkerState = WorkerState.READY, within_s: float = 10.0) -> WorkerReport:
+        """The first report that tells of this state."""
+        async with asyncio.timeout(within_s):
+            while True:
+                for report in self.scheduler.reports[worker_id]:
+                    if report.state is state:
+                        return report
+                for worker in self._workers:
+                    if worker.worker_id == worker_id and worker.process.returncode is not None:
+                        raise AssertionError(f"{worker_id} ended with {worker.process.returncode}:\n{worker.log.read_text()[-4000:]}")
+                await asyncio.sleep(0.02)
+
+    async def latest_clean(self, worker_id: str, within_s: float = 10.0) -> WorkerReport:
+        """The newest report, once it tells of nothing but cache (invariant I2)."""
+        async with asyncio.timeout(within_s):
+            while True:
+                report = self.scheduler.reports[worker_id][-1]
+                blocks = report.blocks
+                if blocks.free + blocks.cached == blocks.total and not report.open_leases:
+                    return report
+                await asyncio.sleep(0.05)
+
+    async def aclose(self) -> None:
+        for worker in self._workers:
+            if worker.process.returncode is None:
+                worker.process.kill()
+            await worker.process.wait()
+        await self.network.aclose()
+        await self._server.stop(0.5)
+
+    async def _spawn(self, worker_id: str, settings: dict[str, Any], environment: dict[str, str]) -> WorkerProcess:
+        times = {name: TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
+        fixed = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
+        config = WorkerConfig(**{**times, **fixed, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})
+        flags = [
+            f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, list) else value}"
+            for name, value in dump(config).items()
+            if value is not None
+        ]
+        log = self._directory / f"{worker_id}.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "baton.cli", "worker", *flags),
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+        worker = WorkerProcess(worker_id, process, log)
+        self._workers.append(worker)
+        return worker
+
+
+@asynccontextmanager
+async def processes(directory: Path) -> AsyncIterator[Processes]:
+    made = Processes(directory)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.aclose()

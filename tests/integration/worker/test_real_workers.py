@@ -1,0 +1,173 @@
+"""Prefill and decode workers as processes, with the demo model in float32: real gRPC, real NIXL, real shared memory."""
+
+import asyncio
+import math
+import signal
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.blocks import token_ids
+from baton.core.cluster import Command, CommandKind, WorkerState
+from baton.core.errors import Reason
+from baton.core.ids import JobId
+from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.request import Sampling
+from baton.worker.main import UNHEALTHY_EXIT_CODE
+from tests.integration.worker.processes import Processes, WorkerProcess, processes
+from tests.scale import sized
+from tests.times import TEST_TIMES
+from tests.unit.worker.gateway import Gateway
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+NEAR_TIE = 1e-4
+MARKER = 4000
+"""A token that no prompt has by chance."""
+LENGTHS = sized((1, 15, 16, 17, 33, 300, 513), (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300, 511, 512, 513, 1000, 1500))
+
+
+def prompt(number: int, num_tokens: int) -> Any:
+    drawn = Random(number)
+    return token_ids(drawn.randrange(3, MARKER) for _ in range(num_tokens))
+
+
+def both_jobs(p: WorkerProcess, d: WorkerProcess, number: int, tokens: Any, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
+    shared = {
+        "job": JobId(request_id=b"request-%d" % number, attempt=0),
+        "token_ids": tokens,
+        "num_prompt_tokens": len(tokens),
+        "sampling": Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, num_logprobs=1),
+        "sample_indices": (0,),
+        "deadline_s": 60.0,
+    }
+    return PrefillJob(**{**shared, **fields, "reader": d.ref}), DecodeJob(**{**shared, **fields, "owner": p.ref})
+
+
+@cache
+def reference() -> Any:
+    """The model as transformers runs it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from baton.engine.model.hub import DEMO_DIR
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def check_exact(tokens: Any, answer: list[int], logprobs: list[float]) -> None:
+    """One teacher-forced pass: each token is the reference's best, or within a near-tie of it, and has the reference's logprob."""
+    import torch
+
+    with torch.inference_mode():
+        logits = reference()(torch.tensor([[*tokens, *answer]])).logits[0, len(tokens) - 1 : -1]
+    expected = torch.log_softmax(logits, dim=-1)
+    for position, (token, logprob) in enumerate(zip(answer, logprobs, strict=True)):
+        row = expected[position]
+        assert row.max() - row[token] < NEAR_TIE, position
+        assert math.isclose(float(row[token]), logprob, abs_tol=NEAR_TIE), position
+
+
+async def gateway_to(made: Processes, worker: WorkerProcess) -> Gateway:
+    gateway = Gateway(made.network, worker.ref)
+    await gateway.connect()
+    return gateway
+
+
+@pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
+async def test_two_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
+    """Then: a cancelled request leaves nothing, a stuck worker exits (row 11), a decode worker finishes its work after SIGTERM (row 47) and
+    a prefill worker waits for its readers (row 48). One start serves all: a process takes seconds to load torch."""
+    async with processes(tmp_path) as made:
+        shared = {"transfer": transfer, "workers_on_host": 3, "step_limit_s": 1.5}
+        stuck = {"BATON_FAILPOINTS": f"sequence_step[token={MARKER}]=sleep:60"}
+        p, q, d = await made.start_workers(
+            ("p", {**shared, "role": "prefill"}, {}),
+            ("q", {**shared, "role": "prefill", "max_num_batched_tokens": 64}, stuck),
+            ("d", {**shared, "role": "decode"}, {}),
+        )
+        made.scheduler.send("d", Command(kind=CommandKind.CONNECT, peer=p.ref))
+        to_p, to_q, to_d = [await gateway_to(made, worker) for worker in (p, q, d)]
+        await _answers_are_exact(p, d, to_p, to_d)
+        await _a_cancelled_request_leaves_nothing(made, p, d, to_p, to_d)
+        await _a_stuck_worker_exits_and_is_blamed(made, q, d, to_q, to_d)
+        await _sigterm_loses_nothing(made, p, d, to_p, to_d)
+
+
+async def _answers_are_exact(p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
+    jobs = [both_jobs(p, d, number, prompt(number, length)) for number, length in enumerate(LENGTHS)]
+    for prefill, decode in jobs:
+        to_p.send(prefill)
+        to_d.send(decode)
+    for prefill, decode in jobs:
+        deltas = await to_d.ended(decode.job)
+        answer = to_d.tokens(decode.job)
+        assert len(answer) == 12
+        assert to_p.tokens(prefill.job) == answer[:1]
+        check_exact(decode.token_ids, answer, [logprobs.logprob for delta in deltas for logprobs in delta.logprobs])
+        timeline = deltas[-1].timeline
+        assert timeline is not None
+        assert timeline.kv_bytes > 0
+        assert timeline.transport
+
+
+async def _a_cancelled_request_leaves_nothing(made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
+    prefill, decode = both_jobs(p, d, 100, prompt(100, 1500), sampling=Sampling(max_tokens=400, ignore_eos=True))
+    to_p.send(prefill)
+    to_d.send(decode)
+    await asyncio.sleep(0.1)
+    to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+    to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+    assert (await to_d.failed(decode.job)).reason is Reason.CANCELLED
+    for worker_id in ("p", "d"):
+        await made.latest_clean(worker_id)
+
+
+async def _a_stuck_worker_exits_and_is_blamed(made: Processes, q: WorkerProcess, d: WorkerProcess, to_q: Gateway, to_d: Gateway) -> None:
+    tokens = prompt(102, 300)
+    tokens[200] = MARKER
+    prefill, decode = both_jobs(q, d, 102, tokens)
+    to_q.send(prefill)
+    to_d.send(decode)
+    await made.report("q", WorkerState.UNHEALTHY)
+    assert await q.exit_code(5.0) == UNHEALTHY_EXIT_CODE
+    failure = await to_d.failed(decode.job)
+    assert failure.retriable
+    assert failure.blamed == q.ref
+    await made.latest_clean("d")
+
+
+async def _sigterm_loses_nothing(made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
+    prefill, decode = both_jobs(p, d, 101, prompt(101, 700), sampling=Sampling(max_tokens=60, temperature=0.0, ignore_eos=True))
+    to_p.send(prefill)
+    to_d.send(decode)
+    await to_p.ended_prefill(prefill.job)
+    p.signal(signal.SIGTERM)
+    d.signal(signal.SIGTERM)
+    await to_d.ended(decode.job)
+    assert len(to_d.tokens(decode.job)) == 60
+    assert await p.exit_code(TEST_TIMES["drain_s"]) == 0
+    assert await d.exit_code(TEST_TIMES["drain_s"]) == 0
+    assert made.scheduler.reports["d"][-1].state is WorkerState.DRAINING
+
+
+@pytest.mark.long
+async def test_a_killed_owner_is_blamed(tmp_path: Path) -> None:
+    """Row 2, as far as workers go."""
+    async with processes(tmp_path) as made:
+        shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}
+        p, d = await made.start_workers(("p", {**shared, "role": "prefill"}, {}), ("d", {**shared, "role": "decode"}, {}))
+        to_p, to_d = await gateway_to(made, p), await gateway_to(made, d)
+        prefill, decode = both_jobs(p, d, 0, prompt(0, 2000))
+        to_p.send(prefill)
+        to_d.send(decode)
+        await to_d.until(lambda: made.scheduler.reports["d"][-1].blocks.used > 0)
+        p.signal(signal.SIGKILL)
+        failure = await to_d.failed(decode.job)
+        assert failure.retriable
+        assert failure.blamed == p.ref
+        await made.latest_clean("d")

@@ -1,0 +1,257 @@
+"""A prefill and a decode worker over simulated leaves, and a scripted gateway: the real services, virtual time, no socket.
+
+`SimExecutor` compares every slot of KV that a sample attends to with the sequence's own history, so a wrong block fails the test by itself.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+from baton.core.apis import Member, MemberKind
+from baton.core.cluster import Command, WorkerReport
+from baton.core.ids import WorkerRef
+from baton.core.jobs import DecodeJob, Job, PrefillJob
+from baton.core.kv_layout import KvLayout
+from baton.engine.block_pool import BlockPool
+from baton.engine.engine import Engine, EngineConfig
+from baton.engine.step import Executor, StepPlan, StepResult
+from baton.runtime.health import Health
+from baton.runtime.settings import WorkerConfig
+from baton.sim.executor import SimExecutor, SimStepCost
+from baton.sim.memory import SimMemory, contents, token_after
+from baton.sim.network import Delays, SimNetwork
+from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.worker.service import Worker, WorkerParts
+from tests import builders
+from tests.times import TEST_TIMES
+from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job
+
+BLOCK = 4
+SCHEDULER = "scheduler:1"
+
+
+class StaticMembership:
+    """Membership of one process; `is_away` makes it fail as a store that is down does."""
+
+    def __init__(self) -> None:
+        self.announced: dict[str, Member] = {}
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        self.announced[member.member_id] = member
+
+    async def withdraw(self, member: Member) -> None:
+        self.announced.pop(member.member_id, None)
+
+    async def members(self, kind: MemberKind) -> tuple[Member, ...]:
+        return tuple(m for m in self.announced.values() if m.kind is kind)
+
+
+class ListeningScheduler:
+    """Keeps what workers report; `send` gives them a command."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, list[WorkerReport]] = defaultdict(list)
+        self.streams: dict[str, Any] = {}
+
+    async def report(self, stream: Any) -> None:
+        while True:
+            report = await stream.receive()
+            self.reports[report.worker.worker_id].append(report)
+            self.streams[report.worker.worker_id] = stream
+
+    def send(self, worker_id: str, command: Command) -> None:
+        self.streams[worker_id].send(command)
+
+
+class GatedExecutor:
+    """Lets a test hold steps back, or make them fail."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.plans: list[StepPlan] = []
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.inner.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self.inner.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return await self.inner.execute(plan)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+class Node:
+    """One worker and what it runs on."""
+
+    def __init__(self, cluster: "Cluster", worker_id: str, role: str, num_blocks: int, epoch: int = 1, **changes: Any) -> None:
+        self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
+        self.layout = builders.layout(block_size_tokens=BLOCK)
+        self.config = WorkerConfig(**{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes})
+        memory = SimMemory(num_blocks, BLOCK)
+        lives = MemoryLifeTable(bytearray(num_blocks * ENTRY_BYTES), epoch)
+        self.pool = BlockPool(num_blocks, BLOCK, lives)
+        self.memory = memory
+        self.health = Health("worker")
+        self.executor = GatedExecutor(
+            SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.002, per_token_s=0.0001))
+        )
+        engine_config = EngineConfig(
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=4096,
+            block_size_tokens=BLOCK,
+            eos_token_ids=(0,),
+            max_waiting_seqs=self.config.max_queue,
+        )
+        self.backend = SimTransferBackend(fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, lives=lives)
+        self.worker = Worker(
+            WorkerParts(
+                worker=self.ref,
+                config=self.config,
+                engine=Engine(engine_config, self.pool),
+                pool=self.pool,
+                executor=self.executor,
+                backend=self.backend,
+                network=cluster.network.host(self.ref.address),
+                membership=cluster.membership,
+                health=self.health,
+                rng=Random(f"{cluster.seed}-{worker_id}-{epoch}"),
+            )
+        )
+        cluster.network.listen(self.ref.address, self.worker)
+        self.running = asyncio.create_task(self.worker.run(), name=f"worker-{worker_id}")
+
+
+def worker_times() -> dict[str, Any]:
+    names = {item for item in dir(WorkerConfig) if item in TEST_TIMES}
+    return {name: TEST_TIMES[name] for name in names}
+
+
+class Cluster:
+    """Workers by id on one simulated network."""
+
+    def __init__(self, seed: int, delays: Delays, link: LinkModel) -> None:
+        self.seed = seed
+        self.network = SimNetwork(Random(f"{seed}-network"), delays)
+        self.fabric = SimFabric(Random(f"{seed}-fabric"), link)
+        self.membership = StaticMembership()
+        self.scheduler = ListeningScheduler()
+        self.network.listen(SCHEDULER, self.scheduler)  # type: ignore[arg-type]
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, worker_id: str, role: str = "hybrid", num_blocks: int = 64, **changes: Any) -> Node:
+        node = self.nodes[worker_id] = Node(self, worker_id, role, num_blocks, **changes)
+        return node
+
+    def gateway(self, node: Node, name: str = "g0") -> Gateway:
+        return Gateway(self.network.host(name), node.ref, name)
+
+    async def kill(self, worker_id: str) -> None:
+        node = self.nodes.pop(worker_id)
+        self.fabric.kill(node.backend.memory[0].agent_name)
+        node.running.cancel()
+        await self.network.kill(node.ref.address)
+        await asyncio.wait((node.running,))
+
+    def cut(self, *addresses: str) -> int:
+        """Cut every stream between hosts whose names begin so; how many there were."""
+        streams = [s for s in self.network.streams.values() if all(any(h.startswith(a) for h in s.hosts) for a in addresses)]
+        for stream in streams:
+            stream.cut()
+        return len(streams)
+
+    def check_clean(self) -> None:
+        for node in self.nodes.values():
+            node.worker.check_clean()
+
+    async def until_clean(self, within_s: float = 10.0) -> None:
+        """I2: some time after the last request nothing is left."""
+        async with asyncio.timeout(within_s):
+            while True:
+                try:
+                    self.check_clean()
+                except AssertionError:
+                    await asyncio.sleep(0.05)
+                else:
+                    return
+
+
+@asynccontextmanager
+async def cluster(seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None) -> AsyncIterator[Cluster]:
+    """An empty cluster; workers that still run at the end are stopped."""
+    made = Cluster(seed, delays or Delays(), link or LinkModel())
+    try:
+        yield made
+    finally:
+        for worker_id in list(made.nodes):
+            await made.kill(worker_id)
+        await made.network.kill(SCHEDULER)
+
+
+def expected_tokens(job: Job, sample: int = 0) -> list[int]:
+    """What an un-faulted run of the job gives, from its first output on."""
+    prompt = list(job.token_ids[: job.num_prompt_tokens])
+    tokens: list[int] = []
+    while len(tokens) < job.sampling.max_tokens:
+        slots = contents([*prompt, *tokens])
+        token = token_after(slots[-1], job.sampling.seed, sample, len(prompt) + len(tokens), VOCAB_SIZE)
+        tokens.append(token)
+        if not job.sampling.ignore_eos and token == 0:
+            break
+    return tokens
+
+
+class Pair:
+    """A prefill and a decode worker, and a gateway's session to each."""
+
+    def __init__(self, made: Cluster, p: Node, d: Node) -> None:
+        self.cluster = made
+        self.p, self.d = p, d
+        self.to_p, self.to_d = made.gateway(p), made.gateway(d)
+        self.until_clean = made.until_clean
+        self.check_clean = made.check_clean
+
+    def jobs(self, *, num_tokens: int = 30, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
+        """Both jobs of one attempt."""
+        return prefill_job(num_tokens, reader=self.d.ref, **fields), decode_job(num_tokens, owner=self.p.ref, **fields)
+
+    def send(self, *, num_tokens: int = 30, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
+        """Both jobs leave at the same moment."""
+        prefill, decode = self.jobs(num_tokens=num_tokens, **fields)
+        self.to_p.send(prefill)
+        self.to_d.send(decode)
+        return prefill, decode
+
+    async def settle(self) -> None:
+        """Long enough for messages that are under way to arrive."""
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def pair(
+    seed: int = 0, *, num_blocks: int = 64, p_blocks: int = 64, delays: Delays | None = None, link: LinkModel | None = None, **changes: Any
+) -> AsyncIterator[Pair]:
+    """`num_blocks` of the decode worker, `p_blocks` of the prefill worker; `changes` of both workers' settings."""
+    async with cluster(seed, delays=delays, link=link) as made:
+        settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
+        both = Pair(made, made.start("p", "prefill", p_blocks, **settings), made.start("d", "decode", num_blocks, **settings))
+        await both.to_p.connect()
+        await both.to_d.connect()
+        yield both

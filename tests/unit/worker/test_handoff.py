@@ -1,0 +1,265 @@
+"""From a prefill worker to a decode worker: what arrives, what is sent, and that nothing is left behind."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.errors import Code, Reason
+from baton.core.jobs import Cancel
+from baton.core.request import FinishReason, Sampling
+from tests.unit.worker.harness import BLOCK, Pair, expected_tokens, pair
+from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.virtual import virtual
+
+
+@virtual
+async def test_a_prompt_computed_here_is_answered_there() -> None:
+    async with pair() as made:
+        prefill, decode = made.send(num_tokens=30)
+        deltas = await made.to_d.ended(decode.job)
+        expected = expected_tokens(decode)
+        assert made.to_d.tokens(decode.job) == expected
+        assert [(d.output_index, d.token_ids, d.finish) for d in made.to_p.deltas[prefill.job]] == [(0, (expected[0],), None)]
+        assert [d.output_index for d in deltas] == list(range(8))
+        assert made.to_d.finishes(decode.job) == [(0, FinishReason.LENGTH)]
+        await made.until_clean()
+
+
+@virtual
+async def test_each_leg_tells_where_its_seconds_went() -> None:
+    async with pair() as made:
+        prefill, decode = made.send(num_tokens=30)
+        await made.to_d.ended(decode.job)
+        first, last = made.to_p.deltas[prefill.job][0], made.to_d.deltas[decode.job][-1]
+        assert first.usage is not None
+        assert (first.usage.num_prompt_tokens, first.usage.num_cached_tokens) == (30, {})
+        assert first.timeline is not None
+        assert (first.timeline.worker_id, first.timeline.num_computed_tokens) == ("p", 30)
+        assert first.timeline.compute_s > 0
+        assert last.timeline is not None
+        assert (last.timeline.worker_id, last.timeline.transport) == ("d", "simulated")
+        assert last.timeline.kv_bytes == 8 * made.d.layout.block_bytes
+        assert last.timeline.kv_wait_s > 0
+        assert 0 < last.timeline.kv_exposed_s < 0.1
+        assert last.timeline.decode_s > 0
+        assert [d.timeline for d in made.to_d.deltas[decode.job][:-1]] == [None] * 7
+
+
+@virtual
+async def test_a_long_prompt_moves_while_it_is_computed() -> None:
+    async with pair(max_num_batched_tokens=64) as made:
+        _, decode = made.send(num_tokens=200, request=b"long")
+        await made.to_d.ended(decode.job)
+        timeline = made.to_d.deltas[decode.job][-1].timeline
+        assert timeline is not None
+        assert timeline.kv_wait_s < made.p.executor.inner._cost.base_s * 6  # type: ignore[attr-defined]
+        assert len([plan for plan in made.p.executor.plans if plan.sequences]) == 4
+        await made.until_clean()
+
+
+@virtual
+async def test_blocks_that_the_reader_holds_are_not_sent_again() -> None:
+    async with pair() as made:
+        _, first = made.send(num_tokens=30, request=b"same")
+        await made.to_d.ended(first.job)
+        prefill, again = made.send(num_tokens=30, request=b"same", attempt=1)
+        await made.to_d.ended(again.job)
+        assert made.to_d.tokens(again.job) == expected_tokens(again)
+        timeline = made.to_d.deltas[again.job][-1].timeline
+        assert timeline is not None
+        assert (timeline.num_cached_tokens, timeline.kv_bytes) == (7 * BLOCK, made.d.layout.block_bytes)
+        usage = made.to_p.deltas[prefill.job][0].usage
+        assert usage is not None
+        assert usage.num_cached_tokens == {"device": 7 * BLOCK}
+        await made.until_clean()
+
+
+@virtual
+async def test_cached_blocks_that_are_evicted_before_the_kv_is_ready_are_asked_for_after_all() -> None:
+    async with pair(num_blocks=16) as made:
+        _, first = made.send(num_tokens=20, request=b"same")
+        await made.to_d.ended(first.job)
+        made.p.executor.gate.clear()
+        _, again = made.send(num_tokens=20, request=b"same", attempt=1)
+        local = decode_job(56, request=b"local", sampling=Sampling(max_tokens=2, ignore_eos=True))
+        made.to_d.send(local)
+        await made.to_d.ended(local.job)
+        made.p.executor.gate.set()
+        await made.to_d.ended(again.job)
+        assert made.to_d.tokens(again.job) == expected_tokens(again)
+        timeline = made.to_d.deltas[again.job][-1].timeline
+        assert timeline is not None
+        assert (timeline.num_cached_tokens, timeline.kv_bytes) == (BLOCK, 4 * made.d.layout.block_bytes)  # of four that it had
+        await made.until_clean()
+
+
+@virtual
+async def test_samples_share_one_transfer_and_differ() -> None:
+    async with pair() as made:
+        prefill, decode = made.send(num_tokens=30, sample_indices=(0, 1, 4))
+        await made.to_d.ended(decode.job, samples=(0, 1, 4))
+        answers = {sample: made.to_d.tokens(decode.job, sample) for sample in (0, 1, 4)}
+        assert answers == {sample: expected_tokens(decode, sample) for sample in (0, 1, 4)}
+        assert len({tuple(answer) for answer in answers.values()}) == 3
+        assert sorted(d.sample_index for d in made.to_p.deltas[prefill.job]) == [0, 1, 4]
+        assert [d.usage is not None for d in made.to_p.deltas[prefill.job]] == [False, False, True]
+        timelines = [d.timeline for d in made.to_d.deltas[decode.job] if d.timeline is not None]
+        assert [t.kv_bytes for t in timelines] == [8 * made.d.layout.block_bytes]
+        await made.until_clean()
+
+
+@virtual
+async def test_a_cancelled_sample_ends_and_the_others_go_on() -> None:
+    async with pair() as made:
+        sampling = Sampling(max_tokens=40, ignore_eos=True)
+        _, decode = made.send(num_tokens=30, sample_indices=(0, 1), sampling=sampling)
+        await made.to_d.until(lambda: len(made.to_d.tokens(decode.job, 1)) > 3)
+        made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED, sample_indices=(1,)))
+        await made.to_d.ended(decode.job)
+        assert made.to_d.tokens(decode.job) == expected_tokens(decode)
+        assert len(made.to_d.tokens(decode.job, 1)) < 40
+        assert made.to_d.finishes(decode.job) == [(0, FinishReason.LENGTH)]
+        assert made.to_d.deltas[decode.job][-1].timeline is not None
+        await made.until_clean()
+
+
+@virtual
+async def test_a_sample_cancelled_at_the_owner_first_does_not_fail_the_others() -> None:
+    async with pair() as made:
+        made.p.executor.gate.clear()
+        prefill, decode = made.send(num_tokens=30, sample_indices=(0, 1))
+        await made.settle()
+        made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED, sample_indices=(1,)))
+        await made.settle()
+        made.p.executor.gate.set()
+        await made.to_d.ended(decode.job)
+        assert made.to_d.tokens(decode.job) == expected_tokens(decode)
+        assert made.to_d.tokens(decode.job, 1) == []
+        await made.until_clean()
+
+
+@virtual
+async def test_replayed_outputs_go_on_where_they_ended() -> None:
+    async with pair() as made:
+        whole = expected_tokens(decode_job(30))
+        replayed = {"token_ids": decode_job(30).token_ids + type(decode_job(30).token_ids)("I", whole[:3]), "num_prompt_tokens": 30}
+        prefill, decode = made.send(num_tokens=30, attempt=1, **replayed)
+        deltas = await made.to_d.ended(decode.job)
+        assert made.to_p.deltas[prefill.job][0].output_index == 3
+        assert deltas[0].output_index == 3
+        assert made.to_d.tokens(decode.job) == whole[3:]
+        await made.until_clean()
+
+
+@virtual
+async def test_a_first_token_that_ends_the_request_gives_the_place_back() -> None:
+    async with pair() as made:
+        prefill, decode = made.send(num_tokens=30, sampling=Sampling(max_tokens=1))
+        deltas = await made.to_d.ended(decode.job)
+        assert (await made.to_p.ended(prefill.job))[0].finish is FinishReason.LENGTH
+        assert [(d.token_ids, d.finish) for d in deltas] == [((expected_tokens(decode)[0],), FinishReason.LENGTH)]
+        assert deltas[0].timeline is not None
+        assert deltas[0].timeline.kv_bytes == 0
+        assert not made.d.executor.plans
+        await made.until_clean(within_s=1.0)
+
+
+@virtual
+async def test_without_a_reader_there_is_no_transfer() -> None:
+    async with pair() as made:
+        job = prefill_job(30, sampling=Sampling(max_tokens=1))
+        made.to_p.send(job)
+        deltas = await made.to_p.ended(job.job)
+        assert [d.token_ids for d in deltas] == [(expected_tokens(job)[0],)]
+        assert made.p.worker.owner.open_leases == 0
+        made.check_clean()
+
+
+@virtual
+async def test_a_decode_worker_can_compute_the_prompt_itself() -> None:
+    async with pair() as made:
+        job = decode_job(30)
+        made.to_d.send(job)
+        deltas = await made.to_d.ended(job.job)
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+        assert deltas[0].usage is not None
+        assert deltas[0].usage.num_prompt_tokens == 30
+        assert deltas[-1].timeline is not None
+        assert (deltas[-1].timeline.num_computed_tokens, deltas[-1].timeline.kv_bytes) == (30, 0)
+        assert deltas[-1].timeline.compute_s > 0
+        made.check_clean()
+
+
+@virtual
+async def test_what_was_pulled_is_found_by_the_next_prompt_there() -> None:
+    async with pair() as made:
+        _, pulled = made.send(num_tokens=30, request=b"same")
+        await made.to_d.ended(pulled.job)
+        local = decode_job(30, request=b"same", attempt=1)
+        made.to_d.send(local)
+        deltas = await made.to_d.ended(local.job)
+        assert deltas[0].usage is not None
+        assert deltas[0].usage.num_cached_tokens == {"device": 7 * BLOCK}
+
+
+@virtual
+async def test_another_salt_finds_nothing() -> None:
+    async with pair() as made:
+        _, first = made.send(num_tokens=30, request=b"same", cache_salt=b"a")
+        await made.to_d.ended(first.job)
+        prefill, again = made.send(num_tokens=30, request=b"same", attempt=1, cache_salt=b"b")
+        await made.to_d.ended(again.job)
+        usage = made.to_p.deltas[prefill.job][0].usage
+        assert usage is not None
+        assert usage.num_cached_tokens == {}
+        timeline = made.to_d.deltas[again.job][-1].timeline
+        assert timeline is not None
+        assert timeline.kv_bytes == 8 * made.d.layout.block_bytes
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_does_not_read_from_itself(role: str) -> None:
+    @virtual
+    async def refused() -> None:
+        async with pair() as made:
+            job = prefill_job(reader=made.d.ref) if role == "prefill" else decode_job(owner=made.d.ref)
+            made.to_d.send(job)
+            failure = await made.to_d.failed(job.job)
+            assert (failure.code, failure.retriable) == (Code.INVALID_ARGUMENT, False)
+            made.check_clean()
+
+    refused()
+
+
+@virtual
+async def test_jobs_that_make_no_sense_are_refused_and_nothing_stays() -> None:
+    async with pair() as made:
+        wrong = [
+            decode_job(10, request=b"a", sample_indices=()),
+            decode_job(10, request=b"b", sample_indices=(0, 0)),
+            decode_job(10, request=b"c", num_prompt_tokens=11),
+            decode_job(10, request=b"d", num_prompt_tokens=0),
+            decode_job(5000, request=b"e"),
+            replace(decode_job(1, request=b"f"), token_ids=decode_job(0, request=b"f").token_ids),
+        ]
+        made.to_d.send(*wrong)
+        for job in wrong:
+            assert (await made.to_d.failed(job.job)).code is Code.INVALID_ARGUMENT
+        made.check_clean()
+
+
+async def run_many(made: Pair, count: int) -> None:
+    jobs = [made.send(num_tokens=7 + 9 * n, request=b"many-%d" % n)[1] for n in range(count)]
+    for job in jobs:
+        await made.to_d.ended(job.job)
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+
+
+@virtual
+async def test_all_tokens_of_a_step_are_one_message() -> None:
+    async with pair(num_blocks=256) as made:
+        await run_many(made, 8)
+        num_deltas = sum(len(step.deltas) for step in made.to_d.steps)
+        assert num_deltas == 64
+        assert len(made.to_d.steps) <= len(made.d.executor.plans) + 8
+        await made.until_clean()

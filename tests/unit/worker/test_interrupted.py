@@ -1,0 +1,389 @@
+"""What happens to a job that is cancelled, repeated, superseded, late, or whose other leg, stream or worker is lost."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from baton.core.errors import Code, Failure, Reason
+from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.request import Sampling
+from baton.engine.outcome import Admission, Outcome
+from baton.engine.step import StepPlan, StepResult
+from baton.sim.transfer_backend import LinkModel
+from tests.times import TEST_TIMES
+from tests.unit.worker.harness import Pair, expected_tokens, pair
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.virtual import virtual
+
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+SLOW_LINK = LinkModel(bytes_per_s=40_000.0)
+"""A block of the test layout (1 KiB) takes 26 ms."""
+
+Phase = Callable[[Pair, PrefillJob, DecodeJob], bool]
+PHASES: dict[str, Phase] = {
+    "queued": lambda made, prefill, decode: made.p.worker.jobs.num_open == 1 and made.d.worker.jobs.num_open == 1,
+    "prefill": lambda made, prefill, decode: len(made.p.executor.plans) == 2,
+    "transfer": lambda made, prefill, decode: made.d.pool.counts().landing > 0 and made.d.pool.counts().used > 0,
+    "all but the last block": lambda made, prefill, decode: made.d.pool.counts().landing == 1,
+    "first token": lambda made, prefill, decode: bool(made.to_p.tokens(prefill.job)),
+    "generating": lambda made, prefill, decode: len(made.to_d.tokens(decode.job)) > 5,
+}
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.0002)  # virtual time: whatever is looked for is seen at once
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("what", ["cancel", "deadline"])
+def test_a_job_ends_in_every_phase_with_one_last_message_and_nothing_left(phase: str, what: str) -> None:
+    @virtual
+    async def ends() -> None:
+        async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
+            prefill, decode = made.send(num_tokens=60, sampling=LONG)
+            await until(lambda: PHASES[phase](made, prefill, decode))
+            code, reason = (Code.CANCELLED, Reason.CANCELLED) if what == "cancel" else (Code.DEADLINE_EXCEEDED, Reason.DEADLINE)
+            if what == "cancel":
+                made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+                made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+            else:
+                for node in (made.p, made.d):
+                    for opened in tuple(node.worker.jobs._by_seq.values()):
+                        assert opened.deadline is not None
+                        opened.deadline._run()
+            failure = await made.to_d.failed(decode.job)
+            assert (failure.code, failure.reason, failure.retriable) == (code, reason, False)
+            await made.until_clean(within_s=1.0)
+            hasprefilled = bool(made.to_p.tokens(prefill.job))
+            assert len(made.to_p.failures[prefill.job]) == (0 if hasprefilled else 1)
+            made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+            await asyncio.sleep(3.0)
+            assert len(made.to_d.failures[decode.job]) == 1
+            made.check_clean()
+
+    ends()
+
+
+@virtual
+async def test_a_deadline_is_counted_from_receipt() -> None:
+    async with pair() as made:
+        made.p.executor.gate.clear()
+        prefill, decode = made.send(num_tokens=30, deadline_s=1.0)
+        before_s = asyncio.get_running_loop().time()
+        assert (await made.to_d.failed(decode.job)).reason is Reason.DEADLINE
+        assert (await made.to_p.failed(prefill.job)).code is Code.DEADLINE_EXCEEDED
+        assert 0.9 < asyncio.get_running_loop().time() - before_s < 1.2
+        made.p.executor.gate.set()
+        await made.until_clean()
+
+
+@virtual
+async def test_a_repeated_job_changes_nothing() -> None:
+    async with pair() as made:
+        prefill, decode = made.send(num_tokens=30)
+        made.to_p.send(prefill, prefill)
+        made.to_d.send(decode, decode)
+        await made.to_d.ended(decode.job)
+        made.to_d.acknowledges = False
+        await made.settle()
+        assert made.to_d.tokens(decode.job) == expected_tokens(decode)
+        assert len(made.to_p.deltas[prefill.job]) == 1
+        await made.until_clean()
+
+
+@virtual
+async def test_a_job_repeated_after_its_end_is_known_until_that_is_acknowledged() -> None:
+    async with pair() as made:
+        made.to_d.acknowledges = False
+        job = decode_job(30)
+        made.to_d.send(job)
+        await made.to_d.ended(job.job)
+        made.to_d.send(job)
+        await made.settle()
+        assert made.d.worker.jobs.num_open == 0
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+
+
+@virtual
+async def test_a_job_repeated_after_that_changes_nothing_either() -> None:
+    async with pair() as made:
+        job = decode_job(30)
+        made.to_d.send(job)
+        await made.to_d.ended(job.job)
+        await made.settle()
+        assert not made.d.worker.jobs.remembers(job.job)
+        made.to_d.send(job)
+        await made.settle()
+        assert made.d.worker.jobs.num_open == 0
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+
+
+@virtual
+async def test_nothing_more_comes_of_a_sample_that_is_cancelled_during_a_step() -> None:
+    async with pair() as made:
+        job = decode_job(30, sample_indices=(0, 1))
+        made.to_d.send(job)
+        await made.to_d.until(lambda: len(made.to_d.tokens(job.job, 1)) == 3)
+        made.d.executor.gate.clear()
+        await made.settle()
+        before = len(made.to_d.tokens(job.job, 1))
+        made.to_d.send(Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=(1,)))
+        await made.settle()
+        made.d.executor.gate.set()
+        await made.to_d.ended(job.job)
+        assert len(made.to_d.tokens(job.job, 1)) == before
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+        await made.until_clean()
+
+
+@virtual
+async def test_landing_blocks_of_a_job_that_is_over_are_given_back() -> None:
+    async with pair() as made:
+        landing = made.d.pool.allocate_landing(3)
+        assert landing is not None
+        made.d.worker.jobs.deliver(
+            Outcome(admissions=(Admission(seq_id=99, block_table=tuple(landing), num_cached_blocks=0, landing_block_ids=tuple(landing)),))
+        )
+        made.d.pool.unref(landing)
+        made.check_clean()
+
+
+@virtual
+async def test_a_higher_attempt_drops_lower_ones_and_is_not_dropped_by_them() -> None:
+    async with pair() as made:
+        _, first = made.send(num_tokens=30, sampling=LONG)
+        await made.to_d.until(lambda: len(made.to_d.tokens(first.job)) > 3)
+        local = decode_job(30, attempt=2)
+        made.to_d.send(local)
+        assert (await made.to_d.failed(first.job)).reason is Reason.SUPERSEDED
+        late = decode_job(30, attempt=1)
+        made.to_d.send(late)
+        assert (await made.to_d.failed(late.job)).reason is Reason.SUPERSEDED
+        await made.to_d.ended(local.job)
+        assert made.to_d.tokens(local.job) == expected_tokens(local)
+        even_later = decode_job(30, attempt=1, request=b"request-0")
+        made.to_d.send(even_later)
+        await made.settle()
+        await made.until_clean()
+
+
+@virtual
+async def test_a_gateway_that_returns_misses_nothing_and_gets_nothing_twice() -> None:
+    async with pair() as made:
+        _, decode = made.send(num_tokens=30, sampling=LONG)
+        for _ in range(5):
+            seen = len(made.to_d.tokens(decode.job))
+            await made.to_d.until(lambda seen=seen: len(made.to_d.tokens(decode.job)) > seen + 10)  # type: ignore[misc]
+            await made.to_d.break_off()
+            await asyncio.sleep(0.1)
+            reply = await made.to_d.connect()
+            assert reply.resumed
+            made.to_d.send(decode)
+        await made.to_d.ended(decode.job)
+        assert made.to_d.tokens(decode.job) == expected_tokens(decode)
+        await made.until_clean()
+
+
+@virtual
+async def test_a_gateway_that_does_not_return_in_time_loses_its_jobs() -> None:
+    async with pair() as made:
+        made.p.executor.gate.clear()
+        made.send(num_tokens=30, sampling=LONG)
+        await made.settle()
+        await made.to_p.break_off()
+        await made.to_d.break_off()
+        await asyncio.sleep(0.9 * TEST_TIMES["session_grace_s"])
+        assert made.d.worker.jobs.num_open == 1
+        await asyncio.sleep(0.2 * TEST_TIMES["session_grace_s"])
+        made.p.executor.gate.set()
+        await made.until_clean()
+        assert not (await made.to_d.connect()).resumed
+
+
+@virtual
+async def test_a_cancelled_owner_leg_fails_the_reader_and_blames_the_owner() -> None:
+    async with pair(num_blocks=128, max_num_batched_tokens=16) as made:
+        prefill, decode = made.send(num_tokens=60)
+        await until(lambda: len(made.p.executor.plans) == 2)
+        made.p.executor.gate.clear()
+        await until(lambda: 0 < made.d.pool.counts().landing < 15)
+        made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+        failure = await made.to_d.failed(decode.job)
+        assert failure.retriable
+        assert failure.blamed == made.p.ref
+        made.p.executor.gate.set()
+        await made.until_clean()
+
+
+@virtual
+async def test_a_cancelled_owner_leg_whose_first_token_is_out_changes_nothing() -> None:
+    async with pair(num_blocks=128, link=SLOW_LINK) as made:
+        prefill, decode = made.send(num_tokens=60)
+        await made.to_p.ended_prefill(prefill.job)
+        made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+        await made.to_d.ended(decode.job)
+        assert made.to_p.failures[prefill.job] == []
+        await made.until_clean()
+
+
+@virtual
+async def test_an_owner_that_dies_fails_the_reader_and_what_was_pulled_stays_cached() -> None:
+    async with pair(link=SLOW_LINK) as made:
+        _prefill, decode = made.send(num_tokens=60)
+        await until(lambda: made.d.pool.counts().landing in range(1, 8))
+        await made.cluster.kill("p")
+        failure = await made.to_d.failed(decode.job)
+        assert failure.retriable
+        assert failure.blamed == made.p.ref
+        await made.until_clean()
+        again = decode_job(60, attempt=1)
+        made.to_d.send(again)
+        deltas = await made.to_d.ended(again.job)
+        assert made.to_d.tokens(again.job) == expected_tokens(again)
+        assert deltas[0].usage is not None
+        assert deltas[0].usage.num_cached_tokens["device"] > 0
+
+
+@virtual
+async def test_a_reader_that_dies_leaves_the_owner_clean_within_a_lease() -> None:
+    async with pair(link=SLOW_LINK) as made:
+        prefill, decode = made.send(num_tokens=60)
+        await until(lambda: PHASES["transfer"](made, prefill, decode))
+        await made.cluster.kill("d")
+        assert made.p.worker.owner.open_leases == 1
+        await made.until_clean(within_s=TEST_TIMES["lease_s"] + 0.2)
+
+
+@virtual
+async def test_a_reader_that_never_comes_leaves_the_owner_clean_after_the_claim() -> None:
+    async with pair() as made:
+        prefill, _ = made.jobs(num_tokens=60)
+        made.to_p.send(prefill)
+        await made.to_p.ended_prefill(prefill.job)
+        assert made.p.pool.counts().held_for_others == 15
+        await made.until_clean(within_s=TEST_TIMES["claim_s"] + 0.2)
+
+
+@virtual
+async def test_a_cut_peer_stream_is_dialled_again_and_the_transfer_goes_on() -> None:
+    async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
+        _prefill, decode = made.send(num_tokens=60)
+        for block in (12, 8, 4):
+            await until(lambda block=block: 0 < made.d.pool.counts().landing <= block)  # type: ignore[misc]
+            assert made.cluster.cut("d:1", "p:1") == 1
+        await made.to_d.ended(decode.job)
+        assert made.to_d.tokens(decode.job) == expected_tokens(decode)
+        await made.until_clean()
+
+
+@virtual
+async def test_requests_that_do_not_fit_together_are_answered_one_after_the_other() -> None:
+    async with pair(num_blocks=20, p_blocks=20) as made:
+        jobs = [made.send(num_tokens=60, request=b"r%d" % n)[1] for n in range(4)]
+        for job in jobs:
+            await made.to_d.ended(job.job)
+            assert made.to_d.tokens(job.job) == expected_tokens(job)
+        await made.until_clean()
+
+
+@virtual
+async def test_a_wait_for_memory_ends_with_no_room() -> None:
+    async with pair(num_blocks=32) as made:
+        made.d.executor.gate.clear()
+        local = decode_job(100, request=b"local")
+        made.to_d.send(local)
+        await made.settle()
+        _prefill, decode = made.send(num_tokens=60)
+        failure = await made.to_d.failed(decode.job)
+        assert (failure.code, failure.reason, failure.retriable, failure.blamed) == (
+            Code.RESOURCE_EXHAUSTED,
+            Reason.NO_ROOM,
+            True,
+            None,
+        )
+        assert made.p.worker.owner.open_leases == 0 or await released(made)
+        made.d.executor.gate.set()
+        await made.to_d.ended(local.job)
+        await made.until_clean()
+
+
+async def released(made: Pair) -> bool:
+    await until(lambda: made.p.worker.owner.open_leases == 0, within_s=0.5)
+    return True
+
+
+@virtual
+async def test_what_can_never_fit_is_refused_at_once() -> None:
+    async with pair(num_blocks=10) as made:
+        made.p.executor.gate.clear()
+        _, decode = made.send(num_tokens=60)
+        failure = await made.to_d.failed(decode.job, within_s=0.5)
+        assert (failure.reason, failure.retriable) == (Reason.NO_CAPACITY, True)
+        made.p.executor.gate.set()
+        await made.until_clean()
+
+
+@virtual
+async def test_too_many_jobs_are_refused() -> None:
+    async with pair(max_queue=3) as made:
+        made.p.executor.gate.clear()
+        jobs = [made.send(num_tokens=10, request=b"r%d" % n) for n in range(8)]
+        await made.settle()
+        refused_at_d = [f.reason for _, d in jobs for f in made.to_d.failures[d.job]]
+        assert refused_at_d == [Reason.QUEUE_FULL] * 5
+        assert {f.reason for p, _ in jobs for f in made.to_p.failures[p.job]} == {Reason.QUEUE_FULL}
+        made.p.executor.gate.set()
+        await made.until_clean()
+
+
+class OneSequenceFails:
+    """An executor whose answer for the longest sequence of a plan is a failure, as for logits that are not numbers."""
+
+    def __init__(self, made: Pair, num_tokens: int) -> None:
+        inner = made.p.executor.inner
+        self.execute_inner = inner.execute
+        self.num_tokens = num_tokens
+
+    async def __call__(self, plan: StepPlan) -> StepResult:
+        result = await self.execute_inner(plan)
+        guilty = [s.seq_id for s in plan.sequences if s.context_len >= self.num_tokens]
+        failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="logits that are not numbers")
+        samples = {seq_id: tokens for seq_id, tokens in result.samples.items() if seq_id not in guilty}
+        return StepResult(step_id=plan.step_id, samples=samples, failures=dict.fromkeys(guilty, failure))
+
+
+@virtual
+async def test_a_sequence_that_fails_at_the_owner_is_not_sent_and_the_others_are() -> None:
+    async with pair(max_num_batched_tokens=16) as made:
+        made.p.executor.inner.execute = OneSequenceFails(made, 60)  # type: ignore[method-assign]
+        bad, bad_decode = made.send(num_tokens=60, request=b"bad")
+        _, good = made.send(num_tokens=30, request=b"good")
+        failure = await made.to_p.failed(bad.job)
+        assert (failure.reason, failure.retriable) == (Reason.NUMERICAL_ERROR, False)
+        assert (await made.to_d.failed(bad_decode.job)).retriable
+        await made.to_d.ended(good.job)
+        assert made.to_d.tokens(good.job) == expected_tokens(good)
+        await made.until_clean()
+        assert made.p.pool.counts().cached == 7
+
+
+@virtual
+async def test_two_gateways_do_not_mix() -> None:
+    async with pair() as made:
+        other = made.cluster.gateway(made.d, "g1")
+        await other.connect()
+        mine, theirs = decode_job(30, request=b"mine", sampling=LONG), decode_job(30, request=b"theirs")
+        made.to_d.send(mine)
+        await made.to_d.until(lambda: made.to_d.tokens(mine.job))
+        other.send(theirs, mine, Cancel(job=mine.job, reason=Reason.CANCELLED))
+        assert (await other.failed(mine.job)).reason is Reason.SUPERSEDED
+        await other.ended(theirs.job)
+        seen = len(made.to_d.tokens(mine.job))
+        await made.to_d.until(lambda: len(made.to_d.tokens(mine.job)) > seen)
+        made.to_d.send(Cancel(job=mine.job, reason=Reason.CANCELLED))
+        assert (await made.to_d.failed(mine.job)).reason is Reason.CANCELLED
+        assert (made.to_d.tokens(theirs.job), other.tokens(mine.job)) == ([], [])
+        await made.until_clean()

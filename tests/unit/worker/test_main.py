@@ -1,0 +1,162 @@
+"""A worker as a process's own work and in a thread of somebody else's, over real gRPC on the loopback and simulated leaves."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.errors import ConfigError, ModelError, StreamBroken
+from baton.core.ids import WorkerRef
+from baton.engine.block_pool import BlockPool
+from baton.engine.engine import Engine, EngineConfig
+from baton.runtime.process import Stop
+from baton.runtime.settings import WorkerConfig
+from baton.sim.executor import SimExecutor, SimStepCost
+from baton.sim.memory import SimMemory
+from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.wire.network import GrpcNetwork
+from baton.worker import main
+from baton.worker.device import Device, default_threads
+from baton.worker.main import UNHEALTHY_EXIT_CODE, Doorway, WorkerThread, run_worker, serve
+from tests import builders
+from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.harness import BLOCK, GatedExecutor, worker_times
+from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job
+
+NUM_BLOCKS = 64
+
+
+class Opened:
+    """The device that the worker under test got."""
+
+    def __init__(self) -> None:
+        self.executor: GatedExecutor
+        self.worker: WorkerRef
+        self.closed = threading.Event()
+
+    def open(self, config: WorkerConfig, worker: WorkerRef) -> Device:
+        layout = builders.layout(block_size_tokens=BLOCK)
+        memory, lives = SimMemory(NUM_BLOCKS, BLOCK), MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
+        pool = BlockPool(NUM_BLOCKS, BLOCK, lives)
+        engine = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256, block_size_tokens=BLOCK)
+        self.worker = worker
+        self.executor = GatedExecutor(SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost()))
+        return Device(
+            executor=self.executor,
+            engine=Engine(engine, pool),
+            pool=pool,
+            backend=SimTransferBackend(fabric=SimFabric(Random(0), LinkModel()), worker=worker, layout=layout, memory=memory, lives=lives),
+            summary="simulated",
+            close_memory=self.closed.set,
+        )
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    found = Opened()
+    monkeypatch.setattr(main, "open_device", found.open)
+    return found
+
+
+def config(**changes: Any) -> WorkerConfig:
+    return WorkerConfig(**{**worker_times(), "worker_id": "w", "schedulers": ("127.0.0.1:9",), **changes})
+
+
+@asynccontextmanager
+async def serving(opened: Opened, **changes: Any) -> AsyncIterator[tuple[asyncio.Task[None], Stop, Gateway, list[int]]]:
+    """A worker that is ready, a session with it, and the codes that its process would have ended with."""
+    stop, ready, codes = Stop(), asyncio.get_running_loop().create_future(), []
+    task = asyncio.create_task(serve(config(**changes), stop, ready.set_result, codes.append))
+    await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+    network = GrpcNetwork(heartbeat_s=0.2)
+    gateway = Gateway(network, opened.worker)
+    try:
+        assert await ready == opened.worker.address
+        await gateway.connect()
+        yield task, stop, gateway, codes
+    finally:
+        await network.aclose()
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def test_it_serves_until_a_drain_and_closes_everything(opened: Opened) -> None:
+    async with serving(opened) as (task, stop, gateway, codes):
+        job = decode_job(20)
+        gateway.send(job)
+        await gateway.ended(job.job)
+        stop.request()
+        await asyncio.wait_for(task, 5.0)
+        assert codes == [0]
+        assert opened.closed.is_set()
+
+
+async def test_an_unhealthy_worker_refuses_dials_and_ends_the_process(opened: Opened) -> None:
+    async with serving(opened) as (task, _, gateway, codes):
+        opened.executor.error = RuntimeError("device lost")
+        gateway.send(decode_job(20))
+        await gateway.until(lambda: gateway.is_broken)
+        with pytest.raises(StreamBroken):
+            await gateway.connect()
+        await asyncio.wait_for(task, 5.0)
+        assert codes == [UNHEALTHY_EXIT_CODE]
+        assert not opened.closed.is_set()
+
+
+async def test_without_a_way_to_a_scheduler_it_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="--schedulers"):
+        await run_worker(config(schedulers=()), Stop(), lambda ready: None)
+
+
+async def test_whoever_comes_before_the_model_is_loaded_is_sent_away() -> None:
+    from baton.runtime.in_process import duplex_pair
+
+    ours: Any
+    ours, theirs = duplex_pair()
+    await Doorway().session(theirs)
+    with pytest.raises(StreamBroken):
+        await ours.receive()
+
+
+def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> None:
+    thread = WorkerThread(config())
+    ready = thread.start()
+    assert (ready.worker, ready.summary) == (opened.worker, "simulated")
+    assert ready.start_s >= 0
+    thread.drain()
+    assert thread.wait() == ""
+    assert opened.closed.is_set()
+
+
+def test_in_a_thread_it_can_be_stopped_at_once(opened: Opened) -> None:
+    thread = WorkerThread(config())
+    thread.start()
+    began_s = time.monotonic()
+    thread.stop()
+    assert thread.wait() == ""
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: WorkerConfig, worker: WorkerRef) -> Device:
+        raise ModelError("no such model")
+
+    monkeypatch.setattr(main, "open_device", fail)
+    thread = WorkerThread(config())
+    with pytest.raises(ModelError, match="no such model"):
+        thread.start()
+    assert "no such model" in thread.wait()
+
+
+def test_threads_are_the_cores_one_may_use_or_a_share_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2}, raising=False)
+    assert default_threads(4) == 2
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert [default_threads(n) for n in (1, 3, 16)] == [8, 2, 1]

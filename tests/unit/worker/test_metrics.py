@@ -1,0 +1,64 @@
+"""What Prometheus sees of a worker."""
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.errors import Reason
+from baton.worker.metrics import MeteredExecutor, WorkerMetrics
+from tests import builders
+from tests.unit.worker.harness import pair
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.virtual import virtual
+
+
+@virtual
+async def test_gauges_are_read_and_totals_are_counted_once() -> None:
+    async with pair() as made:
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        _, decode = made.send(num_tokens=30)
+        await made.to_d.ended(decode.job)
+        for _ in range(2):
+            metrics.refresh(made.p.worker)
+        value = registry.get_sample_value
+        assert value("baton_kv_blocks", {"state": "cached"}) == 7
+        assert value("baton_kv_blocks", {"state": "used"}) == 0
+        assert value("baton_leases_ended_total", {"outcome": "released"}) == 1
+        assert value("baton_open_leases") == 0
+
+
+@virtual
+async def test_evicted_blocks_are_counted() -> None:
+    async with pair(num_blocks=16) as made:
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        for number in range(3):
+            job = decode_job(40, request=b"r%d" % number)
+            made.to_d.send(job)
+            await made.to_d.ended(job.job)
+            metrics.refresh(made.d.worker)
+        assert (registry.get_sample_value("baton_evictions_total") or 0) > 0
+
+
+@virtual
+async def test_steps_are_timed() -> None:
+    async with pair() as made:
+        registry = CollectorRegistry()
+        made.d.worker.engine_loop.executor = MeteredExecutor(made.d.executor, WorkerMetrics(registry).engine)
+        job = decode_job(30)
+        made.to_d.send(job)
+        await made.to_d.ended(job.job)
+        assert registry.get_sample_value("baton_step_seconds_count") == 8
+        assert registry.get_sample_value("baton_step_tokens_total") == 37
+
+
+def test_links_of_workers_that_left_are_not_broken_any_more() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    here, gone = builders.worker_ref("here"), builders.worker_ref("gone")
+    for owner in (here, gone):
+        pulls.link_changed(owner, transport="tcp", bytes_per_s=1e9, broken=True)
+    assert registry.get_sample_value("baton_broken_links") == 2
+    pulls.forget_gone({here})
+    assert registry.get_sample_value("baton_broken_links") == 1
+    pulls.pull_ended(here, reason=Reason.LEASE_LOST, transfer_bytes=10, duration_s=0.1)
+    assert registry.get_sample_value("baton_transfers_total", {"transport": "tcp", "outcome": "lease_lost"}) == 1

@@ -1,0 +1,59 @@
+"""What a gateway may still ask for again, and how much of it is kept."""
+
+import pytest
+
+from baton.core.ids import JobId
+from baton.core.jobs import Heartbeat, Step
+from baton.core.request import TokenDelta, TokenLogprobs
+from baton.worker.outbox import Outbox, OutboxFull, message_bytes
+
+
+def beat(seq: int) -> Heartbeat:
+    return Heartbeat(seq=seq, steps_done=0, step_age_s=0.0, draining=False)
+
+
+def step(seq: int, *token_ids: int, logprobs: int = 0) -> Step:
+    job = JobId(request_id=b"r", attempt=0)
+    given = tuple(TokenLogprobs(logprob=-1.0, top=((1, -1.0),) * logprobs) for _ in token_ids) if logprobs else ()
+    return Step(seq=seq, deltas=(TokenDelta(job=job, sample_index=0, output_index=0, token_ids=token_ids, logprobs=given),))
+
+
+def test_acknowledged_messages_are_forgotten_and_the_rest_is_kept_in_order() -> None:
+    outbox = Outbox(10_000)
+    for seq in range(1, 6):
+        outbox.append(step(seq, seq))
+    outbox.acknowledge(2)
+    outbox.acknowledge(1)
+    assert (outbox.oldest_seq, outbox.next_seq) == (3, 6)
+    assert [m.seq for m in outbox.after(3)] == [4, 5]
+
+
+def test_all_acknowledged_leaves_nothing_in_memory() -> None:
+    outbox = Outbox(10_000)
+    outbox.append(step(1, 7))
+    outbox.acknowledge(99)
+    assert (len(outbox), outbox.num_bytes, outbox.oldest_seq, outbox.next_seq) == (0, 0, 2, 2)
+
+
+def test_a_message_out_of_order_is_refused() -> None:
+    outbox = Outbox(10_000)
+    with pytest.raises(ValueError, match="does not follow"):
+        outbox.append(beat(2))
+
+
+def test_the_limit_is_in_bytes_and_logprobs_count() -> None:
+    outbox = Outbox(2_000)
+    outbox.append(step(1, 1))
+    with pytest.raises(OutboxFull):
+        outbox.append(step(2, *range(50), logprobs=20))
+    assert len(outbox) == 1
+    assert message_bytes(step(1, *range(50), logprobs=20)) > 20 * message_bytes(step(1, *range(2)))
+
+
+@pytest.mark.parametrize(("last_seq", "resumes"), [(1, False), (2, True), (3, True), (5, True), (6, False)])
+def test_a_gateway_resumes_only_where_nothing_is_missing(last_seq: int, resumes: bool) -> None:
+    outbox = Outbox(10_000)
+    for seq in range(1, 6):
+        outbox.append(beat(seq))
+    outbox.acknowledge(2)
+    assert outbox.can_resume(last_seq) is resumes

@@ -1,0 +1,168 @@
+"""Two workers, many requests, and by seed everything that may go wrong: every job ends once, no token is wrong, nothing is left."""
+
+import asyncio
+from contextlib import suppress
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Reason, StreamBroken
+from baton.core.ids import JobId
+from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.request import Sampling
+from baton.sim.network import Delays
+from baton.sim.transfer_backend import LinkModel
+from baton.sim.virtual_time import run
+from tests.scale import IS_LONG
+from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
+from tests.unit.worker.job_builders import decode_job, prefill_job
+
+SEEDS = 400 if IS_LONG else 25
+REQUESTS = 24
+FAULTS_S = 1.5
+STUCK_S = 5.0
+
+
+class Scenario:
+    """What happens to one pair of workers under one seed."""
+
+    def __init__(self, made: Pair, rng: Random) -> None:
+        self.made = made
+        self.rng = rng
+        self.sent: list[tuple[Gateway, PrefillJob | DecodeJob]] = []
+        self.cancelled: dict[JobId, set[int]] = {}
+
+    async def play(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(REQUESTS):
+                group.create_task(self.request(number))
+            group.create_task(self.cut_peers())
+            for gateway in (self.made.to_p, self.made.to_d):
+                group.create_task(self.break_session(gateway))
+        await asyncio.sleep(STUCK_S + 12.0)
+
+    async def request(self, number: int) -> None:
+        rng = self.rng
+        await asyncio.sleep(rng.uniform(0, FAULTS_S))
+        num_tokens = rng.choice((1, 3, 4, 5, 17, 40, 64, 80))
+        fields: dict[str, Any] = {
+            "request": b"request-%d" % (number if rng.random() < 0.85 else rng.randrange(number + 1)),  # else a further attempt
+            "attempt": number,
+            "token_ids": prefill_job(num_tokens, request=b"prompt-%d" % rng.randrange(8)).token_ids,
+            "sampling": Sampling(max_tokens=rng.choice((1, 2, 8, 40)), seed=rng.randrange(3), ignore_eos=True),
+            "sample_indices": tuple(range(rng.choice((1, 1, 1, 3)))),
+            "deadline_s": rng.choice((60.0, 60.0, 60.0, 0.05)),
+            "priority": rng.randrange(2),
+        }
+        kind = rng.choice(("handoff", "handoff", "handoff", "local", "no reader"))
+        if kind == "handoff":
+            prefill, decode = self.made.jobs(num_tokens=num_tokens, **fields)
+            await asyncio.gather(self.job(self.made.to_p, prefill), self.job(self.made.to_d, decode))
+        elif kind == "local":
+            await self.job(self.made.to_d, decode_job(num_tokens, **fields))
+        else:
+            await self.job(self.made.to_p, prefill_job(num_tokens, **fields))
+
+    async def job(self, gateway: Gateway, job: PrefillJob | DecodeJob) -> None:
+        """Send it, perhaps late, perhaps twice, and perhaps cancel it or some of its samples at some time."""
+        rng = self.rng
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.uniform(0, 0.7))
+        await self.say(gateway, job)
+        self.sent.append((gateway, job))
+        if rng.random() < 0.2:
+            with suppress(StreamBroken):
+                gateway.send(job)
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.expovariate(20))
+            samples = rng.choice(((), (0,)))
+            self.cancelled.setdefault(job.job, set()).update(samples or job.sample_indices)
+            await self.say(gateway, Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=samples))
+
+    async def say(self, gateway: Gateway, message: PrefillJob | DecodeJob | Cancel) -> None:
+        """As a gateway does: again over the next stream when this one has broken."""
+        while True:
+            try:
+                gateway.send(message)
+            except StreamBroken:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+    async def break_session(self, gateway: Gateway) -> None:
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(self.rng.uniform(0, FAULTS_S / 3))
+            await gateway.break_off()
+            await asyncio.sleep(self.rng.uniform(0, 0.3))
+            assert (await gateway.connect()).resumed
+            for to, job in self.sent:
+                if to is gateway and self.is_open(to, job):
+                    gateway.send(job)
+                    if job.job in self.cancelled and self.cancelled[job.job] >= set(job.sample_indices):
+                        gateway.send(Cancel(job=job.job, reason=Reason.CANCELLED))
+
+    @staticmethod
+    def is_open(gateway: Gateway, job: PrefillJob | DecodeJob) -> bool:
+        """As far as the gateway knows."""
+        ended = {d.sample_index for d in gateway.deltas[job.job] if isinstance(job, PrefillJob) or d.finish is not None}
+        return not gateway.failures[job.job] and not ended >= set(job.sample_indices)
+
+    async def cut_peers(self) -> None:
+        for _ in range(self.rng.randrange(6)):
+            await asyncio.sleep(self.rng.uniform(0, FAULTS_S / 3))
+            self.made.cluster.cut("d:1", "p:1")
+
+    def check(self) -> None:
+        for gateway, job in self.sent:
+            deltas, failures = gateway.deltas[job.job], gateway.failures[job.job]
+            assert len(failures) <= 1, (job.job, failures)
+            wanted = set(job.sample_indices) - self.cancelled.get(job.job, set())
+            for sample in job.sample_indices:
+                own = [d for d in deltas if d.sample_index == sample]
+                tokens = gateway.tokens(job.job, sample)
+                assert tokens == expected_tokens(job, sample)[: len(tokens)], job.job
+                assert [d.output_index for d in own] == list(range(len(own)))
+                assert all(d.finish is None for d in own[:-1])
+                is_over = bool(own) if isinstance(job, PrefillJob) else bool(own) and own[-1].finish is not None
+                assert is_over or failures or sample not in wanted, (job.job, sample, len(own))
+        self.made.check_clean()
+        for node in (self.made.p, self.made.d):
+            assert node.pool.counts().quarantined == 0
+            assert not node.running.done()
+
+    def trace(self) -> list[Any]:
+        return [(str(j.job), g.tokens(j.job), [f.reason for f in g.failures[j.job]]) for g, j in self.sent]
+
+
+@cache
+def play(seed: int) -> list[Any]:
+    rng = Random(seed)
+    link = LinkModel(bytes_per_s=rng.choice((1e6, 1e5)), stuck=rng.choice((0.0, 0.0, 0.02)), stuck_s=STUCK_S)
+    delays = Delays(mean_s=rng.choice((0.0002, 0.005)))
+    sizes = {"num_blocks": rng.choice((40, 64, 200)), "p_blocks": rng.choice((24, 40, 128))}
+
+    async def scenario() -> list[Any]:
+        async with pair(seed, link=link, delays=delays, max_num_batched_tokens=rng.choice((16, 64)), **sizes) as made:
+            played = Scenario(made, rng)
+            await played.play()
+            played.check()
+            return played.trace()
+
+    return run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_job_ends_once_and_nothing_is_left(seed: int) -> None:
+    trace = play(seed)
+    assert any(tokens for _, tokens, _ in trace)
+
+
+def test_a_seed_decides_everything() -> None:
+    assert play(3) == play.__wrapped__(3)
+
+
+def test_the_faults_do_happen() -> None:
+    reasons = {reason for seed in range(25) for _, _, reasons in play(seed) for reason in reasons}
+    assert reasons >= {Reason.CANCELLED, Reason.SUPERSEDED, Reason.DEADLINE, Reason.LEASE_LOST, Reason.TRANSFER_FAILED}
