@@ -103,9 +103,9 @@ class Usage:
 class LegTimeline:
     """Where one leg's seconds went; every value a duration. A prefill leg fills the first row, a decode leg the second and third.
 
-    `kv_wait_s`: until the owner's first block was computed; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from the owner's last block
-    to the last one landed; `kv_admission_s`: from there to the start of the first step with it. `kv_early_bytes` of `kv_bytes` had been read when
-    the owner announced its last block.
+    `kv_wait_s`: until the owner's first block was computed; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from the owner's
+    last block to the last one landed; `kv_admission_s`: from there to the start of the first step with it. `kv_early_bytes` of `kv_bytes`
+    had been read when the owner announced its last block.
     """
 
     worker_id: str
