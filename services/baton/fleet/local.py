@@ -27,7 +27,7 @@ from baton.runtime.metrics import GatewayMetrics, SchedulerMetrics
 from baton.runtime.settings import ClusterConfig, WorkerConfig
 from baton.scheduler.service import Scheduler, SchedulerTimes
 from baton.transfer.backend import TransferBackend
-from baton.worker.service import Worker, WorkerParts
+from baton.worker.service import Worker, WorkerParts, WorkerWornOut
 
 TTL_HEARTBEATS = 3
 
@@ -185,11 +185,12 @@ class LocalCluster:
         async def run() -> None:
             try:
                 await worker.run()
+            except WorkerWornOut:
+                await self._switchboard.kill(worker_ref.address)
+                self.start_worker(worker_id, role)  # a new life takes its place, as a fleet would have it
             finally:
                 await leaves.backend.aclose()
                 leaves.close()
-            await self._switchboard.kill(worker_ref.address)
-            self.start_worker(worker_id, role)  # it has drained by itself: a new life takes its place, as a fleet would have it
 
         self._run(worker_id, worker_ref.address, run)
         self.workers[worker_id] = worker

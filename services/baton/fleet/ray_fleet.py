@@ -1,6 +1,7 @@
 """Workers as Ray actors: placed, started, watched, started again with a new epoch. Tokens and KV never go through Ray."""
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -153,6 +154,7 @@ class RayFleet:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         ray = _ray()
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that its signal handlers are not ours
         shared = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
         if self._ray_address is not None:
             ray.init(address=self._ray_address, **shared)
@@ -161,11 +163,13 @@ class RayFleet:
         return f"local, {int(ray.cluster_resources().get('CPU', 0))} cores"
 
     def _create(self, worker: _Worker) -> None:
+        """A detached actor is known by its name, under which the next driver finds it; one of ours alone needs none, and its successor
+        need not wait until Ray has forgotten the name."""
         ray = _ray()
-        name = f"worker-{worker.spec.worker_id}"
-        options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "max_restarts": 0, "max_concurrency": 4, "num_cpus": 0}
+        options: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 4, "num_cpus": 0}
         if self._detached:
-            options |= {"lifetime": "detached", "get_if_exists": True}
+            name = f"worker-{worker.spec.worker_id}"
+            options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         worker.actor = (
             ray.remote(WorkerActor)
             .options(**options)

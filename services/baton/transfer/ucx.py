@@ -11,6 +11,7 @@ _READ = "remote memory read by ucp_get"
 _HEADER = re.compile(r"(?P<peer>self|intra-node|inter-node) cfg#(?P<config>\d+)")
 _ROW = re.compile(r"\|\s*(?P<first>\d+)\.\.(?P<last>\w+)\s*\|(?P<how>[^|]*)\|(?P<config>[^|]*)\|")
 _PROBLEM = re.compile(r"\b(ERROR|WARN|FATAL)\b")
+_OURS = re.compile(r"/proc/\d+/fd/\d+")
 _TAIL = re.compile(r"\|(?P<text>[^|]*)\|\s*$")
 
 _log_fd = -1
@@ -27,6 +28,8 @@ def prepare_environment(*, loopback_only: bool = False, port_range: str | None =
         os.environ["UCX_NET_DEVICES"] = "lo"
     if port_range is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", port_range)
+    if _OURS.fullmatch(os.environ.get("UCX_LOG_FILE", "")) and _log_fd < 0:  # inherited from a parent that uses UCX as well
+        del os.environ["UCX_LOG_FILE"], os.environ["UCX_PROTO_INFO"]
     if _log_fd < 0 and sys.platform == "linux" and "UCX_LOG_FILE" not in os.environ and "UCX_PROTO_INFO" not in os.environ:
         # UCX then says which protocol and transport it has chosen for each kind of operation: the only place where it does.
         if log_path is None:
@@ -79,8 +82,7 @@ class UcxLog:
             elif match and self._open_table:
                 self._open_table.append(text)
         if self._open_table:
-            yield self._open_table
-            self._open_table = []
+            yield list(self._open_table)  # as far as it is written: more of it may come
 
     def _new_lines(self) -> list[str]:
         if _log_fd < 0:

@@ -50,6 +50,10 @@ class WorkerUnhealthy(BatonError):
     """The worker must not serve any more: its device or its own code is at fault. The process exits, and is started anew."""
 
 
+class WorkerWornOut(WorkerUnhealthy):
+    """It has drained by itself, and lost nothing, but only a new process has all of its memory again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """What a worker is built from: its leaves, and the engine that was sized for them."""
@@ -83,6 +87,8 @@ class Worker:
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._worn_out = ""
+        """Why this worker drains though nobody asked for it."""
         self._drain_until_s: float | None = None
         self._leases_until_s: float | None = None
         self.tasks = Tasks(self._fail)
@@ -168,7 +174,7 @@ class Worker:
         self._become(WorkerState.DRAINING)
 
     async def run(self) -> None:
-        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could."""
+        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; also after a drain that nobody asked for."""
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
         for work in (self._reporter.run, self._announce, self._look_after):
             self.tasks.start(work(), name=f"worker-{work.__name__}")
@@ -182,6 +188,8 @@ class Worker:
                 await self._say_unhealthy(problem)
         finally:
             await self._close(engine)
+        if self._worn_out:
+            raise WorkerWornOut(self._worn_out)
         if isinstance(problem, WorkerUnhealthy):
             raise problem
         if problem is not None:
@@ -301,6 +309,7 @@ class Worker:
                 self._fail(WorkerUnhealthy(f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"))
             if self.reader.must_drain and self.state is WorkerState.READY:
                 log.error("too_much_quarantine", worker=str(self.worker), num_blocks=self.reader.quarantined_blocks)
+                self._worn_out = "too many blocks were quarantined: only a new process has that memory back"
                 self.drain()
             if self.state is WorkerState.DRAINING:
                 self._go_on_draining(loop.time())

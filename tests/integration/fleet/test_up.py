@@ -96,7 +96,7 @@ def test_a_dead_worker_comes_back_and_a_killed_cluster_is_gone(tmp_path: Path) -
     with up(tmp_path, "--transfer", "local") as process:
         url = re.search(r"ready (http://\S+)", read_until(process, r"^ready "))[1]  # type: ignore[index]
         run_id = run_id_of(process)
-        body = {"model": "demo", "prompt": "import os", "max_tokens": 4, "timeline": True}
+        body = {"model": "demo", "prompt": "import os", "max_tokens": 4, "temperature": 0, "timeline": True}
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         victim = first["baton"]["decode"]["pid"]
         os.kill(victim, signal.SIGKILL)

@@ -12,7 +12,7 @@ from baton.core.errors import Code, Reason, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.request import Sampling
 from baton.sim.transfer_backend import LinkModel
-from baton.worker.service import WorkerUnhealthy
+from baton.worker.service import WorkerUnhealthy, WorkerWornOut
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
@@ -237,7 +237,8 @@ async def test_too_much_quarantine_makes_the_worker_drain() -> None:
         _, second = made.send(num_tokens=12, request=b"second")
         failure = await made.to_d.failed(second.job)
         assert (failure.retriable, failure.blamed) == (True, made.p.ref)
-        await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
+        with pytest.raises(WorkerWornOut):
+            await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
         assert made.d.pool.counts().quarantined == 1
         made.d.worker.check_clean()
 
