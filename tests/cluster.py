@@ -163,6 +163,13 @@ class ProcessCluster:
 
         await self.until(is_clean, CALM_S, "no block used, landing or quarantined, no lease, no sequence")
 
+    def check_alive(self) -> None:
+        """Every process that nobody stopped still runs; else AssertionError with what the dead one logged last."""
+        for name, child in self.children.items():
+            if child.exit_code is not None:
+                logs = [path.read_text()[-3000:] for path in (self.directory / "logs" / name).glob("*.log")]
+                raise AssertionError(f"{name} ended with {child.exit_code}: {logs}")
+
     async def metric(self, name: str, metric: str) -> float:
         """The sum of a metric's samples at a process that was started with `admin_port=0`."""
         log = next((self.directory / "logs" / name).glob("*.log")).read_text()
