@@ -53,6 +53,8 @@ class OwnerService:
         self._lease_s, self._hello_s = lease_s, hello_s
         self._streams: dict[Life, PeerStream] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        """When `_timer` is due: uvloop's handle of a time that has passed cannot say."""
         self.owner = KvOwner(
             layout=layout,
             num_blocks=backend.memory[0].num_blocks,
@@ -178,13 +180,13 @@ class OwnerService:
     def _arm(self) -> None:
         """Have `_reap` called at the next deadline."""
         next_s = self.owner.next_deadline_s
-        if self._timer is not None and next_s is not None and self._timer.when() <= next_s and not self._timer.cancelled():
+        if self._timer is not None and next_s is not None and self._timer_s <= next_s:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if next_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(next_s, self._reap)
+            self._timer, self._timer_s = asyncio.get_running_loop().call_at(next_s, self._reap), next_s
 
     def _reap(self) -> None:
         self._timer = None
