@@ -82,7 +82,8 @@ class UcxLog:
             elif match and self._open_table:
                 self._open_table.append(text)
         if self._open_table:
-            yield list(self._open_table)  # as far as it is written: more of it may come
+            yield self._open_table
+            self._open_table = []
 
     def _new_lines(self) -> list[str]:
         if _log_fd < 0:
