@@ -76,7 +76,7 @@ class RedisCommand:
     @property
     def description(self) -> str:
         """For people: which server it is."""
-        return str(self.server)
+        return f"private {self.server.name}"
 
     async def wait_until_ready(self, timeout_s: float = START_S) -> str:
         """Its URL, once it answers. Raises StoreUnavailable when it does not in time."""

@@ -1,5 +1,6 @@
 """From what `--model` says to a directory of files: the demo model, a directory, or a hub id that is fetched once."""
 
+import os
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _fetch(repo_id: str, revision: str | None) -> Path:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
