@@ -13,9 +13,8 @@ LONG_TIMEOUT_S = 3600
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's result does not depend on the `BATON_` variables of the shell that runs it, nor do its child processes get the `UCX_` ones that a
-    NIXL backend of an earlier test has set in this one."""
-    for name in [name for name in os.environ if name.startswith(("BATON_", "UCX_")) and name != "BATON_TEST_LONG"]:
+    """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
+    for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
 
 
