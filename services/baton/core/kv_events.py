@@ -1,10 +1,6 @@
-"""What a worker tells the cluster about the blocks it holds: stored, evicted, or all gone."""
+"""What can happen to the blocks that a worker holds, and where they lie."""
 
-from dataclasses import dataclass
 from enum import Enum
-
-from baton.core.blocks import BlockHash
-from baton.core.ids import WorkerRef
 
 
 class KvEventKind(Enum):
@@ -17,26 +13,3 @@ class Tier(Enum):
     """Where a block lies. Only the device's memory today."""
 
     DEVICE = "device"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEvent:
-    """One entry of a worker's event stream, numbered from 1 without gaps within the worker's epoch."""
-
-    worker: WorkerRef
-    event_seq: int
-    kind: KvEventKind
-    hashes: tuple[BlockHash, ...]
-    block_size_tokens: int
-    tier: Tier = Tier.DEVICE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvSnapshot:
-    """All hashes a worker holds as of `event_seq`; events up to and including it are already in."""
-
-    worker: WorkerRef
-    event_seq: int
-    hashes: tuple[BlockHash, ...]
-    block_size_tokens: int
-    tier: Tier = Tier.DEVICE

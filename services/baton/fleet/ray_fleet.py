@@ -82,26 +82,22 @@ class RayFleet:
             for worker in self._workers.values():
                 group.create_task(self._keep_alive(worker), name=f"fleet-{worker.spec.worker_id}")
 
-    async def drain(self) -> None:
-        """Ask every worker to finish and leave."""
-        await self._ask_all("drain")
-
     async def close(self, grace_s: float) -> None:
         """End all workers, and the Ray that `connect` started. Detached actors stay."""
         if not self._detached:
             ended = [w.ended for w in self._workers.values() if w.ended is not None]
-            await self._ask_all("stop")
+            await self._stop_all()
             if ended:
                 await self._in_thread(lambda: _ray().wait(ended, num_returns=len(ended), timeout=grace_s))
         await self._in_thread(lambda: _ray().shutdown())
         self._thread.shutdown(wait=True)
 
-    async def _ask_all(self, method: str) -> None:
+    async def _stop_all(self) -> None:
         for worker in self._workers.values():
             worker.leaving = True
             if worker.actor is not None:
                 actor = worker.actor
-                await self._in_thread(partial(getattr(actor, method).remote))
+                await self._in_thread(partial(actor.stop.remote))
 
     async def _bring_up(self, worker: _Worker) -> WorkerFacts:
         await self._in_thread(lambda: self._create(worker))

@@ -53,10 +53,6 @@ class WorkerActor:
         """Block until the service has ended; why it did, empty for a drain or stop that was asked for."""
         return self._worker.wait()
 
-    def drain(self) -> None:
-        """Finish what runs, take nothing new, then end."""
-        self._worker.drain()
-
     def stop(self) -> None:
         """End now."""
         self._worker.stop()

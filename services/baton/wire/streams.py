@@ -5,6 +5,7 @@ never waits and a reader that stands still is felt by the sender. Whatever ends 
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Codec(NamedTuple, Generic[SendT, ReceiveT]):
     from_wire: Callable[[Any], ReceiveT]
 
 
-class _GrpcDuplex(Generic[SendT, ReceiveT]):
+class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
     """What both ends share: `call` has grpc's `read` and `write`."""
 
     def __init__(self, call: Any, codec: Codec[SendT, ReceiveT], limits: StreamLimits, where: str) -> None:
@@ -93,13 +94,13 @@ class _GrpcDuplex(Generic[SendT, ReceiveT]):
             self._outbox_changed.set()
             self._hang_up()
 
+    @abstractmethod
     def _hang_up(self) -> None:
         """End the call, without waiting."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _say_goodbye(self) -> None:
         """Everything is sent, and no more comes."""
-        raise NotImplementedError
 
     async def _read(self) -> None:
         try:
@@ -151,8 +152,8 @@ class _GrpcDuplex(Generic[SendT, ReceiveT]):
             await asyncio.wait(self._until_flushed, timeout=self._limits.close_s)
 
     @property
-    def _until_flushed(self) -> tuple[asyncio.Task[None], ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def _until_flushed(self) -> tuple[asyncio.Task[None], ...]: ...
 
     async def _stop_tasks(self) -> None:
         self._reader.cancel()
