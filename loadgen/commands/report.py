@@ -1,0 +1,50 @@
+"""`loadgen report`: show what runs have measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from loadgen.commands.values import SloOf
+from loadgen.machine import loadgen_version
+from loadgen.report.scales import percent, short
+from loadgen.report.view import RunView
+from loadgen.report.write import views_of, write_report
+from loadgen.slo import Slo
+
+
+@click.command("report")
+@click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="DIR...")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where to write.  [default: DIR, or what holds them all]")
+@click.option("--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="Judge by this promise instead of the run's.")
+@click.option("--workers", type=click.IntRange(min=1), help="How many workers or GPUs share the goodput.  [default: as the run says]")
+def command(results: tuple[Path, ...], out: Path | None, slos: tuple[tuple[str | None, Slo], ...], workers: int | None) -> None:
+    """Write report.html (one file that needs nothing else), report.json, requests.csv and report.md for results of `loadgen run`.
+
+    Several results are drawn together: goodput by rate, where they differ in rate, and every curve side by side.
+    """
+    runs = views_of(results, slos={name or "default": slo for name, slo in slos} or None, workers=workers)
+    directory = out or _common(results)
+    paths = write_report(runs, directory, loadgen_version())
+    console = Console(highlight=False, soft_wrap=True)
+    for run in runs:
+        console.print(_line(run))
+        for reason in run.invalid:
+            console.print(Text(f"  INVALID: {reason}", style="bold red"))
+    console.print(f"wrote {', '.join(str(path) for path in paths)}")
+
+
+def _common(results: Sequence[Path]) -> Path:
+    return results[0] if len(results) == 1 else Path(os.path.commonpath([path.resolve() for path in results]))
+
+
+def _line(run: RunView) -> Text:
+    summary = run.summary
+    counted = " + ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in summary.outcomes.items() if count)
+    goodput = f", goodput {short(summary.goodput_rps.value)} of {short(summary.offered_rps)} requests/s" if summary.goodput_rps else ""
+    return Text(f"{run.name}: {counted} = {summary.offered} offered; attainment {percent(summary.joint.value)}{goodput}")

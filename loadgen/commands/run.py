@@ -1,0 +1,292 @@
+"""`loadgen run`: from arguments to an `Order`, and from a finished run to words and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadgen import calibration
+from loadgen.commands.values import Above, Bodies, Headers, Seconds, SloOf
+from loadgen.dialects import DIALECTS, dialect_of
+from loadgen.discover import Server, ask_grpc, ask_http
+from loadgen.errors import LoadgenError
+from loadgen.live import LiveView
+from loadgen.machine import usable_cores
+from loadgen.metrics import Terms, lag_limit_s
+from loadgen.plan import Plan
+from loadgen.plan_file import read_plan
+from loadgen.priority import Priority
+from loadgen.processes import Interrupted
+from loadgen.records_file import write_run
+from loadgen.running import Finished, Order, run
+from loadgen.schedule import peak_rates
+from loadgen.slo import Slo
+from loadgen.target import Target
+
+EXIT_INVALID = 3
+EXIT_DIFFERS = 4
+EXIT_INTERRUPTED = 130
+HTTP_URL = "http://127.0.0.1:8000"
+GRPC_URL = "127.0.0.1:8001"
+
+
+@click.command("run")
+@click.argument("plan", type=click.Path(path_type=Path), required=False)
+@click.option("--rate", type=Above(0.0), help="Without PLAN: this many requests a second, as a Poisson process.")
+@click.option("--seconds", type=Seconds(), help="Without PLAN: for so long.  [default: 30s]")
+@click.option("--input-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each prompt.  [default: 128]")
+@click.option("--output-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each answer.  [default: 32]")
+@click.option("--seed", type=int, help="Without PLAN: another seed makes another workload.  [default: 0]")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one.")
+@click.option(
+    "--url", "urls", multiple=True, metavar="URL", help=f"The server; several take turns.  [default: {HTTP_URL}, gRPC {GRPC_URL}]"
+)
+@click.option("--protocol", type=click.Choice(["http", "grpc"]), default="http", show_default=True, help="grpc: Baton's own.")
+@click.option("--api", type=click.Choice(["completions", "chat"]), default="completions", show_default=True, help="Over HTTP.")
+@click.option("--prompts", type=click.Choice(["ids", "text"]), help="What prompts are sent as.  [default: ids, for a chat text]")
+@click.option("--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]")
+@click.option("--model", help="The model's name.  [default: the first of /v1/models]")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token; also the variable OPENAI_API_KEY.")
+@click.option("--header", "headers", multiple=True, type=Headers(), metavar="NAME:VALUE", help="One more header. Repeatable.")
+@click.option("--body", "bodies", multiple=True, type=Bodies(), metavar="FIELD=JSON", help="One more field of each body. Repeatable.")
+@click.option("--insecure", is_flag=True, help="Take any TLS certificate.")
+@click.option(
+    "--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's."
+)
+@click.option("--timeout", type=Seconds(), default="600s", show_default=True, help="The client's patience for one request.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the result goes.  [default: loadgen-DATE-NAME]")
+@click.option("--label", default="", help="What reports call this run.")
+@click.option("--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker.")
+@click.option("--processes", default="1", show_default=True, metavar="N|auto", help="That send. One does some hundred requests a second.")
+@click.option(
+    "--priority", type=click.Choice([p.value for p in Priority]), default="high", show_default=True, help="Of the processes that send."
+)
+@click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Requests before, which share no token with the plan.")
+@click.option("--check", "checks", is_flag=True, help="Afterwards ask again, one at a time, and count answers whose tokens differ.")
+@click.option("--quiet", is_flag=True, help="No live view.")
+@click.pass_context
+def command(ctx: click.Context, **given: Any) -> None:
+    """Send PLAN, a file of `loadgen plan`, to a server, and record what becomes of each request.
+
+    The load is open-loop: every request goes out at its planned time, whatever the server does. Without PLAN, --rate makes one.
+
+    \b
+    Exit codes: 0 the run is valid, 2 it could not be done, 3 it is invalid (the generator itself was late, or worse),
+    4 --check has found answers that differ, 130 it was interrupted. How well the server did is not an exit code: see `loadgen compare`.
+    """
+    order = _order(ctx, given)
+    _warn(order)
+    try:
+        finished = _run(order, is_quiet=given["quiet"])
+        if given["checks"] and not finished.run.interrupted:
+            finished = _checked(order, finished, is_quiet=given["quiet"])
+    except Interrupted as interrupted:
+        click.echo(f"loadgen: {interrupted}", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+    _say(order, finished)
+    ctx.exit(_exit_code(finished))
+
+
+def _run(order: Order, *, is_quiet: bool) -> Finished:
+    times = [request.at_s for request in order.plan.requests if request.at_s is not None]
+    with LiveView(
+        name=order.plan.name,
+        url=", ".join(order.target.urls),
+        num_requests=len(order.plan.requests),
+        planned_s=max(times, default=0.0),
+        lag_limit_s=lag_limit_s(Terms(slos=order.plan.slos)),
+        is_quiet=is_quiet,
+    ) as view:
+        return run(order, view)
+
+
+def _exit_code(finished: Finished) -> int:
+    if finished.run.interrupted:
+        return EXIT_INTERRUPTED
+    if finished.run.invalid:
+        return EXIT_INVALID
+    return EXIT_DIFFERS if finished.run.check.get("differing") else 0
+
+
+# From arguments to an order.
+
+
+def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
+    """Raises LoadgenError."""
+    plan = _plan(ctx, given)
+    target, server = _target(given)
+    slos = _slos(plan, given["slos"])
+    plan = replace(plan, slos=slos)
+    facts = dict(server.facts)
+    if given["workers"]:
+        facts["workers"] = given["workers"]
+    if server.max_model_len is not None:
+        facts["max_model_len"] = server.max_model_len
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in plan.name)[:60]
+    return Order(
+        plan=plan,
+        plan_file=given["plan"],
+        target=target,
+        out=given["out"] or Path(f"loadgen-{datetime.now():%Y%m%d-%H%M%S}-{name}"),
+        processes=_processes(given["processes"], plan),
+        warm_ups=given["warmup"],
+        priority=Priority(given["priority"]),
+        server=facts,
+        flags=_flags(given, target, slos),
+    )
+
+
+def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
+    made = {name: given[name] for name in ("rate", "seconds", "input_tokens", "output_tokens", "seed") if given[name] is not None}
+    if given["plan"] is not None:
+        if made:
+            raise click.UsageError(f"--{next(iter(made)).replace('_', '-')} is for a run without PLAN: a plan says that itself")
+        return read_plan(given["plan"])
+    if "rate" not in made:
+        raise click.UsageError("give a PLAN (see `loadgen plan`), or --rate for a first look")
+    from loadgen.workloads import DEFAULT_VOCABULARY, first_look
+
+    vocabulary = DEFAULT_VOCABULARY
+    if given["tokenizer"]:
+        from loadgen.vocabulary import vocabulary_of
+
+        vocabulary = vocabulary_of(given["tokenizer"])
+    return first_look(
+        rate_rps=made["rate"],
+        seconds=made.get("seconds", 30.0),
+        input_tokens=made.get("input_tokens", 128),
+        output_tokens=made.get("output_tokens", 32),
+        seed=made.get("seed", 0),
+        vocabulary=vocabulary,
+    )
+
+
+def _target(given: Mapping[str, Any]) -> tuple[Target, Server]:
+    """Asks the server what it is."""
+    is_grpc = given["protocol"] == "grpc"
+    urls = given["urls"] or (GRPC_URL if is_grpc else HTTP_URL,)
+    headers = dict(given["headers"])
+    if given["api_key"]:
+        headers["Authorization"] = f"Bearer {given['api_key']}"
+    if is_grpc:
+        if given["api"] == "chat" or given["dialect"]:
+            raise click.UsageError("--protocol grpc has one API and one dialect, Baton's")
+        server = ask_grpc(urls[0], headers)
+    else:
+        server = ask_http(urls[0], headers, is_insecure=given["insecure"])
+    model = given["model"] or next(iter(server.models), "")
+    if not model:
+        raise LoadgenError(f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model")
+    dialect = DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
+    is_text = given["api"] == "chat" or not dialect.token_prompts
+    if given["prompts"] == "ids" and is_text:
+        raise click.UsageError("--prompts ids: neither a chat nor a server that takes text only can be sent token ids")
+    return Target(
+        urls=tuple(urls),
+        model=model,
+        protocol=given["protocol"],
+        api=given["api"],
+        tokenizer=str(given["tokenizer"].resolve()) if given["tokenizer"] else None,
+        prompts=given["prompts"] or ("text" if is_text else "ids"),
+        dialect=dialect.name,
+        headers=headers,
+        more=dict(given["bodies"]),
+        timeout_s=given["timeout"],
+        is_insecure=given["insecure"],
+    ), server
+
+
+def _slos(plan: Plan, given: Sequence[tuple[str | None, Slo]]) -> dict[str, Slo]:
+    """One without a class is for all of them."""
+    slos = dict(plan.slos)
+    for name, slo in sorted(given, key=lambda entry: entry[0] is not None):
+        if name is None:
+            slos = dict.fromkeys(slos, slo)
+        elif name in slos:
+            slos[name] = slo
+        else:
+            raise LoadgenError(f"--slo {name}:…: the plan has no class of that name; it has {', '.join(slos)}")
+    return slos
+
+
+def _processes(text: str, plan: Plan) -> int:
+    if text == "auto":
+        return min(usable_cores(), calibration.processes_for(*peak_rates(plan.requests), calibration.load()))
+    if not text.isdigit() or not 1 <= int(text) <= 256:
+        raise click.BadParameter("must be a number from 1 to 256, or auto", param_hint="--processes")
+    return int(text)
+
+
+def _flags(given: Mapping[str, Any], target: Target, slos: Mapping[str, Slo]) -> dict[str, Any]:
+    """The effective arguments, as they may be shown: names of headers, not their values."""
+    kept = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if name not in ("api_key", "headers", "bodies", "slos", "urls", "checks", "quiet") and value is not None and value != ""
+    }
+    return {
+        **kept,
+        "urls": list(target.urls),
+        "model": target.model,
+        "prompts": target.prompts,
+        "dialect": target.dialect,
+        "headers": sorted(target.headers),
+        "body": dict(target.more),
+        "slo": {name: str(slo) for name, slo in slos.items()},
+    }
+
+
+# Words.
+
+
+def _warn(order: Order) -> None:
+    asked = peak_rates(order.plan.requests)
+    warning = calibration.warning(*asked, order.processes, calibration.load())
+    if warning:
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+    if order.processes > usable_cores():
+        click.secho(
+            f"warning: {order.processes} processes share {usable_cores()} cores and will be in each other's way", fg="yellow", err=True
+        )
+    longest = order.server.get("max_model_len")
+    if longest is not None:
+        sizes = ((order.plan.num_prompt_tokens(request) or 0) + request.output_tokens for request in order.plan.requests)
+        num_long = sum(1 for size in sizes if size > longest)
+        if num_long:
+            click.secho(
+                f"warning: {num_long} of {len(order.plan.requests)} requests are longer than the {longest} tokens that the server takes",
+                fg="yellow",
+                err=True,
+            )
+
+
+def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> Finished:
+    from loadgen.check import check
+
+    def progress(done: int, of: int) -> None:
+        if not is_quiet and sys.stderr.isatty():
+            click.echo(f"\rasking again, one at a time: {done} of {of}", err=True, nl=False)
+
+    try:
+        checked = asyncio.run(check(order.plan, order.target, finished.records, progress))
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted while asking again; the result of the run is kept") from None
+    if not is_quiet and sys.stderr.isatty():
+        click.echo("", err=True)
+    done = replace(finished, run=replace(finished.run, check=checked.to_json()), notes=(*finished.notes, f"check: {checked}"))
+    write_run(order.out, done.run)
+    return done
+
+
+def _say(order: Order, finished: Finished) -> None:
+    from loadgen.commands.summary_text import lines
+
+    for text, style in lines(finished, order.out):
+        click.secho(text, fg=style or None, bold=style == "red")

@@ -1,0 +1,78 @@
+"""What `loadgen run` says at its end. The last line gives the classes, which sum to what was offered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loadgen import metrics
+from loadgen.records import Record
+from loadgen.running import Finished, outcome_line
+from loadgen.stats import percentiles
+
+
+def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
+    """Each with its colour, if any."""
+    run, records, terms = finished.run, finished.records, finished.terms
+    sent = metrics.sending(records)
+    if sent.lag_p99_s is not None:
+        limit = metrics.lag_limit_s(terms)
+        rates = ""
+        if sent.offered_rps is not None and sent.achieved_rps is not None:
+            rates = f"offered {sent.offered_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
+        lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 allowed {limit * 1e3:g} ms)"
+        yield f"sending     {rates}{lag}", ""
+    whole = [record for record in records if metrics.is_whole(record, terms)]
+    for name, values in (
+        ("ttft", [value for record in whole if (value := metrics.ttft_s(record)) is not None]),
+        ("tpot", [value for record in whole if (value := metrics.tpot_s(record)) is not None]),
+        ("e2e", [value for record in whole if (value := metrics.e2e_s(record)) is not None]),
+    ):
+        if values:
+            p50, p90, p99 = percentiles(values, (50, 90, 99))
+            yield f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} whole answers, from the intended send", ""
+    outcomes = finished.outcomes
+    if records:
+        good = outcomes[metrics.Outcome.GOOD]
+        promised = "; ".join(f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo))
+        goodput = f", goodput {sent.offered_rps * good / run.num_offered:.2f} requests/s" if sent.offered_rps and run.num_offered else ""
+        yield f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})", ""
+    deviation = _prompt_deviation(records)
+    if deviation is not None:
+        than = "more" if deviation > 0 else "fewer"
+        yield f"prompts     the server counts {abs(deviation):.1%} {than} tokens than planned", "yellow" if abs(deviation) > 0.02 else ""
+    for error, count in _errors(records):
+        yield f"error       {count} × {error}", "yellow"
+    for note in finished.notes:
+        yield f"note        {note}", "yellow"
+    yield f"result      {out}    loadgen report {out}", ""
+    if run.interrupted:
+        yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests had come due", "red"
+    for reason in run.invalid:
+        yield f"INVALID     {reason}", "red"
+    if sent.lag_p99_s is not None and sent.lag_p99_s > metrics.lag_limit_s(terms) and run.machine.get("priority") != "realtime":
+        yield (
+            "hint        where the generator shares cores with the server, --priority realtime helps; it needs root or CAP_SYS_NICE",
+            "yellow",
+        )
+    yield outcome_line(outcomes, run.num_offered, is_valid=not run.invalid), "red" if run.invalid else ""
+
+
+def _prompt_deviation(records: Sequence[Record]) -> float | None:
+    """How many more tokens the server counts in the prompts than were planned; None where that is nothing or nobody knows."""
+    counted = planned = 0
+    for record in records:
+        if record.num_prompt_tokens is not None and record.planned_prompt_tokens is not None:
+            counted += record.num_prompt_tokens
+            planned += record.planned_prompt_tokens
+    return counted / planned - 1 if planned and counted != planned else None
+
+
+def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:
+    errors = Counter(record.error for record in records if record.error and not record.left_early)
+    return errors.most_common(3)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"

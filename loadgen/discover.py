@@ -1,0 +1,121 @@
+"""What a server says of itself before a run: its models, its kind, its version. A server need not say anything but that it is there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.errors import LoadgenError, Unreachable
+from loadgen.http_client import split_url, tls_context
+
+TIMEOUT_S = 10.0
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """`models`: ids, the served one first. `kind`: who is said to own them, which names the software. `max_model_len`: of the first."""
+
+    models: Sequence[str] = ()
+    kind: str = ""
+    max_model_len: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
+    """Raises Unreachable where nothing answers, LoadgenError where a key is missing."""
+    status, body = _get(url, "/v1/models", headers, is_insecure)
+    if status in (401, 403):
+        raise LoadgenError(f"{url} wants another API key than it was given (status {status}): use --api-key or the variable OPENAI_API_KEY")
+    listed = _objects(body) if status == 200 else []
+    if not listed:
+        return Server(facts={"models": f"status {status}, not understood" if status == 200 else f"status {status}"})
+    first = listed[0]
+    kind = str(first.get("owned_by") or "")
+    length = first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx_train")
+    facts: dict[str, Any] = {"kind": kind, "models": listed[:16]}
+    if kind == "baton":
+        facts["version"] = _baton_version(url, headers, is_insecure)
+    elif kind == "vllm":
+        facts["version"] = _field(url, "/version", "version", headers, is_insecure)
+    return Server(
+        models=[str(model["id"]) for model in listed],
+        kind=kind,
+        max_model_len=length if isinstance(length, int) else None,
+        facts={key: value for key, value in facts.items() if value is not None},
+    )
+
+
+def ask_grpc(target: str, headers: Mapping[str, str]) -> Server:
+    """Raises Unreachable, LoadgenError."""
+    import grpc
+
+    from baton.v1 import inference_pb2, inference_pb2_grpc
+    from loadgen.grpc_client import grpc_target
+
+    pb: Any = inference_pb2
+    with grpc.insecure_channel(grpc_target(target)) as channel:
+        metadata = tuple((name.lower(), value) for name, value in headers.items())
+        try:
+            reply = inference_pb2_grpc.InferenceStub(channel).ListModels(
+                pb.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata, wait_for_ready=False
+            )
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
+                raise LoadgenError(f"{target} wants another API key than it was given: use --api-key or OPENAI_API_KEY") from error
+            raise Unreachable(f"no gRPC server of Baton's answers at {target}: {error.details() or code.name}") from error
+    models = [model.id for model in reply.models]
+    length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
+    return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
+
+
+def _objects(body: bytes) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(body)
+        return [model for model in data["data"] if isinstance(model, dict) and model.get("id")]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _baton_version(url: str, headers: Mapping[str, str], is_insecure: bool) -> str | None:
+    try:
+        status, body = _get(url, "/metrics", headers, is_insecure)
+    except LoadgenError:
+        return None
+    found = re.search(rb'^baton_build_info\{[^}]*version="([^"]*)"', body, re.MULTILINE) if status == 200 else None
+    return found[1].decode(errors="replace") if found else None
+
+
+def _field(url: str, path: str, name: str, headers: Mapping[str, str], is_insecure: bool) -> str | None:
+    try:
+        status, body = _get(url, path, headers, is_insecure)
+        value = json.loads(body).get(name) if status == 200 else None
+    except (LoadgenError, ValueError, AttributeError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> tuple[int, bytes]:
+    """Raises Unreachable."""
+    parts = split_url(url)
+    host = parts.hostname or ""
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(host, parts.port, timeout=TIMEOUT_S, context=tls_context(is_insecure))
+    else:
+        connection = http.client.HTTPConnection(host, parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path + path, headers={"User-Agent": "loadgen", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MAX_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        why = error.reason if isinstance(error, ssl.SSLError) else getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Unreachable(f"nothing answers at {url}: {why}; is the server up, and is this its address (--url)?") from error
+    finally:
+        connection.close()

@@ -1,0 +1,17 @@
+"""What can go wrong before or beside a run, each with what to do about it. `main` prints the message and exits 2."""
+
+
+class LoadgenError(Exception):
+    """Base of loadgen's own errors; the message is for the user."""
+
+
+class BadPlan(LoadgenError):
+    """A plan, trace or arguments for one that cannot be used; names the file and the line."""
+
+
+class BadRecords(LoadgenError):
+    """A result directory or record that cannot be read; names the file and the line."""
+
+
+class Unreachable(LoadgenError):
+    """No server answers at an address."""

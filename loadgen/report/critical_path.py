@@ -1,0 +1,97 @@
+"""What the client waited for, stage by stage: from the intended send to the last token without a gap, so that the stages sum to e2e.
+
+Server stages come from the timeline; `other` is what is left before the first token (network, tokenizing, messages, a lost attempt),
+`decode` what is left after the hand-off. Where a timeline claims more than the client has seen, the stage that does not fit is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadgen import metrics
+from loadgen.measures import Measures
+from loadgen.records import Record
+from loadgen.stats import percentiles
+from loadgen.summary import in_flight_when_due
+from loadgen.timeline import Stages
+
+STAGES = {
+    "send lag": "st-lag",
+    "placement": "st-place",
+    "queue": "st-queue",
+    "prefill": "st-prefill",
+    "other, to the first token": "st-other",
+    "to the first token": "st-first",
+    "exposed transfer": "st-transfer",
+    "admission": "st-admit",
+    "decode": "st-decode",
+    "no whole answer": "st-none",
+}
+"""Every stage in the order of time, with its colour. `to the first token` stands for the four before it where there is no timeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Mean seconds of each stage over `count` requests that met between `low` and `high` others in flight."""
+
+    low: int
+    high: int
+    count: int
+    stages: dict[str, float]
+
+
+def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
+    """(stage, seconds) of an answer with tokens, one after the other."""
+    ttft, e2e, lag = metrics.ttft_s(record), metrics.e2e_s(record), metrics.send_lag_s(record)
+    if ttft is None or e2e is None:
+        return []
+    before = _fit([("send lag", lag)], ttft)
+    left = ttft - sum(seconds for _, seconds in before)
+    if stages.prefill_s is not None:
+        inside = _fit([("placement", stages.placement_s), ("queue", stages.queue_s), ("prefill", stages.prefill_s)], left)
+        before += inside
+        before.append(("other, to the first token", left - sum(seconds for _, seconds in inside)))
+    else:
+        before.append(("to the first token", left))
+    after = _fit([("exposed transfer", stages.exposed_s), ("admission", stages.admission_s)], e2e - ttft)
+    after.append(("decode", e2e - ttft - sum(seconds for _, seconds in after)))
+    return [*before, *after]
+
+
+def path_by_load(measures: Measures, bins: int = 6) -> list[Load]:
+    """Whole answers with a timeline, in bins of about equal size by how many requests were in flight when they came due."""
+    load = in_flight_when_due(measures)
+    rows = [row for row in map(int, np.flatnonzero(measures.whole)) if measures.stages[row].prefill_s is not None]
+    if not rows:
+        return []
+    edges = sorted({int(edge) for edge in percentiles(load[rows], np.linspace(0, 100, min(bins, len(rows)) + 1).tolist())})
+    found: list[Load] = []
+    for number, low in enumerate(edges[:-1] or edges):
+        is_last = number + 2 >= len(edges)
+        high = int(load[rows].max()) if is_last else edges[number + 1] - 1
+        inside = [row for row in rows if low <= load[row] <= high]
+        if inside:
+            found.append(Load(low=low, high=high, count=len(inside), stages=mean_path(measures, inside)))
+    return found
+
+
+def mean_path(measures: Measures, rows: list[int]) -> dict[str, float]:
+    """Mean seconds a stage; a stage that a request lacks counts as none of its time."""
+    sums: dict[str, float] = {}
+    for row in rows:
+        for stage, seconds in path_of(measures.records[row], measures.stages[row]):
+            sums[stage] = sums.get(stage, 0.0) + seconds
+    return {stage: sums[stage] / len(rows) for stage in STAGES if stage in sums}
+
+
+def _fit(wanted: list[tuple[str, float | None]], room: float) -> list[tuple[str, float]]:
+    """Those that are known, each cut to what is left of `room`."""
+    found: list[tuple[str, float]] = []
+    for stage, seconds in wanted:
+        if seconds is not None:
+            taken = min(max(seconds, 0.0), max(room, 0.0))
+            found.append((stage, taken))
+            room -= taken
+    return found

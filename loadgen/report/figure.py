@@ -1,0 +1,106 @@
+"""What a plot is: plain data, the same in `report.json` and in the picture that `draw.py` makes of it.
+
+A figure is {"id", "title", "caption", "kind", "is_wide", …}:
+    "lines"   x and y axes, `series` of {name, color, style, points [[x, y], …]}, `marks` of {axis, at, name}
+    "spans"   an x axis, `rows` of {name, spans of {name, color, from, to}}: bars of parts, or what happened when
+`key` is the number of the legend's entry that a series belongs to; a series without one of its own is shown and hidden with another's.
+A style is line, dashed, area, marked (a line with dots) or dots. A color is a class of the page's style sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loadgen.report.scales import extent
+from loadgen.stats import Floats
+
+Figure = dict[str, Any]
+POINTS = 240
+
+
+def axis(
+    label: str, unit: str, values: Sequence[float], *, is_log: bool = False, from_zero: bool = False, **fixed: float
+) -> dict[str, Any]:
+    """One that holds all `values`; `min` and `max` may be given."""
+    low, high = extent(values, is_log=is_log, from_zero=from_zero)
+    return {"label": label, "unit": unit, "is_log": is_log, "min": fixed.get("min", low), "max": fixed.get("max", high)}
+
+
+def cdf(values: Floats, total: int, *, low: float = 0.0, high: float = math.inf) -> list[list[float]]:
+    """[[x, share of `total` at or below x], …] at up to a few hundred of the values; from `low` (excluded: above 0,
+    for a log axis) to `high`."""
+    ordered = np.sort(values[np.isfinite(values)])
+    if ordered.size == 0 or total == 0:
+        return []
+    ranks = np.unique(
+        np.concatenate((np.linspace(0, ordered.size - 1, POINTS).astype(int), np.arange(max(0, ordered.size - 40), ordered.size)))
+    )
+    points = [[float(ordered[rank]), (int(rank) + 1) / total] for rank in ranks]
+    return [point for point in points if low < point[0] <= high]
+
+
+def used(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with points."""
+    return [one for one in series if one["points"]]
+
+
+def series_of(name: str, color: str, style: str, points: list[list[float]], **more: Any) -> dict[str, Any]:
+    """`more`: `key`; `bars` [[low, high], …], `names` and `classes` of each point."""
+    return {"name": name, "color": color, "style": style, "points": points, **more}
+
+
+def lines(
+    figure_id: str,
+    title: str,
+    caption: str,
+    x: dict[str, Any],
+    y: dict[str, Any],
+    series: list[dict[str, Any]],
+    *,
+    marks: list[dict[str, Any]] | None = None,
+    is_wide: bool = False,
+    height: int = 300,
+) -> Figure:
+    shown = used(series)
+    for number, one in enumerate(shown):
+        one.setdefault("key", number)
+    return {
+        "id": figure_id,
+        "title": title,
+        "caption": caption,
+        "kind": "lines",
+        "is_wide": is_wide,
+        "height": height,
+        "x": x,
+        "y": y,
+        "series": shown,
+        "marks": marks or [],
+    }
+
+
+def spans(
+    figure_id: str,
+    title: str,
+    caption: str,
+    x: dict[str, Any],
+    rows: list[dict[str, Any]],
+    legend: list[str],
+    *,
+    row_height: int = 26,
+    is_wide: bool = False,
+) -> Figure:
+    return {
+        "id": figure_id,
+        "title": title,
+        "caption": caption,
+        "kind": "spans",
+        "is_wide": is_wide,
+        "row_height": row_height,
+        "x": x,
+        "rows": rows,
+        "legend": legend,
+    }

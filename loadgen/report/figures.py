@@ -1,0 +1,306 @@
+"""The plots that show all runs of a report together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loadgen.measures import SLOS
+from loadgen.metrics import Outcome
+from loadgen.report.critical_path import STAGES, mean_path
+from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, used
+from loadgen.report.view import SERIES_COLORS, RunView
+from loadgen.stats import Floats
+
+TITLES = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Gap between tokens", "e2e": "End-to-end latency"}
+
+
+def across_runs(runs: Sequence[RunView]) -> list[Figure]:
+    """What one picture can show of all runs."""
+    figures = [outcomes(runs)]
+    if sum(run.summary.goodput_rps is not None for run in runs) > 1:
+        figures += [goodput_by_rate(runs), attainment_by_rate(runs)]
+    figures.append(attainment_by_scale(runs))
+    figures += [attainment(runs, metric) for metric in ("ttft", "tpot", "e2e")]
+    figures += [latency_cdf(runs, metric) for metric in ("ttft", "tpot", "itl", "e2e")]
+    figures += [path_by_run(runs)] if len(runs) > 1 else []
+    figures.append(handoff(runs))
+    figures.append(prefix_hits(runs))
+    return [figure for figure in figures if figure.get("series") or figure.get("rows")]
+
+
+def outcomes(runs: Sequence[RunView]) -> Figure:
+    rows = []
+    for run in runs:
+        parts, at = list[dict[str, Any]](), 0.0
+        for outcome, count in run.summary.outcomes.items():
+            share = count / max(run.summary.offered, 1)
+            if count:
+                tip = f"{run.name} · {spoken(outcome)}: {count} of {run.summary.offered} ({100 * share:.1f} %)"
+                parts.append({"name": spoken(outcome), "color": f"o-{outcome}", "from": at, "to": at + share, "value": share, "tip": tip})
+                at += share
+        rows.append({"name": run.name, "spans": parts})
+    return spans(
+        "outcomes",
+        "What became of every offered request",
+        "Each request is in exactly one class; the classes sum to the offered requests.",
+        axis("share of offered requests", "share", (), min=0.0, max=1.0),
+        rows,
+        [spoken(outcome) for outcome in Outcome],
+        row_height=34 if len(rows) < 4 else 24,
+        is_wide=True,
+    )
+
+
+def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
+    series = [_by_rate(number, label, members, is_share=False) for number, (label, members) in enumerate(_by_label(runs).items())]
+    top = max((point[0] for one in series for point in one["points"]), default=1.0) * 1.05
+    series.append(series_of("all offered requests good", "ideal", "dashed", [[0.0, 0.0], [top, top]]))
+    return lines(
+        "goodput-rate",
+        "Goodput by offered rate",
+        "Requests per second that were answered whole and within their SLO, against those offered. Bars: 95 % intervals. Rings: invalid "
+        "runs.",
+        axis("offered rate, requests/s", "", (), min=0.0, max=top),
+        axis("goodput, requests/s", "", (), min=0.0, max=top),
+        series,
+    )
+
+
+def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
+    series = [_by_rate(number, label, members, is_share=True) for number, (label, members) in enumerate(_by_label(runs).items())]
+    top = max((point[0] for one in series for point in one["points"]), default=1.0) * 1.05
+    return lines(
+        "attainment-rate",
+        "Attainment by offered rate",
+        "Share of offered requests that were good; where a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals.",
+        axis("offered rate, requests/s", "", (), min=0.0, max=top),
+        axis("offered requests", "share", (), min=0.0, max=1.0),
+        series,
+        marks=[{"axis": "y", "at": 0.9, "name": "90 %"}],
+    )
+
+
+def _by_label(runs: Sequence[RunView]) -> dict[str, list[RunView]]:
+    found: dict[str, list[RunView]] = {}
+    for run in runs:
+        if run.summary.offered_rps is not None:
+            found.setdefault(run.label, []).append(run)
+    return found
+
+
+def _by_rate(number: int, label: str, runs: list[RunView], *, is_share: bool) -> dict[str, Any]:
+    runs = sorted(runs, key=lambda run: run.summary.offered_rps or 0.0)
+    rates = [run.summary.offered_rps or 0.0 for run in runs]
+    scales = [1.0 if is_share else rate for rate in rates]
+    shares = [run.summary.joint for run in runs]
+    return series_of(
+        label,
+        f"c{number % SERIES_COLORS}",
+        "marked",
+        [[rate, share.value * scale] for rate, share, scale in zip(rates, shares, scales, strict=True)],
+        bars=[[share.interval.low * scale, (share.interval.high or 0.0) * scale] for share, scale in zip(shares, scales, strict=True)],
+        classes=["invalid" if run.invalid else "" for run in runs],
+        names=[
+            f"{run.name}: {share.kept} of {share.of} good at {rate:.3g} requests/s{' · INVALID' if run.invalid else ''}"
+            for run, share, rate in zip(runs, shares, rates, strict=True)
+        ],
+    )
+
+
+def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
+    found = []
+    for run in runs:
+        needed = needed_scale(run)
+        if needed is not None:
+            found.append((run, needed))
+    finite = np.concatenate([np.zeros(0), *(needed[np.isfinite(needed)] for _, needed in found)])
+    low, high = np.percentile(finite, (1, 99)) if finite.size else (0.5, 2.0)
+    low, high = float(np.clip(low, 0.01, 0.5)), float(np.clip(high * 1.2, 2.0, 50.0))
+    series = [
+        series_of(run.name, run.color, "line", cdf(needed[np.isfinite(needed)], needed.size, low=low, high=high)) for run, needed in found
+    ]
+    _level(series, high)
+    return lines(
+        "attainment-scale",
+        "Attainment by strictness of the SLO",
+        "Share of offered requests that would be good if every bound of their SLO were multiplied by x: 1 is the SLO itself.",
+        axis("SLO scale", "×", (), is_log=True, min=low, max=high),
+        axis("offered requests", "share", (), min=0.0, max=1.0),
+        series,
+        marks=[{"axis": "x", "at": 1.0, "name": "the SLO"}],
+    )
+
+
+def needed_scale(run: RunView) -> Floats | None:
+    """By how much each request's SLO would have to be multiplied for it to be good; inf without a whole answer. None without any SLO."""
+    measures = run.measures
+    if not any(measures.promised[slo].any() for slo in SLOS):
+        return None
+    needed = np.zeros(len(measures))
+    for row, record in enumerate(measures.records):
+        slo = run.terms.slo_of(record)
+        for metric, bound in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
+            value = measures.columns[metric][row]
+            if bound is not None and not math.isnan(value):
+                needed[row] = max(needed[row], value / bound)
+    needed[~measures.whole] = math.inf
+    return np.maximum(needed, 1e-6)
+
+
+def attainment(runs: Sequence[RunView], metric: str) -> Figure:
+    series: list[dict[str, Any]] = []
+    for run in runs:
+        offered, is_only = len(run.measures), len(runs) == 1
+        values = cdf(run.measures.of_whole(metric) * 1e3, offered)
+        if not values:
+            continue
+        series.append(series_of("from intended send" if is_only and metric != "tpot" else run.name, run.color, "line", values))
+        if metric != "tpot":
+            more = {} if is_only else {"key": len(series) - 1}
+            name = "from actual send" if is_only else f"{run.name}, from actual send"
+            series.append(series_of(name, run.color, "dashed", cdf(run.measures.of_whole(f"{metric}_sent") * 1e3, offered), **more))
+    marks, series = _slo_marks(runs, metric), used(series)
+    x = _latency_axis(f"{metric}, at most", series, marks)
+    _level(series, x["max"])
+    return lines(
+        f"attainment-{metric}",
+        f"Attainment: {TITLES[metric].lower()}",
+        "Share of offered requests with a whole answer within x. A curve that ends below 100 % shows requests without one."
+        + (" One-token answers, which have none, are not in the curve." if metric == "tpot" else " Dotted: from the actual send."),
+        x,
+        axis("offered requests", "share", (), min=0.0, max=1.0),
+        series,
+        marks=marks,
+    )
+
+
+def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
+    series = []
+    for run in runs:
+        values = run.measures.gaps if metric == "itl" else run.measures.of_whole(metric)
+        series.append(series_of(run.name, run.color, "line", cdf(values * 1e3, values.size)))
+    series = used(series)
+    what = "gaps of whole answers" if metric == "itl" else "whole answers"
+    marks = [] if metric == "itl" else _slo_marks(runs, metric)
+    return lines(
+        f"cdf-{metric}",
+        f"{TITLES[metric]} ({metric})",
+        f"Share of {what} within x, from the intended send."
+        if metric in ("ttft", "e2e")
+        else f"Share of {what} within x." + (" Tokens of one message have a gap of 0, left of the axis." if metric == "itl" else ""),
+        _latency_axis(metric, series, marks),
+        axis(what, "share", (), min=0.0, max=1.0),
+        series,
+        marks=marks,
+    )
+
+
+def path_by_run(runs: Sequence[RunView]) -> Figure:
+    rows = []
+    for run in sorted(runs, key=lambda run: run.summary.offered_rps or 0.0):
+        chosen = [int(row) for row in np.flatnonzero(run.measures.whole)]
+        if chosen:
+            rows.append(stacked(f"{run.name} · {run.summary.offered_rps or 0:.3g}/s", mean_path(run.measures, chosen)))
+    return spans(
+        "path-runs",
+        "Critical path by run",
+        "Mean time of whole answers in each stage, from the intended send to the last token.",
+        axis("mean milliseconds", "ms", [row["spans"][-1]["to"] for row in rows if row["spans"]], min=0.0),
+        rows,
+        list(STAGES),
+        is_wide=True,
+    )
+
+
+def handoff(runs: Sequence[RunView]) -> Figure:
+    series = []
+    for run in runs:
+        stages = [one for one in run.measures.stages if one.is_handed_off and one.handoff_s is not None]
+        parts = [("cost: exposed + admission", [one.handoff_s for one in stages], "line")]
+        if len(runs) == 1:
+            parts += [
+                ("exposed transfer", [one.exposed_s for one in stages], "dashed"),
+                ("whole transfer", [one.transfer_s for one in stages], "line"),
+            ]
+        for number, (name, seconds, style) in enumerate(parts):
+            known = np.array([value for value in seconds if value is not None]) * 1e3
+            color = run.color if len(runs) > 1 else f"c{number}"
+            series.append(series_of(run.name if len(runs) > 1 else name, color, style, cdf(known, known.size)))
+    series = used(series)
+    return lines(
+        "handoff",
+        "Cost of the hand-off",
+        "Of requests that went from one worker to another: what the client waited for after the prompt was computed; of one run "
+        "also how long reads ran in all, where what is not exposed was hidden behind computing.",
+        _latency_axis("hand-off", series),
+        axis("requests handed off", "share", (), min=0.0, max=1.0),
+        series,
+    )
+
+
+def prefix_hits(runs: Sequence[RunView]) -> Figure:
+    """Of one run a bar each; of several, a bar a run with marks at its plan's best."""
+    told = [run for run in runs if run.summary.prefix.requests]
+    rows = []
+    for run in told:
+        ratio = run.summary.prefix.ratio
+        if len(told) == 1:
+            rows += [_hits("achieved", ratio, run.color, "achieved")]
+            rows += [_hits(name, best, "ideal", "the plan's best") for name, best in run.best_hits.items()]
+        else:
+            marks = [{"at": best, "name": f"{name}: {100 * best:.1f} %", "color": "best"} for name, best in run.best_hits.items()]
+            rows.append(_hits(run.name, ratio, run.color, "achieved") | {"marks": marks})
+    return spans(
+        "prefix-hits",
+        "Prefix hits: achieved, and the best that the plan allows",
+        "Cached prompt tokens over all prompt tokens, as the servers' usage says, beside perfect caches given the same requests in order"
+        + (" (marks)." if len(told) > 1 else "."),
+        axis("share of prompt tokens", "share", (), min=0.0, max=1.0),
+        rows,
+        ["achieved", "the plan's best"],
+        row_height=30,
+    )
+
+
+def _hits(name: str, ratio: float, color: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "spans": [{"name": kind, "color": color, "from": 0.0, "to": ratio}], "note": f"{100 * ratio:.1f} %"}
+
+
+def spoken(outcome: Outcome) -> str:
+    return outcome.replace("_", " ")
+
+
+def stacked(name: str, stages: dict[str, float]) -> dict[str, Any]:
+    parts, at = list[dict[str, Any]](), 0.0
+    for stage, seconds in stages.items():
+        parts.append({"name": stage, "color": STAGES[stage], "from": at, "to": at + seconds * 1e3})
+        at += seconds * 1e3
+    return {"name": name, "spans": parts}
+
+
+def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
+    bounds: dict[float, set[str]] = {}
+    for run in runs:
+        for name, slo in run.terms.slos.items():
+            bound = slo.to_json().get(f"{metric}_s")
+            if bound is not None:
+                bounds.setdefault(bound * 1e3, set()).add(name)
+    return [
+        {"axis": "x", "at": at, "name": "SLO" if len(bounds) == 1 else f"SLO {', '.join(sorted(names))}", "level": level}
+        for level, (at, names) in enumerate(sorted(bounds.items()))
+    ]
+
+
+def _level(series: Sequence[dict[str, Any]], end: float) -> None:
+    """Curves of all offered requests go on to the right edge: no answer comes later."""
+    for one in series:
+        if one["points"] and one["points"][-1][0] < end:
+            one["points"].append([end, one["points"][-1][1]])
+
+
+def _latency_axis(label: str, series: Sequence[dict[str, Any]], marks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return axis(label, "ms", [point[0] for one in series for point in one["points"]] + [mark["at"] for mark in marks], is_log=True)

@@ -1,0 +1,92 @@
+"""`report.md`: the summary for an issue, a commit or a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loadgen.report.scales import milliseconds, percent, short
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    runs = report["runs"]
+    parts = [f"# loadgen: {_cell(runs[0]['name']) if len(runs) == 1 else f'{len(runs)} runs'}"]
+    if len(runs) > 1:
+        parts.append(_overview(runs))
+    parts += [_run(run, is_only=len(runs) == 1) for run in runs]
+    parts.append(
+        "Every latency is from the intended send unless its name ends in `_sent`. Brackets: 95 % intervals. Shares are of all offered "
+        "requests."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _overview(runs: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            _cell(run["name"]),
+            short(run["offered_rps"]),
+            percent(run["attainment"]["joint"]["share"]),
+            _estimate(run["goodput_rps"], short),
+            *(milliseconds(_of(run, metric, q)) for metric in ("ttft", "tpot") for q in ("p50_ms", "p99_ms")),
+            "yes" if run["valid"] else "**INVALID**",
+        ]
+        for run in runs
+    ]
+    return _table(["run", "requests/s", "attainment", "goodput, requests/s", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "valid"], rows)
+
+
+def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
+    parts = [] if is_only else [f"## {_cell(run['name'])}"]
+    if run["invalid"]:
+        parts.append("**INVALID RUN: do not quote these numbers.**\n" + "\n".join(f"- {_cell(reason)}" for reason in run["invalid"]))
+    parts += [f"> {_cell(note)}" for note in run["notes"]]
+    if run["interrupted"]:
+        parts.append("> Ended early by the user.")
+    slos = "; ".join(
+        f"{_cell(name)} " + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "nothing")
+        for name, slo in run["slos"].items()
+    )
+    sent = run["sending"]
+    parts.append(
+        f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} `{run['plan_hash'][:16]}`, "
+        f"started {run['started_at']}. Promised: {slos or 'nothing'}. Send lag p99 {milliseconds(sent['lag_p99_ms'])} "
+        f"(allowed {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['offered_rps'])} requests/s sent."
+    )
+    joint, goodput = run["attainment"]["joint"], run["goodput_rps"]
+    parts.append(
+        f"**{percent(joint['share'])} of {run['offered']} offered requests kept their SLO** "
+        f"[{percent(joint['low'])}, {percent(joint['high'])}]; goodput {_estimate(goodput, short)} requests/s."
+    )
+    counted = {name: count for name, count in run["outcomes"].items() if count}
+    parts.append(_table([name.replace("_", " ") for name in counted] + ["offered"], [[*map(str, counted.values()), str(run["offered"])]]))
+    rows = [
+        [metric, str(one["count"]), *(_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p99_ms"))]
+        for metric, one in run["latency"].items()
+    ]
+    if rows:
+        parts.append(_table(["", "count", "mean", "p50", "p90", "p99"], rows))
+    return "\n\n".join(parts)
+
+
+def _of(run: Mapping[str, Any], metric: str, key: str) -> float | None:
+    value: float | None = run["latency"][metric][key]["value"] if metric in run["latency"] else None
+    return value
+
+
+def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:
+    if not estimate or estimate["value"] is None:
+        return "–"
+    if estimate["low"] is None:
+        return str(write(estimate["value"]))
+    return f"{write(estimate['value'])} [{write(estimate['low'])}, {write(estimate['high']) if estimate['high'] is not None else '…'}]"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A server's or user's text cannot leave its place."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

@@ -1,0 +1,174 @@
+"""`report.html`: one file that needs nothing else. Its numbers are those of `report.json`, which it carries whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from loadgen.report import tables
+from loadgen.report.draw import draw, legend
+from loadgen.report.scales import milliseconds, percent, short
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""What the browser may load: nothing but what stands in the file. It holds the page to its promise."""
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The whole document."""
+    runs: list[Mapping[str, Any]] = report["runs"]
+    figures = {figure["id"]: figure for figure in report["figures"]}
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    body = [
+        _head(runs, title),
+        *(_verdict(run, len(runs) > 1) for run in runs),
+        _tiles(runs[0]) if len(runs) == 1 else tables.runs(runs),
+        _section("Outcome", _figures(figures, ["outcomes", "goodput-rate", "attainment-rate"])),
+        _section("Attainment", _figures(figures, ["attainment-scale", "attainment-ttft", "attainment-tpot", "attainment-e2e"])),
+        _section("Latency", _figures(figures, ["cdf-ttft", "cdf-tpot", "cdf-itl", "cdf-e2e"]) + _latencies(runs)),
+        _section(
+            "Inside the server",
+            _figures(figures, ["path-runs", *(["head-0", "path-0"] if len(runs) == 1 else []), "handoff", "prefix-hits"]),
+        ),
+        *(_run(number, run, figures, is_only=len(runs) == 1) for number, run in enumerate(runs)),
+        _section("Definitions", tables.definitions(report["definitions"])),
+        f"<footer>loadgen {escape(str(report['version']))}: all numbers of this page stand in it as JSON, and in report.json.</footer>",
+    ]
+    data = json.dumps(report, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>loadgen: {escape(title)}</title>\n<style>\n{_resource('report.css')}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in body if part)
+        + f'\n</main>\n<script type="application/json" id="report">{data}</script>\n'
+        f"<script>\n{_resource('report.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
+    hashes = list(dict.fromkeys(run["plan_hash"] for run in runs))
+    where = ", ".join(dict.fromkeys(f"{run['model']} at {run['url']} over {run['protocol']}" for run in runs))
+    plans = ", ".join(f"<code>{escape(plan_hash[:16])}</code>" for plan_hash in hashes[:6]) + (" …" if len(hashes) > 6 else "")
+    started = runs[0]["started_at"] if len(runs) == 1 else f"{min(run['started_at'] for run in runs)} and later"
+    name = " · ".join(dict.fromkeys(str(run["plan_name"]) for run in runs if run["plan_name"]))
+    return (
+        f'<header><div class="eyebrow">loadgen report</div><h1>{escape(title)}</h1><p class="lead">{escape(where)}</p>'
+        f'<p class="small">started {escape(started)} · plan{"s" if len(hashes) > 1 else ""} {escape(name)} {plans}</p></header>'
+    )
+
+
+def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
+    """Red and with its reasons if the run must not be trusted."""
+    name = f"{escape(run['name'])}: " if is_named else ""
+    parts = []
+    if run["invalid"]:
+        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in run["invalid"])
+        parts.append(
+            f'<div class="verdict invalid" role="alert"><b>{name}INVALID RUN</b> Do not quote these numbers.<ul>{reasons}</ul></div>'
+        )
+    elif not is_named:
+        sent = run["sending"]
+        rate = ""
+        if sent["achieved_rps"] and sent["offered_rps"]:
+            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['offered_rps'] - 1), 2)} (allowed 1 %)"
+        parts.append(
+            f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
+            f"(allowed {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
+        )
+    notes = [*run["notes"], *(["The user ended the run early; what was measured until then is kept."] if run["interrupted"] else [])]
+    if notes:
+        parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(escape(note) for note in notes)}</div>')
+    return "".join(parts)
+
+
+def _tiles(run: Mapping[str, Any]) -> str:
+    joint, goodput, latency = run["attainment"]["joint"], run["goodput_rps"], run["latency"]
+    tiles = [
+        ("SLO attainment", percent(joint["share"]), f"{percent(joint['low'])} to {percent(joint['high'])}"),
+        (
+            "Goodput",
+            f"{short(goodput['value'])} <small>requests/s</small>" if goodput else "–",
+            f"of {short(run['offered_rps'])} offered"
+            + (f" · {short(run['goodput_rps_per_worker'])} per worker" if run["goodput_rps_per_worker"] else ""),
+        ),
+    ]
+    for metric in ("ttft", "tpot"):
+        if metric in latency:
+            p50, p99 = (latency[metric][key]["value"] for key in ("p50_ms", "p99_ms"))
+            tiles.append((f"{metric.upper()} p50", _with_unit(p50), f"p99 {milliseconds(p99)}"))
+    if run["throughput"]:
+        steady = run["throughput"]["steady"]
+        tiles.append(
+            (
+                "Output",
+                f"{short(steady['output_tokens_per_s'])} <small>tokens/s</small>",
+                f"{short(steady['requests_per_s'])} answers/s, steady window",
+            )
+        )
+    hits = run["prefix_hits"]
+    if hits["achieved"] is not None:
+        best = max(hits["best"].values(), default=None)
+        tiles.append(
+            ("Prefix hits", percent(hits["achieved"]), f"the plan's best {percent(best)}" if best is not None else "of prompt tokens")
+        )
+    cells = "".join(
+        f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{value}</div>'
+        f'<div class="more">{escape(more)}</div></div>'
+        for name, value, more in tiles
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _with_unit(value_ms: float | None) -> str:
+    number, _, unit = milliseconds(value_ms).partition(" ")
+    return f"{number} <small>{unit}</small>"
+
+
+def _section(title: str, inside: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{inside}</section>" if inside else ""
+
+
+def _figures(figures: Mapping[str, Mapping[str, Any]], ids: Sequence[str]) -> str:
+    drawn = [_figure(figures[figure_id]) for figure_id in ids if figure_id in figures]
+    return f'<div class="figures">{"".join(drawn)}</div>' if drawn else ""
+
+
+def _figure(figure: Mapping[str, Any]) -> str:
+    return (
+        f'<figure data-figure="{escape(figure["id"])}"{" class=wide" if figure["is_wide"] else ""}><h3>{escape(figure["title"])}</h3>'
+        f'<p class="caption">{escape(figure["caption"])}</p>{legend(figure)}{draw(figure)}</figure>'
+    )
+
+
+def _latencies(runs: Sequence[Mapping[str, Any]]) -> str:
+    if len(runs) == 1:
+        return tables.latency(runs[0])
+    return "".join(f"<details><summary>{escape(run['name'])}</summary>{tables.latency(run)}</details>" for run in runs)
+
+
+def _run(number: int, run: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]], *, is_only: bool) -> str:
+    """What is of one run alone; of several, each can be folded away."""
+    over_time = _figures(figures, [f"{name}-{number}" for name in ("rates", "in-flight", "ttft-time")])
+    single = _figures(figures, [f"waterfall-{number}", *([] if is_only else [f"head-{number}", f"path-{number}"])])
+    parts = [
+        ("Over time", over_time),
+        ("Single requests", single),
+        ("Who was served how", tables.groups(run)),
+        ("Workers", tables.workers(run)),
+    ]
+    parts += [
+        ("What went wrong", tables.errors(run)),
+        ("Sending and throughput", tables.rates(run)),
+        ("Configuration", tables.configuration(run)),
+    ]
+    if is_only:
+        return "".join(_section(title, inside) for title, inside in parts)
+    inside = "".join(_section(title, part) for title, part in parts)
+    return f'<details class="run"{" open" if number == 0 else ""}><summary>{escape(run["name"])}</summary>{inside}</details>'
+
+
+def _resource(name: str) -> str:
+    return resources.files("loadgen.report").joinpath(name).read_text(encoding="utf-8")

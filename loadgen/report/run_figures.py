@@ -1,0 +1,201 @@
+"""The plots of one run: its time series, a sample of its requests, its critical path by load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loadgen import metrics
+from loadgen.measures import Measures
+from loadgen.metrics import WHOLE, Outcome
+from loadgen.report.critical_path import STAGES, path_by_load, path_of
+from loadgen.report.figure import Figure, axis, lines, series_of, spans
+from loadgen.report.figures import spoken, stacked
+from loadgen.report.scales import nice
+from loadgen.report.view import RunView
+from loadgen.stats import Floats
+
+BINS = 60
+DOTS = 1500
+PER_GROUP = 7
+PER_OTHER_CLASS = 2
+
+
+def of_run(run: RunView) -> list[Figure]:
+    figures = [rates(run), in_flight(run), ttft_over_time(run), waterfall(run), *critical_path(run)]
+    return [figure for figure in figures if figure.get("series") or figure.get("rows")]
+
+
+def rates(run: RunView) -> Figure:
+    columns = run.measures.columns
+    edges = _edges(columns["intended"], columns["ended"])
+    width = float(edges[1] - edges[0])
+    middles = (edges[:-1] + edges[1:]) / 2
+
+    def per_second(times: Floats) -> list[list[float]]:
+        counts, _ = np.histogram(times, edges)
+        return [[float(x), float(count) / width] for x, count in zip(middles, counts, strict=True)]
+
+    ended = columns["ended"]
+    answered = run.measures.whole
+    series = [
+        series_of("offered", "offered", "area", per_second(columns["intended"])),
+        series_of("answered whole", "o-good-line", "line", per_second(ended[answered])),
+    ]
+    if (~answered).any():
+        series.append(series_of("ended otherwise", "o-failed-line", "line", per_second(ended[~answered])))
+    return _over_time(run, "rates", "Offered and completed", f"Requests per second, in steps of {width:g} s.", "requests/s", series)
+
+
+def in_flight(run: RunView) -> Figure:
+    columns = run.measures.columns
+    edges = _edges(columns["intended"], columns["ended"])
+    due, ended = np.sort(columns["intended"]), np.sort(columns["ended"])
+    counts = np.searchsorted(due, edges, side="right") - np.searchsorted(ended, edges, side="right")
+    points = [[float(x), float(count)] for x, count in zip(edges, counts, strict=True)]
+    caption = "Requests that had come due and not ended. A line that keeps rising means that the server is past its limit."
+    return _over_time(run, "in-flight", "In flight", caption, "requests", [series_of("in flight", run.color, "area", points)])
+
+
+def ttft_over_time(run: RunView) -> Figure:
+    """At most `DOTS` requests, the slowest among them always."""
+    measures = run.measures
+    rows = np.flatnonzero(~np.isnan(measures.columns["ttft"]))
+    if rows.size > DOTS:
+        order = rows[np.argsort(measures.columns["ttft"][rows])]
+        rows = np.sort(np.concatenate((order[-DOTS // 5 :], order[: -DOTS // 5][:: -(-order.size // DOTS)])))
+    points = [[float(measures.columns["intended"][row]), float(measures.columns["ttft"][row]) * 1e3] for row in rows]
+    names = [
+        f"request {measures.records[row].index}, {spoken(measures.outcomes[row])}: {y:.4g} ms"
+        for row, (_, y) in zip(rows, points, strict=True)
+    ]
+    classes = [f"o-{measures.outcomes[row]}" for row in rows]
+    figure = _over_time(
+        run,
+        "ttft-time",
+        "Time to first token, request by request",
+        "By the intended send time, coloured by class: a stall shows as a falling line of dots.",
+        "ttft",
+        [series_of("requests", "dots", "dots", points, names=names, classes=classes)],
+    )
+    bounds = sorted({slo.ttft_s * 1e3 for slo in run.terms.slos.values() if slo.ttft_s is not None})
+    figure["marks"] = [{"axis": "y", "at": bound, "name": "SLO"} for bound in bounds]
+    values = [point[1] for point in points]
+    figure["y"] = axis("ttft", "ms", values, is_log=True)
+    return figure
+
+
+def critical_path(run: RunView) -> list[Figure]:
+    """Twice: to the first decode step, where the stages are short, and to the end."""
+    loads = path_by_load(run.measures)
+    names = [f"{load.low} in flight" if load.low == load.high else f"{load.low}–{load.high} in flight" for load in loads]
+    names = [f"{name} · {load.count}" for name, load in zip(names, loads, strict=True)]
+    found = []
+    for figure_id, title, leaves_out in (
+        ("head", "Critical path by load, up to decoding", "decode"),
+        ("path", "Critical path by load", ""),
+    ):
+        rows = [
+            stacked(name, {stage: seconds for stage, seconds in load.stages.items() if stage != leaves_out})
+            for name, load in zip(names, loads, strict=True)
+        ]
+        found.append(
+            spans(
+                f"{figure_id}-{run.number}",
+                title,
+                "Mean time of whole answers in each stage, by how many others were in flight when they came due · how many they were.",
+                axis("mean milliseconds", "ms", [row["spans"][-1]["to"] for row in rows], min=0.0),
+                rows,
+                list(STAGES),
+            )
+        )
+    return found
+
+
+def waterfall(run: RunView) -> Figure:
+    """Whole answers: the slowest by ttft and by e2e, and the middle ones by ttft; then of every other class the longest."""
+    measures = run.measures
+    whole = np.flatnonzero(measures.whole)
+
+    def slowest_first(metric: str) -> list[int]:
+        return [int(row) for row in whole[np.argsort(-measures.columns[metric][whole], kind="stable")]]
+
+    by_ttft, by_e2e = slowest_first("ttft"), slowest_first("e2e")
+    middle = max(0, len(by_ttft) // 2 - PER_GROUP // 2)
+    chosen = dict.fromkeys([*by_ttft[:PER_GROUP], *by_e2e[:PER_GROUP], *by_ttft[middle : middle + PER_GROUP]])
+    rows = [_request(run, row) for row in [*chosen, *_others(measures)]]
+    rows = [row for row in rows if row["spans"]]
+    ends = [span["to"] for row in rows for span in row["spans"] if row["is_whole"]]
+    ends = ends or [span["to"] for row in rows for span in row["spans"]]
+    for row in rows:  # one that hung for minutes would press the others against the axis
+        row["spans"] = [span | {"to": min(span["to"], max(ends))} for span in row["spans"] if span["from"] < max(ends)]
+        row.pop("is_whole")
+    return spans(
+        f"waterfall-{run.number}",
+        "Where the time of single requests went",
+        "Slowest to the first token, slowest to the last, and from the middle; then the longest of every other class. Each from its "
+        "intended send; request number · prompt + output tokens. White line: the first token.",
+        axis("since the intended send", "ms", ends, min=0.0),
+        rows,
+        list(STAGES),
+        row_height=20,
+        is_wide=True,
+    )
+
+
+def _others(measures: Measures) -> list[int]:
+    found: list[int] = []
+    for outcome in Outcome:
+        rows = [row for row, one in enumerate(measures.outcomes) if one is outcome and outcome not in WHOLE]
+        rows.sort(key=lambda row: measures.records[row].intended_s - measures.records[row].ended_s)
+        found += rows[:PER_OTHER_CLASS]
+    return found
+
+
+def _request(run: RunView, row: int) -> dict[str, Any]:
+    record, outcome = run.measures.records[row], run.measures.outcomes[row]
+    parts, at = list[dict[str, Any]](), 0.0
+    for stage, seconds in path_of(record, run.measures.stages[row]):
+        parts.append({"name": stage, "color": STAGES[stage], "from": at, "to": at + seconds * 1e3})
+        at += seconds * 1e3
+    ended_ms = (record.ended_s - record.intended_s) * 1e3
+    if outcome not in WHOLE and ended_ms > at:
+        parts.append({"name": "no whole answer", "color": STAGES["no whole answer"], "from": at, "to": ended_ms})
+    ttft = metrics.ttft_s(record)
+    marks = [{"at": ttft * 1e3, "name": f"first token after {ttft * 1e3:.4g} ms", "color": "first"}] if ttft is not None else []
+    tokens = f"{record.num_prompt_tokens or record.planned_prompt_tokens or '?'} + {metrics.num_output_tokens(record)}"
+    return {
+        "name": f"#{record.index} · {tokens}",
+        "color": f"o-{outcome}",
+        "spans": parts,
+        "marks": marks,
+        "note": "" if outcome is Outcome.GOOD else spoken(outcome),
+        "is_whole": outcome in WHOLE,
+    }
+
+
+def _over_time(run: RunView, figure_id: str, title: str, caption: str, unit: str, series: list[dict[str, Any]]) -> Figure:
+    xs = [point[0] for one in series for point in one["points"]]
+    ys = [point[1] for one in series for point in one["points"]]
+    high = max(ys, default=1.0) * 1.08 or 1.0
+    return lines(
+        f"{figure_id}-{run.number}",
+        title,
+        caption,
+        axis("since the start of the run", "s", xs, from_zero=True),
+        axis(unit, "", ys, min=0.0, max=high),
+        series,
+        is_wide=True,
+        height=210,
+    )
+
+
+def _edges(due: Floats, ended: Floats) -> Floats:
+    """At most `BINS` steps of a round length, from the first due to the last end, but not far behind the last due for a few that hang."""
+    start = float(due.min())
+    span = float(due.max()) - start
+    end = min(float(ended.max()), float(due.max()) + max(0.5 * span, 5.0))
+    width = nice(max(end - start, 0.01) / BINS)
+    first = np.floor(start / width) * width
+    return np.asarray(first + width * np.arange(int(np.ceil((end - first) / width)) + 1), dtype=np.float64)

@@ -1,0 +1,255 @@
+"""The tables of the page, from the report's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from loadgen.report.scales import milliseconds, percent, short
+
+Run = Mapping[str, Any]
+LATENCY_ROWS = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "normalised", "queue")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int] = (0,)) -> str:
+    """Cells are HTML already."""
+    if not rows:
+        return ""
+
+    def kind(column: int) -> str:
+        return ' class="text"' if column in text_columns else ""
+
+    top = "".join(f"<th{kind(column)}>{escape(name)}</th>" for column, name in enumerate(head))
+    body = "".join("<tr>" + "".join(f"<td{kind(column)}>{cell}</td>" for column, cell in enumerate(row)) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def runs(all_runs: Sequence[Run]) -> str:
+    head = [
+        "run",
+        "offered",
+        "rate",
+        "attainment",
+        "goodput",
+        "ttft p50",
+        "ttft p99",
+        "tpot p50",
+        "tpot p99",
+        "output",
+        "send lag p99",
+        "valid",
+    ]
+    rows = []
+    for run in all_runs:
+        steady = run["throughput"]["steady"] if run["throughput"] else {}
+        rows.append(
+            [
+                escape(run["name"]),
+                str(run["offered"]),
+                _per_s(run["offered_rps"]),
+                _share(run["attainment"]["joint"]),
+                _estimate(run["goodput_rps"], _per_s),
+                *(milliseconds(_value(run, metric, key)) for metric in ("ttft", "tpot") for key in ("p50_ms", "p99_ms")),
+                f"{short(steady.get('output_tokens_per_s'))} tok/s",
+                milliseconds(run["sending"]["lag_p99_ms"]),
+                "yes" if run["valid"] else '<span class="invalid-text">INVALID</span>',
+            ]
+        )
+    return table(head, rows)
+
+
+def latency(run: Run) -> str:
+    """Each with its interval; the last column is of all offered requests."""
+    rows = []
+    for metric in LATENCY_ROWS:
+        one = run["latency"].get(metric)
+        if one:
+            cells = [_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms")]
+            of_offered = [one["of_offered"].get(f"p{q}_ms", "–") for q in (50, 90, 99)]
+            never = " · ".join(value if isinstance(value, str) else "∞" if value is None else milliseconds(value) for value in of_offered)
+            rows.append([f"<b>{metric}</b>", str(one["count"]), *cells, milliseconds(one["max_ms"]), never if one["of_offered"] else "–"])
+    return table(["", "count", "mean", "p50", "p90", "p95", "p99", "max", "of all offered: p50 · p90 · p99"], rows)
+
+
+def groups(run: Run) -> str:
+    """By class, tenant and endpoint; a cut that leaves one group whole tells nothing and is left out."""
+    parts = []
+    for key, name in (("by_class", "class"), ("by_tenant", "tenant"), ("by_endpoint", "endpoint")):
+        if len(run[key]) > 1 or key == "by_class":
+            slos = run["slos"] if key == "by_class" else {}
+            rows = [_group_row(group, slos.get(group["name"])) for group in run[key]]
+            parts.append(table([name, "offered", "attainment", "ttft kept", "tpot kept", "goodput", *_SPREAD_HEAD], rows))
+    return "".join(parts)
+
+
+_SPREAD_HEAD = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "e2e p50", "e2e p99")
+
+
+def _group_row(group: Mapping[str, Any], slo: Mapping[str, float] | None) -> list[str]:
+    promise = ", ".join(f"{name.removesuffix('_ms')} {milliseconds(bound)}" for name, bound in (slo or {}).items())
+    attainment = group["attainment"]
+    return [
+        escape(group["name"]) + (f"<small>{promise}</small>" if promise else ""),
+        str(group["offered"]),
+        _share(attainment["joint"]),
+        *(percent(attainment[name]["share"]) if name in attainment else "–" for name in ("ttft", "tpot")),
+        _per_s(group["goodput_rps"]),
+        *(_spread(group[f"{metric}_ms"], q) for metric in ("ttft", "tpot", "e2e") for q in ("p50", "p99")),
+    ]
+
+
+def workers(run: Run) -> str:
+    prefill = [
+        [
+            escape(one["worker"]),
+            str(one["offered"]),
+            _share(one["attainment"]["joint"]),
+            _per_s(one["goodput_rps"]),
+            *(_spread(one[key], q) for key in ("queue_ms", "prefill_ms") for q in ("p50", "p99")),
+            percent(one["busy_share"]),
+        ]
+        for one in run["by_worker"]
+        if one["role"] == "prefill"
+    ]
+    decode = [
+        [
+            escape(one["worker"]),
+            str(one["offered"]),
+            _share(one["attainment"]["joint"]),
+            _per_s(one["goodput_rps"]),
+            *(_spread(one[key], q) for key in ("handoff_ms", "tpot_ms") for q in ("p50", "p99")),
+            f"{short(one['kv_bytes'] / 1e6)} MB",
+            short(one["output_tokens"]),
+        ]
+        for one in run["by_worker"]
+        if one["role"] != "prefill"
+    ]
+    common = ["requests", "attainment", "goodput"]
+    return table(["prefill", *common, "queue p50", "queue p99", "prefill p50", "prefill p99", "computing"], prefill) + table(
+        ["decode", *common, "hand-off p50", "hand-off p99", "tpot p50", "tpot p99", "KV read", "tokens"], decode
+    )
+
+
+def errors(run: Run) -> str:
+    rows = [
+        [
+            escape(one["outcome"].replace("_", " ")),
+            str(one["count"]),
+            "–" if one["status"] is None else str(one["status"]),
+            escape(one["reason"]) or "–",
+            escape(one["error"]) or "–",
+        ]
+        for one in run["errors"]
+    ]
+    return table(["class", "count", "status", "reason", "error"], rows, (0, 3, 4))
+
+
+def rates(run: Run) -> str:
+    sent, through, hits, handoff = run["sending"], run["throughput"], run["prefix_hits"], run["handoff"]
+    sending = [
+        ("requests due", str(sent["due"])),
+        ("requests sent", str(sent["sent"])),
+        ("offered rate", _per_s(sent["offered_rps"])),
+        ("achieved rate", _per_s(sent["achieved_rps"])),
+        ("send lag p50", milliseconds(sent["lag_p50_ms"])),
+        ("send lag p99", milliseconds(sent["lag_p99_ms"])),
+        ("send lag max", milliseconds(sent["lag_max_ms"])),
+        ("send lag allowed (p99)", milliseconds(sent["lag_limit_ms"])),
+    ]
+    work = []
+    if through:
+        steady, raw = through["steady"], through["raw"]
+        work = [
+            ("steady window", f"{short(steady['from_s'])} to {short(steady['to_s'])} s"),
+            *((_WORDS[key], _per_s(steady[key])) for key in _WORDS),
+            (f"all of {short(raw['seconds'])} s: answers", _per_s(raw["requests_per_s"])),
+            ("output tokens", _per_s(raw["output_tokens_per_s"])),
+            ("tokens per message", short(run["tokens_per_message"])),
+        ]
+    inside = [
+        ("prefix hits", percent(hits["achieved"])),
+        *((name, percent(ratio)) for name, ratio in hits["best"].items()),
+        ("cached of prompt tokens", f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not told"),
+    ]
+    if handoff:
+        inside += [
+            ("requests handed off", str(handoff["requests"])),
+            ("hand-off p50", _spread(handoff["cost_ms"], "p50")),
+            ("hand-off p99", _spread(handoff["cost_ms"], "p99")),
+            ("KV read", f"{short(handoff['kv_bytes'] / 1e6)} MB"),
+            ("of that before the prompt's end", percent(handoff["early_share"])),
+            ("while reading", f"{short((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
+        ]
+    if run["predicted_to_actual_ttft"]:
+        told = run["predicted_to_actual_ttft"]
+        inside.append(("predicted / actual ttft: p10, p50, p90", ", ".join(short(told[key]) for key in ("p10", "p50", "p90"))))
+    return f'<div class="pairs">{_pairs(sending)}{_pairs(work)}{_pairs(inside)}</div>'
+
+
+_WORDS = {
+    "requests_per_s": "answers",
+    "good_requests_per_s": "good answers",
+    "output_tokens_per_s": "output tokens",
+    "prompt_tokens_per_s": "prompt tokens",
+}
+
+
+def configuration(run: Run) -> str:
+    facts = {key: run[key] for key in ("plan_hash", "plan_name", "url", "protocol", "model", "started_at", "duration_s", "processes")}
+    facts |= {key: run[key] for key in ("warmup_requests", "ignore_eos", "loadgen_version")}
+    facts |= {f"asked again: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()}
+    boxes = [
+        _pairs(_flat(data), name)
+        for name, data in (("run", facts), ("flags", run["flags"]), ("machine", run["machine"]), ("server", run["server"]))
+    ]
+    return f'<div class="pairs">{"".join(boxes)}</div>'
+
+
+def definitions(told: Mapping[str, str]) -> str:
+    rows = [[f"<b>{escape(name)}</b>", escape(text)] for name, text in told.items()]
+    return f"<details><summary>What each name means</summary>{table(['', ''], rows, (0, 1))}</details>"
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> str:
+    if not pairs:
+        return ""
+    head = f'<thead><tr><th colspan="2">{escape(title)}</th></tr></thead>' if title else ""
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in pairs)
+    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return found
+
+
+def _share(share: Mapping[str, Any]) -> str:
+    return f"{percent(share['share'])}<small>{percent(share['low'])} – {percent(share['high'])}</small>"
+
+
+def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:
+    if not estimate or estimate["value"] is None:
+        return "–"
+    if estimate["low"] is None:
+        return str(write(estimate["value"]))
+    high = f"– {write(estimate['high'])}" if estimate["high"] is not None else "or more"
+    return f"{write(estimate['value'])}<small>{write(estimate['low'])} {high}</small>"
+
+
+def _value(run: Run, metric: str, key: str) -> float | None:
+    value: float | None = run["latency"][metric][key]["value"] if metric in run["latency"] else None
+    return value
+
+
+def _spread(spread: Mapping[str, Any] | None, q: str) -> str:
+    return milliseconds(spread[q]) if spread else "–"
+
+
+def _per_s(value: float | None) -> str:
+    return "–" if value is None else f"{short(value)}/s"

@@ -1,0 +1,75 @@
+"""From result directories to the files of a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from loadgen.cache_model import best_hits
+from loadgen.errors import BadPlan, BadRecords
+from loadgen.plan_file import read_plan
+from loadgen.records_file import Result, read_result
+from loadgen.report.csv_file import write_requests
+from loadgen.report.markdown import markdown
+from loadgen.report.model import report_of
+from loadgen.report.page import page
+from loadgen.report.view import RunView, colors, unique_names, view
+from loadgen.slo import Slo
+
+BLOCK_SIZE_TOKENS = 16
+"""Of a server that does not say: what most engines hash by default."""
+
+
+def views_of(directories: Sequence[Path], *, slos: Mapping[str, Slo] | None = None, workers: int | None = None) -> list[RunView]:
+    """Read them all. Raises BadRecords, also for one without any record."""
+    results = [read_result(directory) for directory in directories]
+    found = []
+    for number, (result, name, color) in enumerate(zip(results, unique_names(results), colors(results), strict=True)):
+        if not result.records:
+            raise BadRecords(f"{result.path}: no request has ended, there is nothing to report")
+        hits, notes = best_prefix_hits(result)
+        found.append(view(result, number=number, name=name, color=color, slos=slos, best_hits=hits, workers=workers, notes=notes))
+    return found
+
+
+def write_report(runs: Sequence[RunView], directory: Path, version: str = "") -> list[Path]:
+    """Write the four files, replacing older ones; their paths, the page first."""
+    report = report_of(runs, version)
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "report.html": page(report),
+        "report.json": json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n",
+        "report.md": markdown(report),
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    write_requests(runs, directory / "requests.csv")
+    return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
+
+
+def best_prefix_hits(result: Result) -> tuple[dict[str, float], tuple[str, ...]]:
+    """({name of a perfect cache: its hit ratio}, notes), over the very requests whose hits the server told, so that the two compare.
+    Empty where it told none, or where the plan is not beside the result or is text."""
+    told = [record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens]
+    path = result.plan_path
+    if not told or path is None:
+        return {}, ()
+    try:
+        plan = read_plan(path)
+        server = result.run.server
+        block = server.get("block_size_tokens")
+        block = block if isinstance(block, int) and block > 0 else BLOCK_SIZE_TOKENS
+        capacity = server.get("kv_tokens")
+        caches = {"plan's best, infinite cache": best_hits(plan, block_size_tokens=block)}
+        if isinstance(capacity, int) and capacity >= block:
+            caches[f"plan's best, LRU of {capacity:,} tokens"] = best_hits(plan, block_size_tokens=block, capacity_tokens=capacity)
+    except BadPlan as error:
+        return {}, (f"no best prefix hit ratio: {error}",)
+    if any(record.index >= len(plan.requests) for record in told):
+        return {}, (f"{path.name} is not the plan of these records: it has only {len(plan.requests)} requests",)
+    ratios = {}
+    for name, use in caches.items():
+        prompt = sum(use.num_prompt_tokens[record.index] for record in told)
+        ratios[name] = sum(use.num_cached_tokens[record.index] for record in told) / prompt
+    return ratios, ()

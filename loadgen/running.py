@@ -1,0 +1,246 @@
+"""A whole run: its directory, its processes, its verdict. `loadgen run`, the selftest and whoever looks for a capacity go through here."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from loadgen import machine, metrics
+from loadgen.child import Job
+from loadgen.errors import LoadgenError
+from loadgen.files import open_bytes
+from loadgen.metrics import Outcome, Terms
+from loadgen.plan import Plan
+from loadgen.plan_file import plan_hash, write_plan
+from loadgen.priority import Priority
+from loadgen.processes import Ended, View, run_jobs
+from loadgen.records import Record, Run
+from loadgen.records_file import RECORDS, RUN, read_records, write_run
+from loadgen.target import Target
+from loadgen.timers import now_s
+
+PLAN = "plan.jsonl"
+UNFINISHED = "the run did not come to its end: the process that led it was killed"
+NOT_SENT = "not sent: "
+"""How the error of a request begins that this machine could not send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to run. `plan_file`: where `plan` was read from; None: it was made just now. `plan.slos` are those that count. `server`: what
+    it said of itself. `flags`: the effective arguments, without secrets. `cores`: one for each process, to keep it on."""
+
+    plan: Plan
+    target: Target
+    out: Path
+    plan_file: Path | None = None
+    processes: int = 1
+    warm_ups: int = 0
+    server: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    cores: Sequence[int] = ()
+    priority: Priority = Priority.HIGH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that has ended, as its directory holds it. `notes`: what is worth a word, and does not make it invalid."""
+
+    run: Run
+    records: Sequence[Record]
+    terms: Terms
+    ended: Ended
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        return Counter(metrics.classify(record, self.terms) for record in self.records)
+
+
+def run(order: Order, view: View) -> Finished:
+    """Raises LoadgenError if nothing could be measured, and then leaves no result behind."""
+    made = _new_directory(order.out)
+    try:
+        kept_hash = _keep_plan(order)
+        jobs = _jobs(order)
+        facts = machine.facts()
+        started_at = datetime.now(UTC)
+        first = _run_of(order, jobs, kept_hash, facts, started_at)
+        write_run(order.out, first)
+        began_s = now_s()
+        try:
+            ended = asyncio.run(run_jobs(jobs, view))
+        finally:
+            _merge(order.out, jobs)
+    except BaseException:
+        if not _has_records(order.out):
+            _remove(order.out, made)
+        raise
+    records, notes = read_records(order.out / RECORDS)
+    terms = jobs[0].terms(order.plan)
+    finished = Finished(
+        run=_verdict(replace(first, started_at=_iso(started_at + timedelta(seconds=ended.started_s - began_s))), ended, records, terms),
+        records=records,
+        terms=terms,
+        ended=ended,
+        notes=(*notes, *_notes(ended)),
+    )
+    write_run(order.out, finished.run)
+    return finished
+
+
+def outcome_line(outcomes: Mapping[Outcome, int], num_offered: int, *, is_valid: bool) -> str:
+    """`offered 300 = good 291 + late 5 + …`: the classes that there are, which sum to what was offered."""
+    found = [f"{outcome} {outcomes.get(outcome, 0)}" for outcome in Outcome if outcomes.get(outcome) or outcome is Outcome.GOOD]
+    missing = num_offered - sum(outcomes.values())
+    if missing:
+        found.append(f"without a record {missing}")
+    return f"offered {num_offered} = {' + '.join(found)}" + ("" if is_valid else "   INVALID")
+
+
+# The directory.
+
+
+def _new_directory(out: Path) -> bool:
+    """Whether it was made. Raises LoadgenError if it holds something."""
+    try:
+        if out.exists():
+            if not out.is_dir() or any(out.iterdir()):
+                raise LoadgenError(f"{out} exists and is not an empty directory; a result is written once: give another --out")
+            return False
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error
+    return True
+
+
+def _keep_plan(order: Order) -> str:
+    """The plan beside the result, uncompressed; its hash."""
+    kept = order.out / PLAN
+    if order.plan_file is None:
+        return write_plan(order.plan, kept)
+    try:
+        with open_bytes(order.plan_file) as source, kept.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise LoadgenError(f"{kept} cannot be written: {error.strerror or error}") from error
+    return plan_hash(kept)
+
+
+def _part(out: Path, part: int, parts: int) -> Path:
+    return out / (RECORDS if parts == 1 else f"records.{part}.jsonl")
+
+
+def _merge(out: Path, jobs: Sequence[Job]) -> None:
+    """The records of all processes in one file, in the order in which the requests ended."""
+    if len(jobs) == 1:
+        (out / RECORDS).touch()
+        return
+    from loadgen.records_file import RecordWriter
+
+    records: list[Record] = []
+    for job in jobs:
+        if Path(job.records).exists():
+            records += read_records(Path(job.records))[0]
+    records.sort(key=lambda record: record.ended_s)
+    with RecordWriter(out / RECORDS) as writer:
+        for record in records:
+            writer.write(record)
+    for job in jobs:
+        Path(job.records).unlink(missing_ok=True)
+
+
+def _has_records(out: Path) -> bool:
+    file = out / RECORDS
+    return file.exists() and file.stat().st_size > 0
+
+
+def _remove(out: Path, made: bool) -> None:
+    """What a run that measured nothing has written."""
+    for name in (PLAN, RUN, RECORDS):
+        (out / name).unlink(missing_ok=True)
+    if made and not any(out.iterdir()):
+        out.rmdir()
+
+
+# The verdict.
+
+
+def _jobs(order: Order) -> list[Job]:
+    return [
+        Job(
+            plan=str(order.out / PLAN),
+            records=str(_part(order.out, part, order.processes)),
+            target=order.target,
+            part=part,
+            parts=order.processes,
+            warm_ups=order.warm_ups,
+            slos=order.plan.slos,
+            core=order.cores[part] if part < len(order.cores) else None,
+            priority=order.priority.value,
+        )
+        for part in range(order.processes)
+    ]
+
+
+def _run_of(order: Order, jobs: Sequence[Job], kept_hash: str, facts: Mapping[str, Any], started_at: datetime) -> Run:
+    """As it stands until the run has ended."""
+    target = order.target
+    return Run(
+        plan_hash=kept_hash,
+        plan_name=order.plan.name,
+        started_at=_iso(started_at),
+        duration_s=0.0,
+        url=",".join(target.urls),
+        protocol=target.protocol,
+        model=target.model,
+        num_offered=len(order.plan.requests),
+        slos=order.plan.slos,
+        ignore_eos=jobs[0].terms(order.plan).ignore_eos,
+        flags=order.flags,
+        machine=facts,
+        server=order.server,
+        invalid=(UNFINISHED,),
+        warmup_requests=order.warm_ups,
+        processes=order.processes,
+        version=machine.loadgen_version(),
+    )
+
+
+def _verdict(run: Run, ended: Ended, records: Sequence[Record], terms: Terms) -> Run:
+    num_offered = ended.counts.due if ended.is_interrupted else run.num_offered
+    reasons = list(metrics.invalid_reasons(records, terms, num_offered))
+    not_sent = [record for record in records if record.error.startswith(NOT_SENT) and not record.left_early]
+    if not_sent:
+        reasons.append(f"{len(not_sent)} requests were not sent because of this machine: {not_sent[0].error.removeprefix(NOT_SENT)}")
+    reasons += ended.problems
+    return replace(
+        run,
+        duration_s=max((record.ended_s for record in records), default=0.0),
+        num_offered=num_offered,
+        machine={
+            **run.machine,
+            "load_after": machine.load(),
+            "priority": ended.priority,
+            "max_connections": ended.max_connections,
+            "loadgen_cpu_s": round(ended.counts.cpu_s, 3),
+        },
+        invalid=tuple(reasons),
+        interrupted=ended.is_interrupted,
+        warmup_requests=ended.warm_ups,
+    )
+
+
+def _notes(ended: Ended) -> tuple[str, ...]:
+    errors = ended.warm_up_errors
+    return (f"{len(errors)} of {ended.warm_ups} warm-up requests were not answered whole: {errors[0]}",) if errors else ()
+
+
+def _iso(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

@@ -1,0 +1,56 @@
+"""A run inside the test's own event loop, against any server: what comes of a plan, as records."""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen import metrics
+from loadgen.client import Client
+from loadgen.metrics import Outcome, Terms
+from loadgen.plan import Plan
+from loadgen.prompts import new_prompts
+from loadgen.records import Record
+from loadgen.runner import Runner
+from loadgen.target import Target, new_client
+from loadgen.timers import now_s
+
+ROOT = Path(__file__).resolve().parents[3]
+LOADGEN = [sys.executable, "-m", "loadgen"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """`started_s`: when the run began, by the machine's clock."""
+
+    records: list[Record]
+    started_s: float
+    terms: Terms
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [metrics.classify(record, self.terms) for record in self.records]
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+
+async def measure(made: Plan, target: Target, *, timeout_s: float = 20.0, client: Client | None = None) -> Measured:
+    """Records in the order of the plan."""
+    client = client or new_client(target)
+    terms, kept = Terms(slos=made.slos, ignore_eos=made.ignore_eos), _Kept()
+    await client.open()
+    try:
+        runner = Runner(made, made.requests, client, new_prompts(made, target), kept, terms=terms, timeout_s=timeout_s)
+        runner.prepare()
+        started_s = now_s() + 0.05
+        async with asyncio.timeout(60):
+            await runner.run(started_s)
+    finally:
+        await client.aclose()
+    return Measured(records=sorted(kept.records, key=lambda record: record.index), started_s=started_s, terms=terms)

@@ -1,0 +1,147 @@
+"""Servers that refuse, break, lie or fall silent: each request ends in the right class, with what was measured of it kept."""
+
+import asyncio
+import socket
+
+import pytest
+
+from loadgen.client import Ask, ask_once
+from loadgen.dialects import DIALECTS
+from loadgen.errors import Unreachable
+from loadgen.http_client import HttpClient, HttpSettings
+from loadgen.metrics import Outcome
+from loadgen.running import NOT_SENT
+from loadgen.scripted_server import Ending, Script, ScriptedServer, Served
+from loadgen.slo import Slo
+from loadgen.target import Target, new_client
+from tests.integration.loadgen.rig import measure
+from tests.unit.gateway.fakes import until
+from tests.unit.loadgen.plans import plan, request
+
+REFUSAL = b'{"error": {"message": "too long a queue", "type": "rate_limit_error", "code": "ttft_slo"}}'
+
+
+def target(server: ScriptedServer) -> Target:
+    return Target(urls=(server.url,), model="scripted", dialect="baton")
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "error", "num_tokens"),
+    [
+        (Script(num_tokens=3, ending=Ending.CLOSE), Outcome.FAILED, "closed by the server in the middle of the answer, after 3 tokens", 3),
+        (Script(num_tokens=3, ending=Ending.RESET), Outcome.FAILED, "by the server in the middle of the answer", None),
+        (Script(num_tokens=3, ending=Ending.ERROR), Outcome.FAILED, "scripted", 3),
+        (Script(num_tokens=3, ending=Ending.GARBAGE), Outcome.FAILED, "no part of a completion: {]", 3),
+        (Script(num_tokens=3, ending=Ending.LONG_LINE), Outcome.FAILED, "longer than", 3),
+        (Script(num_tokens=3, ending=Ending.SILENCE), Outcome.TIMED_OUT, "no whole answer within 1.5 s", 3),
+        (Script(ending=Ending.NOTHING), Outcome.FAILED, "closed by the server before an answer", 0),
+        (Script(num_tokens=0, ending=Ending.CLOSE), Outcome.FAILED, "closed by the server", 0),
+        (Script(num_tokens=3, ending=Ending.NO_DONE), Outcome.TRUNCATED, "", 3),
+        (Script(num_tokens=3, finish_reason="stop"), Outcome.TRUNCATED, "", 3),
+        (Script(num_tokens=0), Outcome.FAILED, "", 0),
+        (Script(is_compressed=True), Outcome.GOOD, "", 5),
+        (Script(token_ids=False, usage=False), Outcome.GOOD, "", 5),
+        (Script(status=429, body=REFUSAL, headers={"Retry-After": "2"}), Outcome.REJECTED_EARLY, "too long a queue", 0),
+        (Script(status=429, body=REFUSAL, ttft_s=0.6), Outcome.REJECTED_LATE, "too long a queue", 0),
+        (Script(status=503, body=REFUSAL), Outcome.REJECTED_EARLY, "too long a queue", 0),
+        (Script(status=503, body=b"upstream is gone"), Outcome.FAILED, "upstream is gone", 0),
+        (Script(status=504, body=b""), Outcome.TIMED_OUT, "status 504", 0),
+        (Script(status=500, body=b'{"error": {"message": "oops"}}'), Outcome.FAILED, "oops", 0),
+        (Script(status=404, body=b'{"error": {"message": "no such model", "code": "model_not_found"}}'), Outcome.FAILED, "no such", 0),
+        (Script(body=b'{"error": {"message": "in disguise", "code": 429}}'), Outcome.REJECTED_EARLY, "in disguise", 0),
+        (Script(body=b"<html>hello</html>"), Outcome.FAILED, "no stream: <html>hello</html>", 0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_each_way_to_fail_has_its_class(script: Script, outcome: Outcome, error: str, num_tokens: int | None) -> None:
+    made = plan(request(0, (0, 8), output=5), slos={"default": Slo(ttft_s=0.5 if script.ttft_s else 10.0)})
+    async with ScriptedServer(script) as server:
+        run = await measure(made, target(server), timeout_s=1.5)
+    (record,) = run.records
+    assert (run.outcomes, error in record.error, bool(record.error)) == ([outcome], True, bool(error)), record.error
+    if num_tokens is not None:
+        assert sum(arrival.num_tokens for arrival in record.arrivals) == num_tokens
+    assert record.sent_s is not None
+    if script.body == REFUSAL:
+        assert (record.status, record.reason) == (script.status, "ttft_slo")
+    assert record.retry_after_s == (2.0 if script.headers else None)
+
+
+async def test_a_server_that_dies_leaves_what_it_had_answered() -> None:
+    made = plan(*(request(index, (index, 8), at_s=index * 0.02, output=3) for index in range(30)))
+    tenth = asyncio.Event()
+
+    def script(served: Served) -> Script:
+        if served.number == 9:
+            tenth.set()
+        return Script(ttft_s=0.01)
+
+    async def run_until_tenth() -> Target:
+        async with ScriptedServer(script) as server:
+            there.set_result(target(server))
+            await tenth.wait()
+        return target(server)
+
+    there: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+    death = asyncio.create_task(run_until_tenth())
+    run = await measure(made, await there)
+    await death
+    assert len(run.records) == 30
+    assert run.outcomes[:8] == [Outcome.GOOD] * 8
+    assert run.outcomes[-10:] == [Outcome.FAILED] * 10
+    assert run.records[-1].error == "no connection: Connection refused"
+    assert run.records[-1].sent_s is None
+
+
+async def test_patience_hangs_up_on_the_server() -> None:
+    made = plan(request(0, (0, 8), at_s=0.0, output=5), request(1, (1, 8), at_s=0.0, output=100, cancel_after_tokens=2))
+    scripts = {0: Script(ttft_s=30.0), 1: Script(gaps_s=(0.01,))}
+    async with ScriptedServer(lambda served: scripts[served.number]) as server:
+        run = await measure(made, target(server), timeout_s=0.3)
+        await until(lambda: all(served.hung_up_s is not None for served in server.served))
+    assert run.outcomes == [Outcome.TIMED_OUT, Outcome.CANCELLED]
+    assert len(run.records[1].arrivals) == 2
+
+
+async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so() -> None:
+    made = plan(*(request(index, (index, 8), at_s=0.0, output=2) for index in range(10)))
+    async with ScriptedServer(Script(ttft_s=0.3)) as server:
+        run = await measure(made, target(server), client=new_client(target(server), max_connections=4))
+    sent = [record for record in run.records if record.sent_s is not None]
+    others = [record for record in run.records if record.sent_s is None]
+    assert (len(sent), server.num_served) == (4, 4)
+    assert all(record.error.startswith(f"{NOT_SENT}4 connections are open") for record in others)
+    assert run.outcomes.count(Outcome.FAILED) == 6
+
+
+async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error() -> None:
+    """As servers do that keep idle connections for a short time only: nothing was answered, so the request goes out once more."""
+    made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 0.6))))
+    async with ScriptedServer(lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)) as server:
+        run = await measure(made, target(server))
+    assert (run.outcomes, server.num_served) == ([Outcome.GOOD] * 2, 3)
+
+
+async def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(Unreachable, match="Connection refused"):
+        await new_client(Target(urls=(url,), model="m")).open()
+    with pytest.raises(Unreachable, match="name is not known"):
+        await new_client(Target(urls=("http://no-such-host.invalid",), model="m")).open()
+
+
+async def test_a_server_that_never_answers_a_connection_attempt_times_out() -> None:
+    """A listener whose backlog is full, as of a server that has stopped accepting."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = HttpClient(HttpSettings(urls=[url], model="m", dialect=DIALECTS["openai"]))
+        await client.open()
+        first = await ask_once(client, Ask(index=0, token_ids=[1]), 0.2)
+        rest = [await ask_once(client, Ask(index=index, token_ids=[1]), 0.2) for index in range(1, 4)]
+        await client.aclose()
+    assert first.timed_out
+    assert all(exchange.timed_out for exchange in rest)
+    assert any(exchange.sent_s is None for exchange in rest)

@@ -1,0 +1,109 @@
+"""Baton's own gateway, with stub workers behind it: HTTP and gRPC say the same of the same plan, also where they say no."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.core.cluster import Rejection
+from baton.core.errors import Reason
+from baton.core.front import ProcessInfo
+from baton.gateway.inference import Admin, Inference
+from baton.wire.server import GrpcServer
+from loadgen.discover import ask_grpc, ask_http
+from loadgen.errors import LoadgenError, Unreachable
+from loadgen.grpc_client import GrpcClient, GrpcSettings
+from loadgen.metrics import Outcome
+from loadgen.plan import Plan, Vocabulary
+from loadgen.slo import Slo
+from loadgen.target import Target
+from loadgen.timeline import Stages
+from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
+from tests.integration.loadgen.rig import Measured, measure
+from tests.unit.loadgen.plans import plan, request
+
+PD = (("p0", "prefill"), ("d0", "decode"))
+LETTERS = Vocabulary(low=97, high=123)
+"""Of the stub's tokenizer, whose tokens are bytes."""
+
+
+@asynccontextmanager
+async def both_doors() -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
+    async with http_gateway(*PD) as gateway:
+        server = GrpcServer(heartbeat_s=1.0)
+        server.add_inference(Inference(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
+        server.add_admin(Admin(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
+        port = await server.start("127.0.0.1", 0)
+        try:
+            yield (
+                gateway,
+                Target(urls=(gateway.url,), model="demo", dialect="baton"),
+                Target(urls=(f"127.0.0.1:{port}",), model="demo", dialect="baton", protocol="grpc"),
+            )
+        finally:
+            await server.stop(0.1)
+
+
+def conversation(**fields: object) -> Plan:
+    return plan(
+        request(0, (0, 12), at_s=0.0, output=6, session="s"),
+        request(1, (1, 20), at_s=0.05, output=9),
+        request(2, (0, 12), 0, (2, 4), output=5, session="s", turn=1, after=0, think_s=0.05),
+        vocabulary=LETTERS,
+        **fields,
+    )
+
+
+async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
+    async with both_doors() as (_, http, grpc):
+        runs = [await measure(conversation(), target) for target in (http, grpc)]
+    for run in runs:
+        assert run.outcomes == [Outcome.GOOD] * 3
+        assert [record.num_prompt_tokens for record in run.records] == [12, 20, 22]
+        assert [record.num_output_tokens for record in run.records] == [6, 9, 5]
+        assert all(len(record.request_id) == 32 and record.finish_reason == "length" for record in run.records)
+        assert all(Stages.of(record.timeline).attempts == 1 for record in run.records)
+    one, other = ([record.token_ids for record in run.records] for run in runs)
+    assert one == other
+    assert [len(tokens) for tokens in one] == [6, 9, 5]
+
+
+async def test_a_refusal_is_the_same_refusal() -> None:
+    async with both_doors() as (gateway, http, grpc):
+        gateway.cluster.scheduler.answer = lambda _: Rejection(reason=Reason.TTFT_SLO, message="too long a queue", retry_after_s=3.0)
+        made = plan(request(0, (0, 12), output=6), vocabulary=LETTERS, slos={"default": Slo(ttft_s=20.0)})
+        runs: list[Measured] = [await measure(made, target) for target in (http, grpc)]
+    for run in runs:
+        (record,) = run.records
+        assert run.outcomes == [Outcome.REJECTED_EARLY]
+        assert (record.status, record.reason, record.retry_after_s, record.arrivals) == (429, "ttft_slo", 3.0, ())
+        assert "too long a queue" in record.error
+
+
+async def test_bad_requests_and_the_clients_own_cancel() -> None:
+    made = plan(
+        request(0, (0, 12), at_s=0.0, output=200_000_000),
+        request(1, (1, 20), at_s=0.0, output=400, cancel_after_tokens=5),
+        vocabulary=LETTERS,
+    )
+    async with both_doors() as (_, http, grpc):
+        runs = [await measure(made, target) for target in (http, grpc)]
+    for run in runs:
+        assert run.outcomes == [Outcome.FAILED, Outcome.CANCELLED]
+        assert (run.records[0].status, run.records[0].reason) == (400, "context_length_exceeded")
+        assert 5 <= len(run.records[1].token_ids) < 400
+
+
+async def test_what_the_doors_say_of_themselves() -> None:
+    async with both_doors() as (_, http, grpc):
+        by_http = await asyncio.to_thread(ask_http, http.urls[0], {})
+        by_grpc = await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+    assert (by_http.models, by_http.kind, by_grpc.models, by_grpc.kind) == (["demo"], "baton", ["demo"], "baton")
+    with pytest.raises(Unreachable, match="no gRPC server"):
+        await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+
+
+async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
+    with pytest.raises(LoadgenError, match="cannot have these fields"):
+        GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"best_of": 2}))

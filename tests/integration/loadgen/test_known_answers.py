@@ -1,0 +1,189 @@
+"""Against a server whose delays are known: every metric is what the script says, within what this machine adds.
+
+The server writes down when it sent each event, by the same clock. Nothing may arrive before that; how much later it arrives is loadgen's
+error and the machine's, and is not held tightly here (`loadgen selftest` does).
+"""
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from loadgen import metrics
+from loadgen.errors import Unreachable
+from loadgen.metrics import Outcome
+from loadgen.scripted_server import Script, ScriptedServer, Served
+from loadgen.selftest import event_errors_s
+from loadgen.slo import Slo
+from loadgen.target import Target
+from tests.integration.loadgen.rig import measure
+from tests.unit.loadgen.plans import plan, request
+
+SLACK_S = 0.5
+"""What a busy machine may add."""
+
+
+def target(server: ScriptedServer, **changes: object) -> Target:
+    return Target(**{"urls": (server.url,), "model": "scripted", "dialect": "baton", **changes})
+
+
+async def test_each_metric_is_what_the_script_says() -> None:
+    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s, and two tokens to a message."""
+    script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3), tokens_per_event=2)
+    made = plan(*(request(index, (index, 20), at_s=index * 0.05, output=6) for index in range(4)), slos={"default": Slo(ttft_s=10)})
+    async with ScriptedServer(script) as server:
+        run = await measure(made, target(server))
+    assert run.outcomes == [Outcome.GOOD] * 4
+    for record, served in zip(run.records, server.served, strict=True):
+        assert [arrival.num_tokens for arrival in record.arrivals] == [2, 2, 2]
+        assert (metrics.num_output_tokens(record), record.num_prompt_tokens, len(record.token_ids)) == (6, 20, 6)
+        assert served.body["prompt"]
+        assert 0 <= served.received_s - run.started_s - record.intended_s < SLACK_S
+        errors = event_errors_s(record, run.started_s)
+        assert len(errors) == 3
+        assert all(0 <= error < SLACK_S for error in errors)
+        stamps = [stamp - run.started_s for stamp in served.sent_s]
+        for value, script_s, stamp_s in (
+            (metrics.ttft_s(record), 0.2, stamps[0] - record.intended_s),
+            (metrics.e2e_s(record), 0.6, stamps[2] - record.intended_s),
+        ):
+            assert value is not None
+            assert max(script_s, stamp_s) <= value < stamp_s + SLACK_S
+        # Tokens of one message come together: gaps 0, 0.1, 0, 0.3, 0.
+        gaps = metrics.itl_s(record)
+        assert [gaps[0], gaps[2], gaps[4]] == [0.0, 0.0, 0.0]
+        assert [gaps[1], gaps[3]] == pytest.approx([stamps[1] - stamps[0], stamps[2] - stamps[1]], abs=SLACK_S / 2)
+        assert metrics.tpot_s(record) == pytest.approx((stamps[2] - stamps[0]) / 5, abs=SLACK_S / 5)
+
+
+async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall() -> None:
+    """One stall of 2 s. Requests go on leaving at their times, and those of the stall wait for its end."""
+    stall = (0.3, 2.3)
+    made = plan(
+        *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)), slos={"default": Slo(ttft_s=SLACK_S + 0.05)}
+    )
+    async with ScriptedServer(Script(ttft_s=0.01, gaps_s=(0.01,)), stalls=[stall]) as server:
+        run = await measure(made, target(server))
+    first_s = server.first_s
+    assert first_s is not None
+    begin, end = (first_s + edge - run.started_s for edge in stall)
+    for record in run.records:
+        assert record.sent_s is not None
+        assert record.sent_s - record.intended_s < SLACK_S
+        ttft = metrics.ttft_s(record)
+        assert ttft is not None
+        if begin <= record.intended_s < end - 0.02:
+            assert ttft >= end - record.intended_s
+        assert ttft < max(0.0, end - record.intended_s) + SLACK_S
+    assert 10 <= run.outcomes.count(Outcome.LATE) <= 20
+
+
+async def test_a_plan_of_everything_ends_in_classes_that_sum_to_what_was_offered() -> None:
+    """Sessions, cancels, refusals and failures at once."""
+    refused = Script(status=429, body=b'{"error": {"message": "full", "code": "queue_full"}}', headers={"Retry-After": "2"})
+
+    def script(served: Served) -> Script:
+        return refused if served.number % 5 == 3 else Script(ttft_s=0.01, gaps_s=(0.005,), num_tokens=3 if served.number % 7 == 5 else None)
+
+    requests = [request(index, (index, 8), at_s=index * 0.01, output=4, session=f"s{index}") for index in range(20)]
+    requests += [
+        request(20 + index, (index, 8), index, output=4, after=index, session=f"s{index}", turn=1, think_s=0.01) for index in range(20)
+    ]
+    requests += [request(40, (50, 8), at_s=0.3, output=30, cancel_after_tokens=5)]
+    made = plan(*requests, slos={"default": Slo(ttft_s=5)})
+    async with ScriptedServer(script) as server:
+        run = await measure(made, target(server))
+    counts = {outcome: run.outcomes.count(outcome) for outcome in Outcome}
+    assert sum(counts.values()) == 41 == len(run.records)
+    assert counts[Outcome.REJECTED_EARLY] == sum(1 for served in server.served if served.number % 5 == 3)
+    assert counts[Outcome.GOOD] > 0 < counts[Outcome.TRUNCATED]
+    not_whole = {record.index for record, outcome in zip(run.records, run.outcomes, strict=True) if outcome is not Outcome.GOOD}
+    assert all(run.outcomes[20 + index] is Outcome.CANCELLED for index in range(20) if index in not_whole)
+    assert run.outcomes[40] in (Outcome.CANCELLED, Outcome.REJECTED_EARLY)
+
+
+async def test_several_endpoints_take_turns() -> None:
+    made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=2) for index in range(10)))
+    async with ScriptedServer(Script()) as one, ScriptedServer(Script()) as two:
+        run = await measure(made, target(one, urls=(one.url, f"{two.url}/v1")))
+    assert (one.num_served, two.num_served) == (5, 5)
+    assert [record.endpoint for record in run.records] == [one.url, two.url] * 5
+
+
+@pytest.mark.parametrize(("api", "prompts"), [("chat", "text"), ("completions", "text"), ("completions", "ids")])
+async def test_what_is_sent(api: str, prompts: str) -> None:
+    made = plan(
+        request(0, (0, 6), output=2, session="s"),
+        request(1, (0, 6), 0, (1, 3), output=2, session="s", turn=1, after=0, priority=3),
+        slos={"default": Slo(ttft_s=1.5, tpot_s=0.25)},
+    )
+    async with ScriptedServer(Script()) as server:
+        run = await measure(
+            made, target(server, api=api, prompts=prompts, headers={"X-Team": "a"}, more={"temperature": 0.5, "user": "me"}, timeout_s=9)
+        )
+    assert run.outcomes == [Outcome.GOOD] * 2
+    served = server.served[1]
+    body = {name: value for name, value in served.body.items() if name not in ("prompt", "messages")}
+    assert body == {
+        "model": "scripted",
+        "max_tokens": 2,
+        "ignore_eos": True,
+        "temperature": 0.5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "timeline": True,
+        "priority": 3,
+        "slo": {"ttft_ms": 1500.0, "tpot_ms": 250.0},
+        "user": "me",
+    }
+    assert (served.headers["x-team"], served.headers["x-baton-timeout-ms"]) == ("a", "9000")
+    answer = run.records[0].token_ids
+    if api == "chat":
+        messages = served.body["messages"]
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+        assert messages[1]["content"].split() == [f"t{token}" for token in answer]
+        assert [len(message["content"].split()) for message in messages] == [6, 2, 3]
+    elif prompts == "text":
+        assert len(served.body["prompt"].split()) == 11
+    else:
+        assert served.body["prompt"][6:8] == list(answer)
+        assert len(served.body["prompt"]) == 11
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A file with a key and its own certificate."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("needs openssl, to make a certificate")
+    file = tmp_path / "both.pem"
+    how = "req -x509 -nodes -days 2 -subj /CN=localhost -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -batch"
+    subprocess.run([openssl, *how.split(), "-keyout", "key", "-out", "certificate"], check=True, capture_output=True, cwd=tmp_path)
+    file.write_text((tmp_path / "key").read_text() + (tmp_path / "certificate").read_text())
+    return file
+
+
+async def test_over_tls(certificate: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    made = plan(*(request(index, (index, 2000), at_s=index * 0.01, output=3) for index in range(5)))
+    async with ScriptedServer(Script(gaps_s=(0.01,)), tls=tls) as server:
+        run = await measure(made, target(server, is_insecure=True))
+        with pytest.raises(Unreachable, match="TLS"):
+            await measure(made, target(server))
+    assert run.outcomes == [Outcome.GOOD] * 5
+    assert all(record.sent_s is not None for record in run.records)
+
+
+async def test_a_long_prompt_is_sent_when_its_last_byte_is() -> None:
+    """Larger than any socket's buffer: the rest goes out as the server reads."""
+    made = plan(request(0, (0, 1_500_000), output=2))
+    async with ScriptedServer(Script()) as server:
+        run = await measure(made, target(server))
+    (record,) = run.records
+    assert run.outcomes == [Outcome.GOOD]
+    assert record.sent_s is not None
+    assert record.sent_s <= record.arrivals[0].at_s
+    assert record.num_prompt_tokens == 1_500_000

@@ -1,0 +1,184 @@
+"""`loadgen run` as a user runs it: real processes, a server in a process of its own, exit codes, and what is left on disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadgen.metrics import Outcome, Terms, classify
+from loadgen.plan_file import plan_hash, write_plan
+from loadgen.records import Record
+from loadgen.records_file import Result, from_json, read_result
+from tests.integration.loadgen.rig import LOADGEN, ROOT
+from tests.unit.loadgen.plans import plan, request
+
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Its address. 32 tokens take about 0.3 s."""
+    command = [LOADGEN[0], "-m", "loadgen.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the user's calibration nor keys."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def loadgen(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LOADGEN, *arguments], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+
+
+def classes(result: Result) -> dict[str, int]:
+    terms = Terms(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
+    found = [classify(record, terms) for record in result.records]
+    return {outcome.value: found.count(outcome) for outcome in Outcome if outcome in found}
+
+
+def last_line(text: str) -> tuple[int, dict[str, int]]:
+    """What it says was offered, and the classes."""
+    match = re.fullmatch(r"offered (\d+) = (.*?)(   INVALID)?", text.strip().splitlines()[-1])
+    assert match, text
+    return int(match[1]), {name: int(count) for name, count in (term.rsplit(" ", 1) for term in match[2].split(" + ")) if int(count)}
+
+
+def test_a_first_look_makes_a_plan_keeps_it_and_accounts_for_every_request(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    arguments = ["--rate", "25", "--seconds", "1", "--output-tokens", "4", "--slo", "ttft=30s,tpot=5s", "--check", "--processes", "2"]
+    done = loadgen("run", *arguments, "--url", server, "--out", str(out), "--api-key", "secret-key", "--header", "X-Also: secret")
+    assert done.returncode in (0, 3), done.stderr  # on a busy machine the generator itself may be late, and says so
+    result = read_result(out)
+    offered, found = last_line(done.stdout)
+    assert (offered, found) == (len(result.records), {"good": len(result.records)})
+    assert classes(result) == found
+    assert result.run.plan_hash == plan_hash(out / "plan.jsonl")
+    assert (result.run.processes, result.run.warmup_requests, result.run.model) == (2, 1, "scripted")
+    assert (done.returncode == 3) == bool(result.run.invalid) == ("INVALID" in done.stdout)
+    assert result.run.check == {"compared": offered, "failed": 0, "skipped": 0, "differing": []}
+    assert [record.ended_s for record in ordered(out)] == sorted(record.ended_s for record in ordered(out))
+    assert sorted(path.name for path in out.iterdir()) == ["plan.jsonl", "records.jsonl", "run.json"]
+    assert result.run.machine["cores"]
+    kept = (out / "run.json").read_text() + (out / "records.jsonl").read_text()
+    assert "secret" not in kept
+    assert result.run.flags["headers"] == ["Authorization", "X-Also"]
+    again = loadgen("run", str(out / "plan.jsonl"), "--url", server, "--out", str(out))
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "is written once" in again.stderr
+
+
+def ordered(out: Path) -> list[Record]:
+    return [from_json(json.loads(line)) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
+def interrupt_when_running(process: subprocess.Popen[str], after_s: float, number: int = signal.SIGINT) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rstrip().endswith("running"):
+            break
+    time.sleep(after_s)
+    process.send_signal(number)
+
+
+def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    command = [*LOADGEN, "run", "--rate", "20", "--seconds", "60", "--url", server, "--out", str(out), "--slo", "ttft=20s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        interrupt_when_running(process, 1.8)
+        stdout, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    result = read_result(out)
+    offered, found = last_line(stdout)
+    assert (offered, found, result.run.interrupted) == (len(result.records), classes(result), True)
+    assert 0 < offered < 400
+    assert found["good"] > 0
+    assert set(found) <= {"good", "cancelled"}
+    assert "INTERRUPTED" in stdout
+
+
+def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    command = [*LOADGEN, "run", "--rate", "20", "--seconds", "60", "--url", server, "--out", str(out), "--output-tokens", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        interrupt_when_running(process, 1.5, signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+    deadline_s = time.monotonic() + 20  # the process that sends sees that its parent is gone, and ends
+    while (size := records_size(out)) == 0 or is_growing(out, size):
+        assert time.monotonic() < deadline_s
+    result = read_result(out)
+    assert classes(result)["good"] > 0
+    assert result.run.invalid == ("the run did not come to its end: the process that led it was killed",)
+
+
+def records_size(out: Path) -> int:
+    return os.path.getsize(out / "records.jsonl")
+
+
+def is_growing(out: Path, size: int) -> bool:
+    time.sleep(0.5)
+    return records_size(out) > size
+
+
+def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    write_plan(plan(request(0, (0, 8))), broken)
+    broken.write_text(broken.read_text() + '{"index": 1, "at_s": "soon"}\n')
+    out = ["--out", str(tmp_path / "result")]
+    for arguments, message in (
+        (["run", str(tmp_path / "none.jsonl"), "--url", server], "none.jsonl: there is no such file"),
+        (["run", str(broken), "--url", server], "broken.jsonl:3: "),
+        (["run", "--rate", "5", "--url", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9: Connection refused"),
+        (["run", "--rate", "5", "--url", server, "--slo", "chat:ttft=1s"], "the plan has no class of that name"),
+    ):
+        done = loadgen(*arguments, *out)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "result").exists()
+
+
+def test_answers_that_change_are_counted(tmp_path: Path) -> None:
+    """A server whose answers depend on how many requests it has had."""
+    code = (
+        "import asyncio, sys\n"
+        "from loadgen.scripted_server import Script, ScriptedServer\n"
+        "async def main():\n"
+        "    async with ScriptedServer(lambda served: Script(salt=served.number // 8)) as server:\n"
+        "        print(server.url, flush=True)\n"
+        "        await asyncio.to_thread(sys.stdin.read)\n"
+        "asyncio.run(main())\n"
+    )
+    made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=4) for index in range(8)))
+    write_plan(made, tmp_path / "plan.jsonl.gz")
+    with subprocess.Popen([LOADGEN[0], "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        out = tmp_path / "result"
+        done = loadgen("run", str(tmp_path / "plan.jsonl.gz"), "--url", url, "--out", str(out), "--check", "--warmup", "0", "--quiet")
+        process.kill()
+    assert done.returncode in (3, 4), done.stderr
+    result = read_result(out)
+    assert result.run.check["differing"] == [{"index": index, "at": 0} for index in range(8)]
+    assert result.run.plan_hash == plan_hash(tmp_path / "plan.jsonl.gz")
+    assert "8 of 8 answers differ" in done.stdout
+
+
+def test_the_selftest_measures_and_remembers(tmp_path: Path) -> None:
+    done = loadgen("selftest", "--rate", "20", "--seconds", "500ms", "--gap", "5ms", "--output-tokens", "8", "--attempts", "1")
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("20 ")]
+    assert rows, done.stderr
+    assert all(row[2] == "0" for row in rows)  # nothing was dropped
+    is_kept = "timing is kept" in done.stdout
+    assert (done.returncode, (tmp_path / "cache" / "loadgen" / "selftest.json").exists()) == ((0, True) if is_kept else (3, False))

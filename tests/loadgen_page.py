@@ -1,0 +1,119 @@
+"""Reads a report's page as a test needs it: what it refers to, what it carries, and which numbers its plots were drawn from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import Any
+
+Attributes = dict[str, str]
+REFERRING = ("src", "href", "action", "data", "poster", "srcset", "background", "cite", "formaction", "xlink:href")
+
+
+@dataclass
+class Drawn:
+    """One figure: its svg's attributes, and the elements of each series or row."""
+
+    svg: Attributes = field(default_factory=dict)
+    groups: list[tuple[Attributes, list[tuple[str, Attributes]]]] = field(default_factory=list)
+    title: str = ""
+
+
+class Page(HTMLParser):
+    """`references`: everything that an attribute points at; `data`: the embedded JSON."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.styles: list[str] = []
+        self.scripts: list[str] = []
+        self.tags: list[str] = []
+        self.figures: dict[str, Drawn] = {}
+        self.alerts = 0
+        self.data: Any = None
+        self._figure: Drawn | None = None
+        self._raw: tuple[str, Attributes] | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.references += [found[name] for name in REFERRING if name in found]
+        self.styles += [found["style"]] if "style" in found else []
+        self.scripts += [value for name, value in found.items() if name.startswith("on")]
+        self.alerts += found.get("role") == "alert"
+        self._raw = (tag, found) if tag in ("script", "style") else None
+        if tag == "figure":
+            self._figure = self.figures[found["data-figure"]] = Drawn()
+        elif self._figure is not None:
+            self._draw(self._figure, tag, found)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._raw = None
+        self._figure = None if tag == "figure" else self._figure
+
+    def handle_data(self, data: str) -> None:
+        if self._raw is None:
+            return
+        tag, attributes = self._raw
+        if tag == "style":
+            self.styles.append(data)
+        elif attributes.get("type") == "application/json":
+            self.data = json.loads(data)
+        else:
+            self.scripts.append(data)
+
+    def _draw(self, figure: Drawn, tag: str, attributes: Attributes) -> None:
+        kind = attributes.get("class", "").split()
+        if tag == "svg":
+            figure.svg = attributes
+        elif tag == "g" and ("series" in kind or "line-row" in kind):
+            figure.groups.append((attributes, []))
+        elif tag in ("path", "circle", "rect") and figure.groups:
+            figure.groups[-1][1].append((tag, attributes))
+
+
+def points_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
+    """The numbers that a series' line, or its dots, stand for."""
+    to_x, to_y = _back(figure, "data-x", 0, 2), _back(figure, "data-y", 3, 1)
+    _, elements = figure.groups[number]
+    lines = [attributes["d"] for tag, attributes in elements if tag == "path" and "line" in attributes["class"].split()]
+    if lines:
+        pairs = re.findall(r"([-\d.]+) ([-\d.]+)", lines[0])
+    else:
+        pairs = [(attributes["cx"], attributes["cy"]) for tag, attributes in elements if tag == "circle"]
+    return [(to_x(float(x)), to_y(float(y))) for x, y in pairs]
+
+
+def spans_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
+    """(from, to) of each bar of a row."""
+    to_x = _back(figure, "data-x", 0, 2)
+    _, elements = figure.groups[number]
+    bars = [attributes for tag, attributes in elements if tag == "rect"]
+    return [(to_x(float(bar["x"])), to_x(float(bar["x"]) + float(bar["width"]))) for bar in bars]
+
+
+def _back(figure: Drawn, name: str, start: int, end: int) -> Any:
+    edges = [float(edge) for edge in figure.svg["data-frame"].split()]
+    low, high, kind = figure.svg[name].split()
+    first, last = float(low), float(high)
+
+    def value(place: float) -> float:
+        share = (place - edges[start]) / (edges[end] - edges[start])
+        return first * math.pow(last / first, share) if kind == "log" else first + share * (last - first)
+
+    return value
+
+
+def tolerance(axis: Mapping[str, Any], value: float) -> float:
+    """What two decimals of a coordinate can tell: a 1/20,000 of the axis, or of a log axis's span times the value."""
+    span = math.log(axis["max"] / axis["min"]) * abs(value) if axis["is_log"] else axis["max"] - axis["min"]
+    return span / 10_000 + 1e-9

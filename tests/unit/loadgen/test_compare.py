@@ -1,0 +1,210 @@
+"""Differences of hand-written pairs, verdicts of made-up runs, and what a build's exit code hangs on."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from loadgen.commands.compare import command
+from loadgen.compare import Change, NotComparable, Threshold, Verdict, compare, regressions
+from loadgen.records import Record
+from loadgen.records_file import Result, read_result
+from loadgen.stats import Interval
+from tests.loadgen_builders import record, refused, run, terms
+from tests.loadgen_synthetic import write_result
+
+
+def answer(index: int, ttft: float, gap: float = 0.1) -> Record:
+    """Due at its index, sent at once, three tokens."""
+    due = float(index)
+    return record(index, tokens=(due + ttft, due + ttft + gap, due + ttft + 2 * gap), intended_s=due, sent_s=due)
+
+
+def result(records: list[Record], name: str = "A", **changes: Any) -> Result:
+    return Result(
+        path=Path(f"/results/{name}"), run=run(num_offered=len(records), flags={"label": name}, **changes), records=tuple(records)
+    )
+
+
+def noisy(count: int, factor: float, seed: int = 1) -> list[Record]:
+    """Very unlike each other, and the same from call to call but for `factor` and a little noise."""
+    base = np.random.default_rng(0).lognormal(-2, 1, count)
+    noise = np.random.default_rng(seed).lognormal(0, 0.02, count)
+    return [answer(i, float(base[i] * factor * noise[i])) for i in range(count)]
+
+
+def changes_of(found: Any) -> dict[str, Change]:
+    return {change.metric: change for change in found.changes}
+
+
+def test_means_medians_and_differences_of_pairs() -> None:
+    before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
+    after = [answer(i, ttft, 0.3) for i, ttft in enumerate((0.2, 0.3, 0.7))]
+    found = changes_of(compare(result(before), result(after, "B"), terms=terms("ttft=250ms,tpot=1s")))
+    assert (found["ttft_mean"].before, found["ttft_mean"].after) == pytest.approx((0.2, 0.4))
+    assert found["ttft_mean"].difference == pytest.approx(0.2)
+    assert found["ttft_mean"].relative == pytest.approx(1.0)
+    assert (found["ttft_p50"].before, found["ttft_p50"].after) == pytest.approx((0.2, 0.3))
+    assert (found["tpot_p99"].before, found["tpot_p99"].after) == pytest.approx((0.1, 0.3))
+    assert (found["e2e_mean"].before, found["e2e_mean"].after) == pytest.approx((0.4, 1.0))
+    assert (found["attainment"].before, found["attainment"].after) == pytest.approx((2 / 3, 1 / 3))
+    assert (found["goodput"].before, found["goodput"].after) == pytest.approx((2 / 3, 1 / 3))
+
+
+def test_five_percent_slower_is_seen_through_noise_far_larger() -> None:
+    found = changes_of(compare(result(noisy(400, 1.0)), result(noisy(400, 1.05, seed=2), "B")))
+    assert found["ttft_mean"].verdict is Verdict.WORSE
+    assert found["ttft_p50"].verdict is Verdict.WORSE
+    assert found["tpot_mean"].verdict is Verdict.SAME
+    assert found["attainment"].verdict in (Verdict.SAME, Verdict.WORSE)
+    back = changes_of(compare(result(noisy(400, 1.05, seed=2)), result(noisy(400, 1.0), "B")))
+    assert back["ttft_mean"].verdict is Verdict.BETTER
+
+
+def test_a_run_compared_with_itself_shows_nothing() -> None:
+    found = compare(result(noisy(100, 1.0)), result(noisy(100, 1.0), "B"))
+    assert {change.verdict for change in found.changes} == {Verdict.SAME}
+    assert {change.difference for change in found.changes} == {0.0}
+    assert regressions(found, 0.0) == []
+
+
+def test_latencies_are_of_pairs_and_the_rest_shows_in_the_attainment() -> None:
+    """B refuses every other request, the slow ones: its survivors look no better, its attainment tells."""
+    before = [answer(i, 0.5 if i % 2 else 0.1) for i in range(60)]
+    after = [refused(i, intended_s=float(i), sent_s=float(i), ended_s=i + 0.1) if i % 2 else answer(i, 0.1) for i in range(60)]
+    found = changes_of(compare(result(before), result(after, "B")))
+    assert found["ttft_mean"].count == 30
+    assert found["ttft_mean"].verdict is Verdict.SAME
+    assert found["attainment"].count == 60
+    assert found["attainment"].difference == pytest.approx(-0.5)
+    assert found["attainment"].verdict is Verdict.WORSE
+    assert found["goodput"].verdict is Verdict.WORSE
+
+
+def test_different_plans_are_refused_unless_said() -> None:
+    other = result(noisy(50, 1.0, seed=3), "B", plan_hash="other")
+    with pytest.raises(NotComparable, match="different plans"):
+        compare(result(noisy(50, 1.0)), other)
+    found = compare(result(noisy(50, 1.0)), other, unpaired=True)
+    assert not found.is_paired
+    assert changes_of(found)["ttft_mean"].verdict is Verdict.SAME
+
+
+def test_what_only_one_run_has_offered_is_left_out_and_said() -> None:
+    found = compare(result([answer(i, 0.1) for i in range(5)]), result([answer(i, 0.1) for i in range(3)], "B", interrupted=True))
+    assert changes_of(found)["attainment"].count == 3
+    assert "only the 3 requests" in found.notes[0]
+    with pytest.raises(NotComparable, match="no request in common"):
+        compare(result([answer(0, 0.1)]), result([answer(1, 0.1)], "B"))
+
+
+def test_too_little_to_tell_is_unknown() -> None:
+    found = changes_of(compare(result([answer(0, 0.1)]), result([answer(0, 0.2)], "B")))
+    assert found["ttft_p50"].verdict is Verdict.UNKNOWN
+    nothing = changes_of(compare(result([refused(0), refused(1)]), result([refused(0), refused(1)], "B")))
+    assert nothing["ttft_p50"].verdict is Verdict.UNKNOWN
+    assert math.isnan(nothing["ttft_p50"].before)
+
+
+@pytest.mark.parametrize(
+    ("metric", "low", "high", "expected"),
+    [
+        ("ttft_p50", 0.1, 0.2, Verdict.WORSE),
+        ("ttft_p50", -0.2, -0.1, Verdict.BETTER),
+        ("ttft_p50", -0.1, 0.1, Verdict.SAME),
+        ("ttft_p50", 0.1, None, Verdict.WORSE),
+        ("ttft_p50", -0.1, None, Verdict.SAME),
+        ("goodput", 0.1, 0.2, Verdict.BETTER),
+        ("attainment", -0.2, -0.1, Verdict.WORSE),
+    ],
+)
+def test_verdicts(metric: str, low: float, high: float | None, expected: Verdict) -> None:
+    assert Change(metric=metric, before=1.0, after=1.1, interval=Interval(low=low, high=high), count=9).verdict is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_crossed"),
+    [
+        ("ttft_p50 > +40%", True),
+        ("ttft_p50 > 60%", False),
+        ("ttft_p50>90ms", True),
+        ("ttft_p50 > 0.11s", False),
+        ("attainment < -30pp", True),
+        ("attainment < -40pp", False),
+        ("goodput < -0.2rps", True),
+        ("e2e_p99 < 0%", False),
+    ],
+)
+def test_thresholds_are_held_against_what_was_seen(text: str, is_crossed: bool) -> None:
+    """ttft p50 from 0.2 to 0.3 s, attainment from 2/3 to 1/3, goodput alike."""
+    before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
+    after = [answer(i, ttft) for i, ttft in enumerate((0.2, 0.3, 0.7))]
+    found = compare(result(before), result(after, "B"), terms=terms("ttft=250ms"))
+    assert Threshold.parse(text).is_crossed(found) is is_crossed
+
+
+@pytest.mark.parametrize("text", ["ttft_p50", "ttft_p42 > 5%", "ttft_p50 > 5pp", "attainment > 5ms", "goodput < 5%%", "ttft_p50 >= 5%"])
+def test_thresholds_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(NotComparable):
+        Threshold.parse(text)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "fast": write_result(root / "fast", rate=5, seconds=20),
+        "slow": write_result(root / "slow", rate=5, seconds=20, speed=0.8),
+        "other": write_result(root / "other", rate=5, seconds=20, seed=2),
+        "late": write_result(root / "late", rate=5, seconds=20, lag_s=0.01),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "flags", "code"),
+    [
+        ("fast", "fast", [], 0),
+        ("fast", "slow", [], 1),
+        ("slow", "fast", [], 0),
+        ("fast", "slow", ["--max-regression", "900%"], 0),
+        ("fast", "slow", ["--fail-if", "ttft_p50 > +500%"], 0),
+        ("fast", "slow", ["--fail-if", "tpot_p50 > +5%"], 1),
+        ("slow", "fast", ["--fail-if", "ttft_p50 < 0ms"], 1),
+        ("fast", "late", [], 2),
+        ("fast", "fast", ["--max-regression", "lots"], 2),
+    ],
+)
+def test_exit_codes(runs: dict[str, Path], before: str, after: str, flags: list[str], code: int) -> None:
+    found = CliRunner().invoke(command, [str(runs[before]), str(runs[after]), *flags])
+    assert found.exit_code == code, found.output
+    if code == 1:
+        assert "regression: " in found.output
+    if after == "late":
+        assert "INVALID" in found.output
+
+
+def test_plans_that_differ_end_the_command(runs: dict[str, Path]) -> None:
+    found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["other"])])
+    assert isinstance(found.exception, NotComparable)
+    assert CliRunner().invoke(command, [str(runs["fast"]), str(runs["other"]), "--unpaired", "--max-regression", "99%"]).exit_code == 0
+
+
+def test_an_invalid_run_decides_only_if_told_to(runs: dict[str, Path]) -> None:
+    found = CliRunner().invoke(command, [str(runs["late"]), str(runs["fast"]), "--allow-invalid", "--max-regression", "900%"])
+    assert found.exit_code == 0
+
+
+def test_json(runs: dict[str, Path]) -> None:
+    found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["slow"]), "--json"])
+    data = json.loads(found.output)
+    assert data["loadgen_compare"] == 1
+    assert data["paired"] is True
+    assert any("ttft_mean is worse" in reason for reason in data["failed"])
+    by_metric = {change["metric"]: change for change in data["changes"]}
+    assert by_metric["tpot_mean"]["verdict"] == "worse"
+    before, after = (read_result(runs[name]) for name in ("fast", "slow"))
+    assert by_metric["tpot_mean"]["before"] == changes_of(compare(before, after))["tpot_mean"].before

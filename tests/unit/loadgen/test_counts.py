@@ -1,0 +1,82 @@
+"""Counts that travel between processes, and what is shown of them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.counts import Counts, LagHistogram
+from loadgen.live import LiveView, attainment
+
+LAGS = st.lists(st.floats(0, 100), min_size=1, max_size=200)
+
+
+def histogram(lags: list[float]) -> LagHistogram:
+    made = LagHistogram()
+    for lag in lags:
+        made.add(lag)
+    return made
+
+
+@given(LAGS, st.integers(1, 100))
+def test_a_percentile_is_that_of_the_values_to_within_a_bucket(lags: list[float], q: int) -> None:
+    exact = sorted(lags)[max(0, -(-len(lags) * q // 100) - 1)]
+    found = histogram(lags).percentile(q)
+    assert found is not None
+    assert exact * (1 - 1e-9) <= found <= max(exact * 1.16, 1.2e-5)
+
+
+@given(LAGS, LAGS)
+def test_parts_add_up_to_the_whole_also_after_a_journey(one: list[float], other: list[float]) -> None:
+    total = LagHistogram.from_json(json.loads(json.dumps(histogram(one).to_json())))
+    total += histogram(other)
+    whole = histogram([*one, *other])
+    assert (total.to_json(), total.count) == (whole.to_json(), whole.count)
+
+
+def counts(good: int, late: int, due: int) -> Counts:
+    made = Counts()
+    made.due, made.sent, made.in_flight = due, due, due - good - late
+    made.outcomes.update({"good": good, "late": late})
+    made.errors.update({"oops": late})
+    made.lags.add(0.001)
+    return made
+
+
+def test_counts_of_processes_add_up() -> None:
+    total = Counts()
+    for part in (counts(3, 1, 6), counts(5, 0, 5)):
+        total += Counts.from_json(json.loads(json.dumps(part.to_json())))
+    assert (total.due, total.sent, total.in_flight, total.ended, total.outcomes["good"]) == (11, 11, 2, 9, 8)
+    assert (total.errors["oops"], total.lags.count, attainment(total)) == (1, 2, "88.9% of 9")
+    assert attainment(Counts()) == "-"
+
+
+def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002) as view:
+        view.phase("running")
+        view.update(counts(3, 1, 6), 1.0)
+        view.update(counts(3, 1, 7), 1.2)  # too soon for another line
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 2
+    assert shown[1].endswith("1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4  send lag p99 1.00 ms")
+
+
+def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
+    from rich.console import Console
+
+    view = LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.0005, is_quiet=True)
+    view.update(counts(3, 1, 6), 1.0)
+    console = Console(width=120, record=True, file=None, force_terminal=True)
+    with console.capture() as capture:
+        console.print(view._picture())
+    assert "the run will be INVALID" in capture.get()
+    assert "1 × oops" in capture.get()
+
+
+def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True) as view:
+        view.phase("running")
+        view.update(counts(3, 1, 6), 1.0)
+    assert capsys.readouterr().err == ""

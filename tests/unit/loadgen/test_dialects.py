@@ -1,0 +1,66 @@
+"""What each kind of server is sent, and only that."""
+
+import json
+from typing import Any
+
+import pytest
+
+from loadgen.client import Ask
+from loadgen.dialects import DIALECTS, BodyMaker, dialect_of
+from loadgen.http_client import BadUrl, split_url
+from loadgen.slo import Slo
+
+ASK = Ask(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=Slo(ttft_s=0.5))
+OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def body(kind: str, ask: Ask = ASK, *, is_chat: bool = False, **more: Any) -> Any:
+    return json.loads(BodyMaker(model="m", dialect=DIALECTS[kind], is_chat=is_chat, more=more).body(ask))
+
+
+def test_only_what_a_server_is_known_to_take() -> None:
+    assert body("openai") == {**OPENAI, "prompt": [5, 6]}
+    assert body("vllm") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True, "return_token_ids": True}
+    assert body("sglang") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True}
+    ours = {"ignore_eos": True, "return_token_ids": True, "timeline": True, "priority": 2, "slo": {"ttft_ms": 500.0}}
+    assert body("baton") == {**OPENAI, "prompt": [5, 6], **ours}
+
+
+def test_texts_and_chats() -> None:
+    text = Ask(index=0, text='é "q"', max_tokens=9)
+    assert body("openai", text)["prompt"] == 'é "q"'
+    assert body("openai", text, is_chat=True) == {**OPENAI, "messages": [{"role": "user", "content": 'é "q"'}]}
+
+
+def test_the_users_fields_replace_ours_and_null_leaves_one_out() -> None:
+    changed = body("openai", max_tokens=3, max_completion_tokens=4, temperature=0.7, stream_options=None)
+    expected = {**OPENAI, "prompt": [5, 6], "max_tokens": 3, "max_completion_tokens": 4, "temperature": 0.7}
+    del expected["stream_options"]
+    assert changed == expected
+    assert "max_tokens" not in body("openai", max_tokens=None, max_completion_tokens=4)
+
+
+def test_a_server_is_known_by_who_owns_its_models() -> None:
+    names = ["baton", "vllm", "sglang", "llamacpp", "llama.cpp", "openai", "Somebody", ""]
+    assert [dialect_of(name).name for name in names] == [*"baton vllm sglang llamacpp llamacpp openai openai openai".split()]
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("http://h:8000", "http://h:8000"),
+        ("http://h:8000/v1", "http://h:8000"),
+        ("https://h/api/v1/", "https://h/api"),
+        ("h:8000", "http://h:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_addresses(given: str, base: str) -> None:
+    assert split_url(given).geturl() == base
+
+
+@pytest.mark.parametrize("given", ["ftp://h", "http://", "http://h:0", "http://h:99999", "http://user:secret@h", "http://[::1"])
+def test_what_is_no_address(given: str) -> None:
+    with pytest.raises(BadUrl) as raised:
+        split_url(given)
+    assert "secret" not in str(raised.value)

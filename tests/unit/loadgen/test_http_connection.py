@@ -1,0 +1,342 @@
+"""One connection, fed by hand: every kind of answer ends in the right facts, at the times at which its bytes came."""
+
+import asyncio
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen import http_connection
+from loadgen.client import Exchange
+from loadgen.http_connection import Connection
+from loadgen.timers import Urgent
+
+
+class Socket:
+    def fileno(self) -> int:
+        return -1
+
+
+class Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__({"socket": Socket()})
+        self.written = b""
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Wire:
+    """A connection, its owner and its clock. `exchange` is on its way from the start."""
+
+    def __init__(self, cancel_after: int | None = None) -> None:
+        self.now_s = 10.0
+        self.urgent = Urgent()
+        self.num_idle = 0
+        self.resent: list[bytes] = []
+        self.ends: list[Exchange] = []
+        self.transport = Transport()
+        self.connection = Connection(self, lambda: self.now_s, self.urgent, is_plain=False)
+        self.connection.connection_made(self.transport)
+        self.exchange = self.send(cancel_after)
+
+    def send(self, cancel_after: int | None = None) -> Exchange:
+        exchange = Exchange(0, self.ends.append, cancel_after)
+        self.connection.start(b"POST", exchange)
+        return exchange
+
+    def get(self, *chunks: bytes) -> Exchange:
+        for chunk in chunks:
+            self.now_s += 1.0
+            if not self.transport.is_aborted:
+                self.connection.data_received(chunk)
+        return self.exchange
+
+    def close(self, error: Exception | None = None) -> Exchange:
+        self.now_s += 1.0
+        self.connection.connection_lost(error)
+        return self.exchange
+
+    # As http_connection.Owner.
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def idle(self, connection: Connection) -> None:
+        self.num_idle += 1
+
+    def lost(self, connection: Connection) -> None: ...
+
+    def resend(self, data: bytes, exchange: Exchange) -> None:
+        self.resent.append(data)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def token(token_id: int, finish: str | None = None) -> bytes:
+    return event(id="cmpl-1", choices=[{"index": 0, "text": "x", "token_ids": [token_id], "finish_reason": finish}])
+
+
+USAGE = event(choices=[], usage={"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}, baton={"a": 1})
+DONE = b"data: [DONE]\n\n"
+
+
+def head(status: int = 200, kind: str = "text/event-stream", **fields: str) -> bytes:
+    lines = {"content-type": kind, **{name.replace("_", "-"): value for name, value in fields.items()}}
+    return (f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n").encode()
+
+
+CHUNKED = {"transfer_encoding": "chunked", "x_request_id": "r1"}
+
+
+def chunk(*data: bytes, last: bool = False) -> bytes:
+    body = b"".join(data)
+    return b"%x\r\n%b\r\n" % (len(body), body) + (b"0\r\n\r\n" if last else b"")
+
+
+def whole(status: int, body: bytes, **fields: str) -> bytes:
+    return head(status, "application/json", content_length=str(len(body)), **fields) + body
+
+
+def test_a_whole_answer_and_the_times_of_its_events() -> None:
+    wire = Wire()
+    exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8, "length")), chunk(USAGE, DONE, last=True))
+    assert (exchange.times, exchange.counts, exchange.token_ids) == ([12.0, 13.0], [1, 1], [7, 8])
+    assert (exchange.sent_s, exchange.ended_s, exchange.status, exchange.error) == (10.0, 14.0, 200, "")
+    assert (exchange.is_complete, exchange.finish_reason, exchange.request_id, exchange.timeline) == (True, "length", "r1", {"a": 1})
+    assert (exchange.num_prompt_tokens, exchange.num_output_tokens, exchange.num_cached_tokens) == (5, 2, 4)
+    assert wire.num_idle == 1
+    again = wire.send()
+    wire.get(head(**CHUNKED), chunk(token(9, "stop")), chunk(DONE, last=True))
+    assert (again.token_ids, again.is_complete, wire.num_idle, len(wire.ends)) == ([9], True, 2, 2)
+
+
+@given(st.lists(st.integers(0, 2000), max_size=10))
+def test_however_the_bytes_are_cut_the_facts_are_the_same(places: list[int]) -> None:
+    stream = head(**CHUNKED) + chunk(token(7), token(8)) + chunk(token(9, "length")) + chunk(USAGE, DONE, last=True)
+    edges = sorted({place % len(stream) for place in places} | {0, len(stream)})
+    wire = Wire()
+    exchange = wire.get(*(stream[low:high] for low, high in itertools.pairwise(edges)))
+    assert (exchange.token_ids, exchange.counts, exchange.is_complete, exchange.error) == ([7, 8, 9], [1, 1, 1], True, "")
+    assert (exchange.num_cached_tokens, wire.num_idle) == (4, 1)
+    assert exchange.times == sorted(exchange.times)
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_garbage_ends_in_facts_and_never_raises(noise: bytes, place: int) -> None:
+    stream = head(**CHUNKED) + chunk(token(7)) + chunk(token(9, "length")) + chunk(USAGE, DONE, last=True)
+    place %= len(stream)
+    wire = Wire()
+    wire.get(stream[:place], noise, stream[place:])
+    wire.close()
+    assert len(wire.ends) + len(wire.resent) == 1
+    assert wire.exchange.is_over or wire.resent
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{]",
+        b"nonsense",
+        b"7",
+        b'"text"',
+        b"[]",
+        b"{}",
+        b'{"choices": 5}',
+        b'{"choices": [5]}',
+        b'{"choices": [{"text": 5}]}',
+        b'{"choices": [{"text": "a", "token_ids": ["a"]}]}',
+        b'{"choices": [{"text": "a", "token_ids": 3}]}',
+        b'{"choices": [], "usage": [1]}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_an_event_that_is_no_completion_fails_the_request_and_keeps_what_came_before(data: bytes) -> None:
+    wire = Wire()
+    exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(b"data: " + data + b"\n\n"))
+    assert "the server sent an event that is no part of a completion" in exchange.error
+    assert (exchange.token_ids, exchange.is_complete, wire.transport.is_aborted) == ([7], False, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "message"),
+    [
+        (b'{"error": {"message": "too busy", "type": "rate_limit_error", "code": "ttft_slo", "status": 429}}', "ttft_slo", "too busy"),
+        (b'{"object": "error", "message": "too busy", "type": "TooMany", "code": 429}', "TooMany", "too busy"),
+        (b'{"error": "too busy"}', "", "too busy"),
+        (b'{"detail": "too busy"}', "", "too busy"),
+        (b"<html>too busy</html>", "", "<html>too busy</html>"),
+        (b"", "", "status 429 without a word"),
+    ],
+)
+def test_refusals_in_all_the_shapes_that_servers_give_them(body: bytes, reason: str, message: str) -> None:
+    exchange = Wire().get(whole(429, body, retry_after="3"))
+    assert (exchange.status, exchange.reason, exchange.error, exchange.retry_after_s) == (429, reason, message, 3.0)
+    assert not exchange.is_complete
+
+
+def test_an_error_with_status_200_is_an_error_with_its_own_status() -> None:
+    exchange = Wire().get(whole(200, b'{"error": {"message": "no", "code": 503, "type": "unavailable"}}'))
+    assert (exchange.status, exchange.error, exchange.reason) == (503, "no", "unavailable")
+
+
+def test_an_error_in_mid_stream_keeps_the_tokens_and_says_what_it_would_have_been() -> None:
+    error = {"message": "worker w1 is lost", "code": "worker_lost", "status": 503}
+    exchange = Wire().get(head(**CHUNKED), chunk(token(7)), chunk(b"event: error\n", event(error=error), last=True))
+    assert (exchange.token_ids, exchange.error, exchange.reason, exchange.status) == ([7], "worker w1 is lost", "worker_lost", 503)
+
+
+def test_an_answer_that_is_no_stream_is_not_what_was_asked_for() -> None:
+    assert Wire().get(whole(200, b'{"choices": [{"text": "hello"}]}')).error == "the server sent a whole answer, not a stream"
+    assert Wire().get(whole(200, b"")).error == "the server sent an empty answer"
+    assert "no stream: <html>" in Wire().get(whole(200, b"<html>hello")).error
+
+
+def test_a_stream_under_another_name_is_a_stream() -> None:
+    body = token(7, "length") + DONE
+    exchange = Wire().get(head(kind="text/plain", content_length=str(len(body))), body)
+    assert (exchange.token_ids, exchange.is_complete, exchange.error) == ([7], True, "")
+
+
+def test_a_stream_that_ends_properly_without_done_is_not_complete_and_no_error() -> None:
+    exchange = Wire().get(head(**CHUNKED), chunk(token(7, "length"), last=True))
+    assert (exchange.token_ids, exchange.is_complete, exchange.error, exchange.ended_s) == ([7], False, "", 12.0)
+
+
+def test_done_without_a_finish_reason_is_not_complete() -> None:
+    exchange = Wire().get(head(**CHUNKED), chunk(token(7), DONE, last=True))
+    assert (exchange.is_complete, exchange.error) == (False, "")
+
+
+def test_a_connection_that_closes_in_mid_stream_breaks_the_answer() -> None:
+    wire = Wire()
+    wire.get(head(**CHUNKED), chunk(token(7)))
+    exchange = wire.close()
+    assert exchange.error == "the connection was closed by the server in the middle of the answer, after 1 tokens"
+    assert (exchange.times, exchange.ended_s, wire.resent) == ([12.0], 13.0, [])
+    wire = Wire()
+    wire.get(head(**CHUNKED))
+    assert "reset by the server in the middle" in wire.close(ConnectionResetError()).error
+    assert "closed by the server before an answer" in Wire().close().error
+
+
+def test_without_a_length_the_end_of_the_connection_is_the_end_of_the_answer() -> None:
+    wire = Wire()
+    wire.get(head(), token(7, "length"))
+    exchange = wire.close()
+    assert (exchange.error, exchange.is_complete, exchange.num_tokens) == ("", False, 1)
+    wire = Wire()
+    wire.get(head(), token(7), b"data: {")
+    assert wire.close().error == "the stream ended in the middle of an event"
+
+
+def test_done_ends_the_exchange_though_the_server_never_ends_the_response() -> None:
+    wire = Wire()
+    exchange = wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE))
+    assert (exchange.is_complete, wire.num_idle, wire.connection.is_usable) == (True, 0, False)
+    assert not wire.connection.lingers(wire.now_s + 1)
+    assert wire.connection.lingers(wire.now_s + http_connection.LINGER_S + 1)
+
+
+def test_a_used_connection_that_was_just_closed_is_not_the_servers_answer() -> None:
+    wire = Wire()
+    wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
+    wire.send()
+    wire.now_s -= 0.9
+    wire.close()
+    assert (wire.resent, len(wire.ends)) == ([b"POST"], 1)
+    wire = Wire()
+    wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
+    late = wire.send()
+    wire.now_s += 5  # by then the server had it, and died of it
+    wire.close()
+    assert (wire.resent, late.error) == ([], "the connection was closed by the server before an answer")
+
+
+def compressed(kind: str, *parts: bytes) -> Sequence[bytes]:
+    maker = zlib.compressobj(wbits=31 if kind == "gzip" else 15)
+    return [maker.compress(part) + maker.flush(zlib.Z_SYNC_FLUSH) for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["gzip", "deflate"])
+def test_a_compressed_stream_is_read_as_it_comes(kind: str) -> None:
+    one, two = compressed(kind, token(7), token(8, "length") + DONE)
+    exchange = Wire().get(head(content_encoding=kind, **CHUNKED), chunk(one), chunk(two, last=True))
+    assert (exchange.token_ids, exchange.times, exchange.is_complete) == ([7, 8], [12.0, 13.0], True)
+
+
+def test_compression_that_cannot_be_read_or_hides_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compresses with br" in Wire().get(head(content_encoding="br", **CHUNKED), chunk(b"x")).error
+    assert "cannot be read" in Wire().get(head(content_encoding="gzip", **CHUNKED), chunk(b"no gzip at all")).error
+    monkeypatch.setattr(http_connection, "MAX_INFLATED_BYTES", 1000)
+    bomb = gzip.compress(b"data: " + b"x" * 100_000)
+    assert "longer than 1000 bytes" in Wire().get(head(content_encoding="gzip", **CHUNKED), chunk(bomb)).error
+
+
+def test_nothing_grows_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "MAX_BODY_BYTES", 1000)
+    wire = Wire()
+    assert "2000 bytes that are no stream" in wire.get(whole(200, b"x" * 2000)).error
+    monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 1000)
+    wire = Wire()
+    assert wire.get(b"HTTP/1.1 200 X\r\n", *[b"a: " + b"x" * 300 + b"\r\n"] * 5).error.endswith("head is longer than 1000 bytes")
+    assert wire.transport.is_aborted
+
+
+def test_what_is_no_http_is_said_so() -> None:
+    assert "does not speak HTTP/1.1" in Wire().get(b"SSH-2.0-OpenSSH_9.6\r\n").error
+
+
+def test_continue_is_no_answer() -> None:
+    exchange = Wire().get(b"HTTP/1.1 100 Continue\r\n\r\n", head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
+    assert (exchange.status, exchange.is_complete) == (200, True)
+
+
+def test_a_redirect_is_not_followed() -> None:
+    exchange = Wire().get(whole(307, b"", location="http://elsewhere/v1/completions"))
+    assert (exchange.status, exchange.error) == (307, "redirected to http://elsewhere/v1/completions: give that address")
+
+
+def test_leaving_after_so_many_tokens_hangs_up() -> None:
+    wire = Wire(cancel_after=2)
+    exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8)), chunk(token(9)))
+    assert (exchange.token_ids, exchange.left_early, exchange.ended_s, wire.transport.is_aborted) == ([7, 8], True, 13.0, True)
+
+
+def test_text_without_ids_counts_a_token_a_message() -> None:
+    chat = [event(choices=[{"delta": delta, "finish_reason": None}]) for delta in ({"role": "assistant", "content": ""}, {"content": "a"})]
+    last = event(choices=[{"delta": {}, "finish_reason": "stop"}])
+    exchange = Wire().get(head(**CHUNKED), *map(chunk, chat), chunk(last), chunk(DONE, last=True))
+    assert (exchange.times, exchange.texts, exchange.is_complete, exchange.token_ids) == ([13.0], ["a"], True, [])
+
+
+def test_a_token_whose_text_is_not_there_yet_has_come_all_the_same() -> None:
+    parts = [{"text": "", "token_ids": [7]}, {"text": "é", "token_ids": [8]}, {"text": "!", "token_ids": []}]
+    exchange = Wire().get(head(**CHUNKED), *(chunk(event(choices=[part])) for part in parts))
+    assert (exchange.times, exchange.counts, exchange.token_ids) == ([12.0, 13.0], [1, 1], [7, 8])
+
+
+def test_what_is_due_goes_before_what_has_come() -> None:
+    wire = Wire()
+    rung: list[int] = []
+    wire.urgent.at_s = 12.0
+    wire.urgent.ring = lambda: rung.append(wire.exchange.num_tokens)
+    wire.get(head(**CHUNKED), chunk(token(7)))
+    assert (rung, wire.exchange.times) == ([0], [12.0])

@@ -1,0 +1,21 @@
+"""What the simulator may take from here: plans, traces and their like load no client library, no command line and none of Baton."""
+
+import subprocess
+import sys
+
+PURE = """
+    plan plan_check plan_file plan_summary tokens words vocabulary draws options files lengths arrivals workloads mixes trace servegen
+    sharegpt cache_model slo errors records metrics
+""".split()
+FORBIDDEN = {"aiohttp", "grpc", "rich", "click", "tokenizers", "httpx", "baton"}
+CODE = f"""
+import importlib, sys
+for name in {PURE!r}:
+    importlib.import_module("loadgen." + name)
+print(sorted({FORBIDDEN!r} & sys.modules.keys()))
+"""
+
+
+def test_plans_need_no_client_library() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"

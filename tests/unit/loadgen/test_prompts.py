@@ -1,0 +1,69 @@
+"""From planned segments to what goes over the wire."""
+
+from dataclasses import replace
+
+import pytest
+
+from loadgen.errors import LoadgenError
+from loadgen.plan import Text
+from loadgen.prompts import Answer, new_prompts
+from loadgen.slo import Slo
+from loadgen.target import Target
+from tests.unit.loadgen.plans import chat_plan, plan, request
+
+BATON = Target(urls=("x",), model="m", dialect="baton")
+CHAT = Target(urls=("x",), model="m", dialect="openai", api="chat", prompts="text")
+ANSWERS = {0: Answer(token_ids=(7,) * 10, text=" an answer")}
+
+
+def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
+    made = chat_plan()
+    prompts = new_prompts(made, BATON)
+    first, second = prompts.ask(made.requests[0], {}), prompts.ask(made.requests[2], ANSWERS)
+    assert list(second.token_ids[:60]) == list(first.token_ids)
+    assert list(second.token_ids[60:70]) == [7] * 10
+    assert (len(second.token_ids), second.index, second.max_tokens, second.text) == (75, 2, 8, "")
+
+
+def test_a_chat_alternates_between_user_and_assistant() -> None:
+    made = chat_plan()
+    messages = new_prompts(made, CHAT).ask(made.requests[2], ANSWERS).messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert [len(message["content"].split()) for message in messages] == [60, 2, 5]
+    assert messages[1]["content"] == " an answer"
+
+
+def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None:
+    made = plan(request(0, "hello"))
+    segments = (Text(text="be brief", role="system"), Text(text="hi"), Text(text="hello", role="assistant"), Text(text="more"))
+    talk = replace(made.requests[0], segments=segments)
+    assert new_prompts(made, CHAT).ask(talk, {}).messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "more"},
+    ]
+    assert new_prompts(made, BATON).ask(talk, {}).text == "be briefhihellomore"
+
+
+def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
+    made = plan(request(0, (0, 50), priority=2), slos={"default": Slo(ttft_s=1)})
+    for target in (BATON, CHAT):
+        prompts = new_prompts(made, target)
+        own, warm, other = prompts.ask(made.requests[0], {}), prompts.warm_up(0, made.requests[0]), prompts.warm_up(1, made.requests[0])
+        if target is BATON:
+            assert len(warm.token_ids) == 50
+            assert len({one.token_ids[0] for one in (own, warm)}) == 2
+            assert warm.token_ids != other.token_ids
+        else:
+            words = [one.messages[0]["content"].split() for one in (own, warm, other)]
+            assert len(words[1]) == 50
+            assert words[0][0] != words[1][0]
+            assert words[1] != words[2]
+        assert warm.slo == Slo()  # it may take what it takes: nothing is to refuse it
+
+
+def test_answers_need_a_server_that_gives_their_tokens() -> None:
+    with pytest.raises(LoadgenError, match="not known to return token ids"):
+        new_prompts(chat_plan(), Target(urls=("x",), model="m", dialect="openai"))
+    new_prompts(chat_plan(), Target(urls=("x",), model="m", dialect="openai", prompts="text"))

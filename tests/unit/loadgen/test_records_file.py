@@ -1,0 +1,139 @@
+"""What is written is read back, whatever ended the run; what cannot be read is named by file and line."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadgen.errors import BadRecords
+from loadgen.records import Record
+from loadgen.records_file import RecordWriter, from_json, read_records, read_result, read_run, to_json, write_run
+from tests.loadgen_builders import record, refused, run
+
+
+def written(path: Path, *records: Record) -> Path:
+    with RecordWriter(path) as writer:
+        for one in records:
+            writer.write(one)
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    answer = record(1, tokens=(1.5, (1.6, 3)), token_ids=(4, 5, 6, 7), tenant="acme", timeline={"legs": [{"worker_id": "w0"}]})
+    path = written(tmp_path / "records.jsonl", refused(2, retry_after_s=0.5), answer)
+    assert read_records(path) == ((answer, refused(2, retry_after_s=0.5)), ())
+
+
+@settings(deadline=None)
+@given(
+    st.builds(
+        Record,
+        index=st.integers(0, 1 << 40),
+        intended_s=st.integers(0, 10**10).map(lambda us: round(us / 1e6, 6)),
+        ended_s=st.integers(0, 10**10).map(lambda us: round(us / 1e6, 6)),
+        planned_prompt_tokens=st.none() | st.integers(0),
+        planned_output_tokens=st.integers(0),
+        error=st.text().filter(lambda text: text.isprintable()),
+        tenant=st.text(),
+        status=st.none() | st.integers(0, 999),
+        is_complete=st.booleans(),
+    )
+)
+def test_any_record_survives(seen: Record) -> None:
+    assert from_json(json.loads(json.dumps(to_json(seen)))) == seen
+
+
+def test_each_record_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "records.jsonl")
+    writer.write(record())
+    assert read_records(tmp_path / "records.jsonl")[0] == (record(),)
+    writer.close()
+
+
+def test_a_torn_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
+    path = written(tmp_path / "records.jsonl", record(0), record(1))
+    path.write_bytes(path.read_bytes()[:-30])
+    records, notes = read_records(path)
+    assert records == (record(0),)
+    assert "line 2" in notes[0]
+    assert "torn" in notes[0]
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path: Path) -> None:
+    path = written(tmp_path / "records.jsonl", record(0))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert read_records(path) == ((record(0),), ())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: Expecting property name"),
+        ("[]", "line 2: not a JSON object"),
+        ('{"index": 1}', "line 2: `intended_s` is missing"),
+        (json.dumps(to_json(record(1)) | {"intendedd_s": 1}), "line 2: a record has no `intendedd_s`"),
+        (json.dumps(to_json(record(1)) | {"ended_s": math.nan}), "line 2: `ended_s` is nan, not a time"),
+        (json.dumps(to_json(record(1)) | {"status": "200"}), "line 2: `status` is '200', not a whole number"),
+        (json.dumps(to_json(record(1)) | {"arrivals": [[2.0, 1], [1.0, 1]]}), "line 2: `arrivals` goes back in time"),
+        (json.dumps(to_json(record(1)) | {"arrivals": [[2.0, -1]]}), "line 2: `arrivals` is negative"),
+        (json.dumps(to_json(record(0))), "line 2: request 0 stands already in line 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = written(tmp_path / "records.jsonl", record(0))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(BadRecords) as raised:
+        read_records(path)
+    assert str(path) in str(raised.value)
+    assert message in str(raised.value)
+
+
+def test_a_result_is_written_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "records.jsonl")
+    with pytest.raises(BadRecords, match="exists"):
+        RecordWriter(path)
+
+
+def test_a_servers_object_that_json_cannot_hold_costs_the_object_not_the_record(tmp_path: Path) -> None:
+    path = written(tmp_path / "records.jsonl", record(timeline={"placed_s": math.nan}, error="\udc80 garbage"))
+    (seen,), _ = read_records(path)
+    assert seen.timeline is None
+    assert seen.error == "? garbage"
+
+
+def test_a_result_directory(tmp_path: Path) -> None:
+    write_run(tmp_path, run(duration_s=0.0))
+    write_run(tmp_path, run(invalid=("late",), flags={"label": "one worker"}))
+    written(tmp_path / "records.jsonl", record())
+    result = read_result(tmp_path)
+    assert result.run == run(invalid=("late",), flags={"label": "one worker"})
+    assert result.records == (record(),)
+    assert result.name == "one worker"
+    assert result.plan_path is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("{", "Expecting"),
+        ("{}", "format None; this loadgen reads 1"),
+        ('{"loadgen_result": 1, "plan_hash": ""}', "missing"),
+        ('{"loadgen_result": 1, "colour": ""}', "a run has no 'colour'"),
+    ],
+)
+def test_a_bad_run_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(BadRecords, match=message) as raised:
+        read_run(tmp_path / "run.json")
+    assert "run.json" in str(raised.value)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(BadRecords, match="no such directory"):
+        read_result(tmp_path / "nowhere")

@@ -1,0 +1,251 @@
+"""The report of a made-up run: it refers to nothing, carries its own numbers, and every plot is drawn from them."""
+
+import csv
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from loadgen.commands.report import command
+from loadgen.errors import BadRecords
+from loadgen.metrics import Outcome
+from loadgen.records import Record
+from loadgen.records_file import RecordWriter, write_run
+from loadgen.report.model import schema
+from loadgen.report.write import views_of, write_report
+from tests.loadgen_builders import record, refused, run
+from tests.loadgen_page import Page, points_of, spans_of, tolerance
+from tests.loadgen_synthetic import write_result
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report's four files."""
+
+    directory: Path
+    data: dict[str, Any]
+    html: str
+
+    @property
+    def page(self) -> Page:
+        return Page(self.html)
+
+    @classmethod
+    def of(cls, results: list[Path], directory: Path, **changes: Any) -> "Written":
+        write_report(views_of(results, **changes), directory, "0.1.0")
+        return cls(
+            directory=directory,
+            data=json.loads((directory / "report.json").read_text()),
+            html=(directory / "report.html").read_text(),
+        )
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    result = write_result(tmp_path_factory.mktemp("one") / "result", rate=10, seconds=15, label="one worker")
+    return Written.of([result], result)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Two systems at two rates; the last run's generator was late."""
+    root = tmp_path_factory.mktemp("several")
+    results = [write_result(root / f"a{rate}", rate=rate, seconds=6, label="A") for rate in (4, 8)]
+    results.append(write_result(root / "b4", rate=4, seconds=6, label="B", timeline=False, sheds=False))
+    results.append(write_result(root / "b8", rate=8, seconds=6, label="B", timeline=False, sheds=False, lag_s=0.005))
+    return Written.of(results, root / "report")
+
+
+def small(directory: Path, *records: Record, **changes: Any) -> Path:
+    directory.mkdir()
+    with RecordWriter(directory / "records.jsonl") as writer:
+        for one in records:
+            writer.write(one)
+    write_run(directory, run(num_offered=len(records), **changes))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["single", "several"])
+def test_the_json_is_valid_by_its_schema(name: str, request: pytest.FixtureRequest) -> None:
+    written: Written = request.getfixturevalue(name)
+    rules = json.loads(schema())
+    jsonschema.Draft202012Validator.check_schema(rules)
+    jsonschema.validate(written.data, rules, cls=jsonschema.Draft202012Validator)
+    text = (written.directory / "report.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+
+
+def test_the_schema_can_fail(single: Written) -> None:
+    rules = jsonschema.Draft202012Validator(json.loads(schema()))
+    data = single.data | {"figures": []}
+    assert rules.is_valid(data)
+    for damage in ({"loadgen_report": 2}, {"runs": []}, {"surprise": 1}):
+        assert not rules.is_valid(data | damage)
+    for key, value in (("outcomes", {"good": 1}), ("offered", -1), ("valid", None), ("surprise", 1)):
+        assert not rules.is_valid(data | {"runs": [data["runs"][0] | {key: value}]})
+
+
+@pytest.mark.parametrize("name", ["single", "several"])
+def test_the_page_refers_to_nothing_outside_itself(name: str, request: pytest.FixtureRequest) -> None:
+    page: Page = request.getfixturevalue(name).page
+    assert [reference for reference in page.references if not reference.startswith("data:,")] == []
+    assert not {"iframe", "img", "object", "embed", "base", "video", "audio", "source", "image", "use"} & set(page.tags)
+    for text in (*page.styles, *page.scripts):
+        assert not re.search(r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|import\(|WebSocket|EventSource|sendBeacon|\.src\b", text)
+    assert all("://" not in text for text in page.styles)
+
+
+@pytest.mark.parametrize("name", ["single", "several"])
+def test_the_page_carries_the_numbers_of_the_json(name: str, request: pytest.FixtureRequest) -> None:
+    written: Written = request.getfixturevalue(name)
+    assert written.page.data == written.data
+
+
+@pytest.mark.parametrize("name", ["single", "several"])
+def test_every_plot_is_drawn_from_the_numbers_of_the_json(name: str, request: pytest.FixtureRequest) -> None:
+    written: Written = request.getfixturevalue(name)
+    drawn = written.page.figures
+    assert sorted(drawn) == sorted(figure["id"] for figure in written.data["figures"])
+    for figure in written.data["figures"]:
+        rows = figure["series"] if figure["kind"] == "lines" else figure["rows"]
+        assert len(drawn[figure["id"]].groups) == len(rows) > 0, figure["id"]
+        for number, row in enumerate(rows):
+            if figure["kind"] == "lines":
+                seen = points_of(drawn[figure["id"]], number)
+                expected = [(x, y) for x, y in row["points"]]
+                axes = (figure["x"], figure["y"])
+            else:
+                seen = spans_of(drawn[figure["id"]], number)
+                expected = [(span["from"], span["to"]) for span in row["spans"]]
+                axes = (figure["x"], figure["x"])
+            assert len(seen) == len(expected) > 0, (figure["id"], number)
+            for here, there in zip(seen, expected, strict=True):
+                for axis, value, told in zip(axes, here, there, strict=True):
+                    assert abs(value - told) <= tolerance(axis, told), (figure["id"], row["name"], here, there)
+
+
+def test_curves_end_where_the_outcomes_say(single: Written) -> None:
+    (run_data,) = single.data["runs"]
+    figures = {figure["id"]: figure for figure in single.data["figures"]}
+    whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
+    assert figures["attainment-ttft"]["series"][0]["points"][-1][1] == pytest.approx(whole / run_data["offered"])
+    assert figures["cdf-ttft"]["series"][0]["points"][-1][1] == 1.0
+    at_one = [y for x, y in figures["attainment-scale"]["series"][0]["points"] if x <= 1]
+    assert at_one[-1] <= run_data["attainment"]["joint"]["share"]
+    assert sum(run_data["outcomes"].values()) == run_data["offered"]
+
+
+def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
+    (run_data,) = single.data["runs"]
+    assert sum(run_data["critical_path_ms"].values()) == pytest.approx(run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6)
+    assert list(run_data["critical_path_ms"])[:4] == ["send lag", "placement", "queue", "prefill"]
+
+
+def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
+    hits = single.data["runs"][0]["prefix_hits"]
+    infinite, lru = hits["best"].values()
+    assert 0 < hits["achieved"] <= infinite < 1
+    assert lru <= infinite
+
+
+def test_groups_sum_to_the_whole(single: Written) -> None:
+    (run_data,) = single.data["runs"]
+    for key in ("by_class", "by_tenant", "by_endpoint"):
+        assert sum(group["offered"] for group in run_data[key]) == run_data["offered"]
+        assert sum(group["goodput_rps"] for group in run_data[key]) == pytest.approx(run_data["goodput_rps"]["value"])
+    assert {worker["role"] for worker in run_data["by_worker"]} == {"prefill", "decode"}
+    assert run_data["goodput_rps_per_worker"] == pytest.approx(run_data["goodput_rps"]["value"] / 3)
+
+
+def test_an_invalid_run_is_red_everywhere(several: Written, single: Written) -> None:
+    assert several.page.alerts == 1
+    assert single.page.alerts == 0
+    assert [one["valid"] for one in several.data["runs"]] == [True, True, True, False]
+    goodput = next(figure for figure in several.data["figures"] if figure["id"] == "goodput-rate")
+    assert [series["classes"] for series in goodput["series"][:2]] == [["", ""], ["", "invalid"]]
+    summary = (several.directory / "report.md").read_text()
+    assert "INVALID RUN" in summary
+    assert "p99 send lag" in summary
+    assert "INVALID" not in (single.directory / "report.md").read_text()
+
+
+def test_the_csv_has_every_request(single: Written) -> None:
+    rows = list(csv.DictReader((single.directory / "requests.csv").open()))
+    (run_data,) = single.data["runs"]
+    assert len(rows) == run_data["offered"]
+    counts = {str(outcome): sum(row["outcome"] == outcome for row in rows) for outcome in Outcome}
+    assert counts == run_data["outcomes"]
+    ttfts = [float(row["ttft_ms"]) for row in rows if row["outcome"] in ("good", "late")]
+    assert sum(ttfts) / len(ttfts) == pytest.approx(run_data["latency"]["ttft"]["mean_ms"]["value"], rel=1e-5)
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    one = refused(0, error=f"=HYPERLINK(1) {evil}", status=500, tenant=evil, reason="a|b`c")
+    written = Written.of([small(tmp_path / "r", one, record(1), model=evil, flags={"label": evil})], tmp_path / "out")
+    page = written.page
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2
+    assert page.data["runs"][0]["model"] == evil
+    (row, _) = csv.DictReader((tmp_path / "out" / "requests.csv").open())
+    assert row["error"].startswith("'=")
+    assert "<script" not in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [refused(0)],
+        [record(0)],
+        [record(0, tokens=(1.5,)), record(1, tokens=(1.5,))],
+        [refused(i, status=None, reason="", sent_s=None, error="connection refused", intended_s=float(i)) for i in range(5)],
+        [record(i, intended_s=1.0) for i in range(5)],
+        [record(i, tokens=((1.5, 3),), num_prompt_tokens=None, num_cached_tokens=None) for i in range(3)],
+    ],
+    ids=["refused", "one", "one-token", "unreachable", "all at once", "one message"],
+)
+def test_poor_runs_have_a_report_too(tmp_path: Path, records: list[Record]) -> None:
+    written = Written.of([small(tmp_path / "r", *records)], tmp_path / "out")
+    jsonschema.validate(written.data, json.loads(schema()))
+    assert sum(written.data["runs"][0]["outcomes"].values()) == len(records)
+    assert written.page.data == written.data
+
+
+def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
+    result = small(tmp_path / "r", record(0), record(1))
+    found = CliRunner().invoke(command, [str(result), "--slo", "ttft=1ms", "--workers", "4"])
+    assert found.exit_code == 0, found.output
+    data = json.loads((result / "report.json").read_text())["runs"][0]
+    assert data["outcomes"]["late"] == 2
+    assert data["slos"] == {"default": {"ttft_ms": 1.0}}
+    assert data["workers"] == 4
+    assert "2 late = 2 offered; attainment 0 %" in found.output
+
+
+def test_several_results_are_reported_beside_each_other(tmp_path: Path) -> None:
+    results = [small(tmp_path / name, record(0), flags={"label": "same"}) for name in ("x", "y")]
+    found = CliRunner().invoke(command, [*map(str, results)])
+    assert found.exit_code == 0, found.output
+    names = [one["name"] for one in json.loads((tmp_path / "report.json").read_text())["runs"]]
+    assert names == ["same · x", "same · y"]
+
+
+def test_a_torn_record_is_told(tmp_path: Path) -> None:
+    result = small(tmp_path / "r", record(0), record(1))
+    (result / "records.jsonl").write_bytes((result / "records.jsonl").read_bytes()[:-20])
+    written = Written.of([result], tmp_path / "out")
+    (told,) = written.data["runs"]
+    assert "torn" in told["notes"][0]
+    assert "1 of 2 offered requests left no record; was the run killed?" in told["invalid"]
+    assert "torn" in written.html
+
+
+def test_without_records_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(BadRecords, match="nothing to report"):
+        views_of([small(tmp_path / "r")])

@@ -1,0 +1,255 @@
+"""The open loop under virtual time, against a client whose every delay is known: each time is exact."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from baton.sim import virtual_time
+from loadgen import metrics, runner
+from loadgen.client import Ask, Exchange
+from loadgen.errors import LoadgenError
+from loadgen.metrics import Outcome, Terms
+from loadgen.plan import Plan
+from loadgen.prompts import TokenPrompts
+from loadgen.records import Record
+from loadgen.runner import Runner
+from loadgen.slo import Slo
+from loadgen.timers import Urgent
+from tests.unit.loadgen.plans import plan, request
+
+
+class Bell:
+    """An alarm by the loop's own clock, which is virtual."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, at_s: float) -> None:
+        self.close()
+        self._handle = self._loop.call_at(at_s, self._callback)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+class Server:
+    """Implements `client.Client`: a first token after `ttft_s`, the others `gap_s` apart, but nothing within `stall`. `broken` are
+    answered with an error after one token."""
+
+    def __init__(
+        self, *, ttft_s: float = 0.1, gap_s: float = 0.01, stall: tuple[float, float] = (0.0, 0.0), broken: tuple[int, ...] = ()
+    ) -> None:
+        self._ttft_s = ttft_s
+        self._gap_s = gap_s
+        self._stall = stall
+        self._broken = broken
+        self.asks: list[Ask] = []
+        self.sent: dict[int, float] = {}
+        self.hung_up: list[int] = []
+        self.start_s = 0.0
+        self.urgent = Urgent()
+
+    async def open(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def expect(self, num_requests: int, at_most: int) -> bool:
+        return False
+
+    def prepare(self, ask: Ask) -> Ask:
+        self.asks.append(ask)
+        return ask
+
+    def send(self, prepared: Ask, exchange: Exchange) -> None:
+        loop = asyncio.get_running_loop()
+        exchange.sent_s = loop.time()
+        self.sent[prepared.index] = round(loop.time() - self.start_s, 9)
+        exchange.on_hang_up(lambda: self.hung_up.append(prepared.index))
+        at_s = loop.time() + self._ttft_s
+        num_tokens = 1 if prepared.index in self._broken else prepared.max_tokens
+        for number in range(num_tokens):
+            begin, end = (self.start_s + edge for edge in self._stall)
+            loop.call_at(end if begin <= at_s < end else at_s, self._token, exchange, prepared, number, num_tokens)
+            at_s += self._gap_s
+
+    def _token(self, exchange: Exchange, ask: Ask, number: int, of: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if exchange.is_over:
+            return
+        exchange.token_ids.append(1000 * ask.index + number)
+        exchange.got(now_s, 1)
+        if ask.index in self._broken:
+            exchange.fail(now_s, "broken", status=500)
+        elif number == of - 1:
+            exchange.finish_reason, exchange.is_complete, exchange.status = "length", True, 200
+            exchange.end(now_s)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def run(
+    made: Plan, server: Server, *, timeout_s: float = 60.0, recorder: Any = None, meanwhile: Callable[[Runner], None] | None = None
+) -> dict[int, Record]:
+    """The records by index. `meanwhile` may plan what happens during the run."""
+    recorder = recorder or Recorder()
+
+    async def main() -> Runner:
+        loop = asyncio.get_running_loop()
+        runs = Runner(
+            made,
+            made.requests,
+            server,
+            TokenPrompts(made),
+            recorder,
+            terms=Terms(slos=made.slos),
+            timeout_s=timeout_s,
+            clock=loop.time,
+            alarm=Bell,
+        )
+        runs.prepare()
+        server.start_s = loop.time() + 0.5
+        if meanwhile is not None:
+            meanwhile(runs)
+        await runs.run(server.start_s)
+        return runs
+
+    done = virtual_time.run(main())
+    assert done.counts.ended == len(recorder.records)
+    return {record.index: record for record in recorder.records}
+
+
+def outcomes(made: Plan, records: Mapping[int, Record]) -> list[Outcome]:
+    return [metrics.classify(records[index], Terms(slos=made.slos)) for index in sorted(records)]
+
+
+def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
+    made = plan(*(request(index, (index, 4), at_s=index * 0.05) for index in range(40)))
+    server = Server(ttft_s=30.0)
+    records = run(made, server)
+    assert server.sent == {index: pytest.approx(index * 0.05) for index in range(40)}
+    assert [records[index].intended_s for index in range(40)] == [index * 0.05 for index in range(40)]
+    assert metrics.invalid_reasons(list(records.values()), Terms(slos=made.slos)) == ()
+
+
+def test_each_time_of_a_record_is_that_of_the_run() -> None:
+    made = plan(request(0, (0, 4), at_s=2.0, output=3))
+    record = run(made, Server(ttft_s=0.25, gap_s=0.5))[0]
+    assert (record.intended_s, record.sent_s, record.ended_s) == (2.0, pytest.approx(2.0), pytest.approx(3.25))
+    assert [arrival.at_s for arrival in record.arrivals] == pytest.approx([2.25, 2.75, 3.25])
+    assert (record.planned_prompt_tokens, record.planned_output_tokens, record.token_ids) == (4, 3, (0, 1, 2))
+    assert (metrics.ttft_s(record), metrics.tpot_s(record)) == (pytest.approx(0.25), pytest.approx(0.5))
+
+
+def test_a_stall_shows_in_the_latency_of_every_request_that_was_due_in_it() -> None:
+    made = plan(*(request(index, (index, 4), at_s=index * 0.1, output=1) for index in range(50)), slos={"default": Slo(ttft_s=0.5)})
+    records = run(made, Server(ttft_s=0.05, stall=(1.0, 3.0)))
+    for index in range(50):
+        answer_s = index * 0.1 + 0.05
+        expected = 3.0 - index * 0.1 if 1.0 <= answer_s < 3.0 else 0.05
+        assert metrics.ttft_s(records[index]) == pytest.approx(expected)
+    assert outcomes(made, records).count(Outcome.LATE) == 15  # those due from 1.0 to before 2.5
+
+
+def test_turns_follow_whole_answers_and_hold_them() -> None:
+    made = plan(
+        request(0, (0, 4), at_s=0.0, output=2, session="s"),
+        request(1, (0, 4), 0, (1, 2), output=2, session="s", turn=1, after=0, think_s=1.5),
+        request(2, (0, 4), 0, (1, 2), 1, (2, 2), output=2, session="s", turn=2, after=1, think_s=0.0),
+    )
+    server = Server(ttft_s=0.1, gap_s=0.1)
+    records = run(made, server)
+    assert server.sent == {0: 0.0, 1: pytest.approx(1.7), 2: pytest.approx(1.9)}
+    assert records[2].intended_s == pytest.approx(records[1].ended_s)
+    by_index = {ask.index: list(ask.token_ids) for ask in server.asks}
+    assert by_index[1][4:6] == [0, 1]
+    assert by_index[2][8:10] == [1000, 1001]
+    assert len(server.asks) == 3
+    assert outcomes(made, records) == [Outcome.GOOD] * 3
+
+
+def test_a_turn_that_was_not_whole_ends_its_session_and_nothing_is_lost() -> None:
+    made = plan(
+        request(0, (0, 4), at_s=0.0, output=2, session="s"),
+        request(1, (0, 4), 0, output=2, session="s", turn=1, after=0, think_s=1.0),
+        request(2, (0, 4), 0, 1, output=2, session="s", turn=2, after=1, think_s=1.0),
+        request(3, (9, 4), at_s=5.0, output=2),
+    )
+    server = Server(broken=(0,))
+    records = run(made, server)
+    assert outcomes(made, records) == [Outcome.FAILED, Outcome.CANCELLED, Outcome.CANCELLED, Outcome.GOOD]
+    assert (list(server.sent), records[1].sent_s, records[2].intended_s) == ([0, 3], None, pytest.approx(2.1))
+
+
+def test_the_plans_cancels_and_the_clients_patience() -> None:
+    made = plan(request(0, (0, 4), at_s=0.0, output=8, cancel_after_tokens=3), request(1, (1, 4), at_s=0.5, output=50))
+    server = Server(ttft_s=0.1, gap_s=0.1)
+    records = run(made, server, timeout_s=1.95)
+    assert outcomes(made, records) == [Outcome.CANCELLED, Outcome.TIMED_OUT]
+    assert (len(records[0].arrivals), records[0].ended_s) == (3, pytest.approx(0.3))
+    assert (len(records[1].arrivals), records[1].ended_s, server.hung_up) == (19, pytest.approx(2.45), [0, 1])
+
+
+def test_stopping_keeps_what_was_measured_and_offers_nothing_more() -> None:
+    made = plan(*(request(index, (index, 4), at_s=float(index), output=20) for index in range(10)))
+    server = Server(ttft_s=0.5, gap_s=0.1)
+
+    def stop_later(runs: Runner) -> None:
+        asyncio.get_running_loop().call_later(0.5 + 4.2, runs.stop)
+
+    records = run(made, server, meanwhile=stop_later)
+    assert outcomes(made, records) == [Outcome.GOOD] * 2 + [Outcome.CANCELLED] * 3
+    assert (sorted(records), server.hung_up) == ([0, 1, 2, 3, 4], [2, 3, 4])
+
+
+def test_a_request_that_cannot_be_made_is_a_fact_and_not_the_end() -> None:
+    class Choosy(Server):
+        def prepare(self, ask: Ask) -> Ask:
+            if ask.index == 1:
+                raise ValueError("too odd")
+            return super().prepare(ask)
+
+    made = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
+    records = run(made, Choosy())
+    assert outcomes(made, records) == [Outcome.GOOD, Outcome.FAILED, Outcome.GOOD]
+    assert records[1].error == "not sent: ValueError: too odd"
+
+
+def test_a_full_disk_ends_the_run() -> None:
+    class Full(Recorder):
+        def write(self, record: Record) -> None:
+            if len(self.records) == 2:
+                raise OSError(28, "No space left on device")
+            super().write(record)
+
+    made = plan(*(request(index, (index, 4), at_s=float(index), output=2) for index in range(30)))
+    server = Server()
+    with pytest.raises(LoadgenError, match="No space left on device"):
+        run(made, server, recorder=Full())
+    assert len(server.sent) < 5
+
+
+def test_bodies_are_made_before_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "AHEAD_AT_START_BYTES", 1)
+    made = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
+    server = Server()
+    made_at: dict[int, float] = {}
+    prepare = server.prepare
+
+    def noted(ask: Ask) -> Ask:
+        made_at[ask.index] = asyncio.get_running_loop().time() - server.start_s
+        return prepare(ask)
+
+    monkeypatch.setattr(server, "prepare", noted)
+    run(made, server)
+    assert [made_at[index] for index in range(1, 5)] == pytest.approx([10.0 * index - runner.AHEAD_S for index in range(1, 5)], abs=0.03)

@@ -1,0 +1,101 @@
+"""Server-sent events: however the bytes are cut, whatever they are."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.sse import EventTooLong, SseParser
+
+
+def parse(*chunks: bytes, max_bytes: int = 1 << 20) -> list[tuple[bytes, bytes]]:
+    parser = SseParser(max_bytes)
+    return [event for chunk in chunks for event in parser.feed(chunk)]
+
+
+def reference(stream: bytes) -> list[tuple[bytes, bytes]]:
+    """The standard's algorithm, line by line, on the whole stream."""
+    lines = re.split(rb"\r\n|\n|\r", stream.removeprefix(b"\xef\xbb\xbf"))
+    events, name, data = [], b"", []
+    for line in lines[:-1]:
+        if not line:
+            if data:
+                events.append((name, b"\n".join(data)))
+            name, data = b"", []
+            continue
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value
+    return events
+
+
+def cuts(stream: bytes, places: list[int]) -> list[bytes]:
+    edges = sorted({place % (len(stream) + 1) for place in places} | {0, len(stream)})
+    return [stream[low:high] for low, high in itertools.pairwise(edges)]
+
+
+PIECES = [
+    b"data: {}",
+    b"data:x",
+    b"data",
+    b"event: error",
+    b": comment",
+    b"id: 7",
+    b"retry: 5",
+    b"data:  two",
+    b"database: no",
+    b"\xff\xfe",
+    b"",
+]
+STREAMS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([b"\n", b"\r\n", b"\r"])), max_size=20).map(
+    lambda lines: b"".join(piece + end for piece, end in lines)
+)
+
+
+@given(STREAMS | st.binary(max_size=60), st.lists(st.integers(0, 200), max_size=8))
+def test_any_stream_in_any_pieces_is_what_the_standard_says(stream: bytes, places: list[int]) -> None:
+    # What ends with a lone CR may go on with its LF; the line is complete either way, as the reference has it.
+    assert parse(*cuts(stream, places)) == reference(stream)
+
+
+def test_completion_events_as_servers_send_them() -> None:
+    assert parse(b'data: {"a": 1}\n\ndata: [DONE]\n\n') == [(b"", b'{"a": 1}'), (b"", b"[DONE]")]
+    assert parse(b'event: error\r\ndata: {"error": 1}\r\n\r\n') == [(b"error", b'{"error": 1}')]
+
+
+def test_a_pair_of_line_ends_that_is_cut_in_two_is_one() -> None:
+    assert parse(b"data: a\r", b"\n", b"data: b\r\n\r", b"\n") == [(b"", b"a\nb")]
+
+
+@given(st.integers(1, 40))
+def test_a_line_is_bounded_whether_it_comes_at_once_or_in_pieces(size: int) -> None:
+    for chunks in ([b"data: " + b"x" * size + b"\n\n"], [b"data: "] + [b"x"] * size + [b"\n\n"]):
+        if size + 6 > 30:
+            with pytest.raises(EventTooLong):
+                parse(*chunks, max_bytes=30)
+        else:
+            assert parse(*chunks, max_bytes=30) == [(b"", b"x" * size)]
+
+
+def test_an_event_of_many_lines_is_bounded() -> None:
+    with pytest.raises(EventTooLong):
+        parse(b"data: 12345\n" * 10, max_bytes=60)
+    with pytest.raises(EventTooLong):
+        parse(*[b"data:\n"] * 20, max_bytes=60)
+
+
+def test_what_is_cut_at_the_end_is_known() -> None:
+    parser = SseParser()
+    parser.feed(b"data: a\n\n")
+    assert not parser.has_rest
+    parser.feed(b"data: b\n")
+    assert parser.has_rest
+    parser.feed(b"\n")
+    assert not parser.has_rest
+    parser.feed(b"da")
+    assert parser.has_rest

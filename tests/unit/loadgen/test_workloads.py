@@ -1,0 +1,212 @@
+"""Made-up workloads: what they share, how sessions follow, and that one choice leaves the others as they were."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from loadgen.arrivals import poisson
+from loadgen.draws import Floats, stream
+from loadgen.errors import BadPlan
+from loadgen.lengths import Distribution, Fixed, parse_lengths, parse_times
+from loadgen.mixes import Mix, Mixes, apply_mixes, parse_classes, parse_priorities, parse_tenants
+from loadgen.plan import AnswerOf, Generated, PlannedRequest
+from loadgen.plan_check import check_plan
+from loadgen.plan_file import hash_of
+from loadgen.slo import BadSlo, Slo
+from loadgen.tokens import tokens_of
+from loadgen.workloads import SharedPrompts, Turns, first_look, random_prompts, sessions
+from tests.unit.loadgen.plans import plan, request
+
+
+def times(count: int, seed: int = 0) -> Floats:
+    return poisson(stream(seed, "arrivals"), rate_rps=1, count=count)
+
+
+def turns(**given: Any) -> Turns:
+    defaults: dict[str, Any] = {
+        "count": parse_lengths("uniform:1-6"),
+        "think": parse_times("exponential:mean=5s"),
+        "first_inputs": parse_lengths("lognormal:mean=200,cv=0.5"),
+        "later_inputs": parse_lengths("uniform:10-50"),
+        "outputs": parse_lengths("uniform:5-20"),
+    }
+    return Turns(**defaults | given)
+
+
+def random_requests(
+    count: int, *, inputs: str = "uniform:10-500", outputs: str = "uniform:1-50", seed: int = 0, **given: Any
+) -> list[PlannedRequest]:
+    return random_prompts(times(count, seed), inputs=parse_lengths(inputs), outputs=parse_lengths(outputs), seed=seed, **given)
+
+
+def part(made: PlannedRequest, position: int) -> Generated:
+    segment = made.segments[position]
+    assert isinstance(segment, Generated)
+    return segment
+
+
+def test_random_prompts_share_nothing() -> None:
+    requests = random_requests(500)
+    check_plan(plan(*requests))
+    assert [r.at_s for r in requests] == times(500).tolist()
+    assert len({part(r, 0).segment_id for r in requests}) == 500
+    assert all(len(r.segments) == 1 for r in requests)
+
+
+def test_one_choice_leaves_the_others_as_they_were() -> None:
+    a, b = random_requests(200), random_requests(200, inputs="512")
+    assert [(r.at_s, r.output_tokens) for r in a] == [(r.at_s, r.output_tokens) for r in b]
+    c = random_requests(200, shared=SharedPrompts(count=5, lengths=Fixed(100)))
+    assert [(r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in a] == [(r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in c]
+    d = random_requests(200, shared=SharedPrompts(count=5, lengths=parse_lengths("uniform:50-90")))
+    assert [part(r, 0).segment_id for r in c] == [part(r, 0).segment_id for r in d]
+
+
+def test_more_requests_begin_as_fewer_do() -> None:
+    assert random_requests(50) == random_requests(400)[:50]
+
+
+def test_system_prompts_are_shared_by_popularity() -> None:
+    requests = random_requests(20_000, shared=SharedPrompts(count=4, lengths=parse_lengths("uniform:50-90"), zipf=1.0))
+    groups = Counter(part(r, 0).segment_id for r in requests)
+    by_rank = [count for _, count in sorted(groups.items())]
+    total = 1 + 1 / 2 + 1 / 3 + 1 / 4
+    assert by_rank == pytest.approx([20_000 / total / rank for rank in (1, 2, 3, 4)], rel=0.05)
+    assert {part(r, 1).segment_id for r in requests} == set(range(4, 20_004))
+
+
+def test_a_later_turn_is_the_earlier_prompt_its_answer_and_new_tokens() -> None:
+    requests = sessions(times(50), turns(), seed=0, shared=SharedPrompts(count=3, lengths=Fixed(64)))
+    check_plan(plan(*requests))
+    for later in requests:
+        if later.after is None:
+            assert (later.turn, later.think_s, len(later.segments)) == (0, 0.0, 2)
+            continue
+        earlier = requests[later.after]
+        assert (later.session, later.turn, later.at_s) == (earlier.session, earlier.turn + 1, None)
+        assert later.segments[:-1] == (*earlier.segments, AnswerOf(index=earlier.index))
+    assert Counter(r.session for r in requests).keys() == {f"s{i}" for i in range(50)}
+    assert set(Counter(r.session for r in requests).values()) == {1, 2, 3, 4, 5, 6}
+
+
+def test_sessions_arrive_openly_and_stand_in_order_of_time() -> None:
+    requests = sessions(times(50), turns(), seed=0)
+    assert [r.at_s for r in requests if r.at_s is not None] == times(50).tolist()
+    due: list[float] = []
+    for r in requests:
+        due.append(r.at_s if r.at_s is not None else due[r.after] + r.think_s)  # type: ignore[index]
+    assert due == sorted(due)
+    thinks = [r.think_s for r in requests if r.after is not None]
+    assert sum(thinks) / len(thinks) == pytest.approx(5, rel=0.3)
+
+
+def test_the_tokens_of_a_turn_begin_with_those_of_the_turn_before() -> None:
+    made = plan(*sessions(times(5), turns(count=Fixed(3)), seed=0))
+    last = next(r for r in made.requests if r.turn == 2)
+    middle = made.requests[last.after or 0]
+    first = made.requests[middle.after or 0]
+    answers = {first.index: (5,) * first.output_tokens, middle.index: (6,) * middle.output_tokens}
+    prompt = tokens_of(made, last, answers)
+    assert len(prompt) == made.num_prompt_tokens(last)
+    assert prompt[: made.num_prompt_tokens(middle)] == tokens_of(made, middle, answers)
+
+
+def test_a_session_ends_before_its_context_is_full() -> None:
+    whole = sessions(times(40), turns(first_inputs=Fixed(200)), seed=0)
+    cut = sessions(times(40), turns(first_inputs=Fixed(200), max_context=300), seed=0)
+    made = plan(*cut)
+    assert max((made.num_prompt_tokens(r) or 0) + r.output_tokens for r in cut) <= 300
+    assert len(cut) < len(whole)
+    kept = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
+    assert kept < {(r.session, r.turn, r.think_s, r.output_tokens) for r in whole}
+    with pytest.raises(BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above the longest context \(50\)"):
+        sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
+
+
+def test_a_first_look() -> None:
+    made = first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=Slo(ttft_s=1))
+    check_plan(made)
+    assert {(made.num_prompt_tokens(r), r.output_tokens) for r in made.requests} == {(100, 7)}
+    assert 60 < len(made.requests) < 140
+    assert hash_of(made) == hash_of(first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=Slo(ttft_s=1)))
+    with pytest.raises(BadPlan, match="no request arrives in 1 s"):
+        first_look(rate_rps=1e-9, seconds=1, input_tokens=1, output_tokens=1)
+
+
+def test_the_same_arguments_make_the_same_plan_on_any_machine() -> None:
+    """Known by heart: a seed of today must make the same plan tomorrow. Every distribution of `loadgen.draws` has its part in it."""
+    shared = SharedPrompts(count=7, lengths=parse_lengths("lognormal:mean=100,cv=1"))
+    think: Distribution = parse_times("lognormal:mean=5s,cv=2")
+    assert hash_of(plan(*sessions(times(200), turns(think=think), seed=3, shared=shared))) == KNOWN
+
+
+KNOWN = "7ae03df30abfe057de387fc230024c48f625f928236c46ddb99435d93b150011"
+
+
+# Who the clients are.
+
+
+def test_a_session_is_one_client() -> None:
+    requests = sessions(times(300), turns(), seed=0)
+    mixes = Mixes(tenants=Mix(("a", "b"), (3, 1)), priorities=Mix((0, 5), (1, 1)), classes=Mix(("x", "y"), (0.5, 0.5)), cancel=0.3)
+    mixed = apply_mixes(requests, mixes, seed=0)
+    clients = {r.session: (r.tenant, r.priority, r.slo_class) for r in mixed}
+    assert all(clients[r.session] == (r.tenant, r.priority, r.slo_class) for r in mixed)
+    assert Counter(tenant for tenant, _, _ in clients.values())["a"] == pytest.approx(225, abs=30)
+    assert {(p, c) for _, p, c in clients.values()} == {(0, "x"), (0, "y"), (5, "x"), (5, "y")}
+    followed = {r.after for r in mixed}
+    leaving = [r for r in mixed if r.cancel_after_tokens is not None]
+    assert not any(r.index in followed for r in leaving)
+    assert len(leaving) == pytest.approx(90, abs=32)
+    check_plan(plan(*mixed, slos={"x": Slo(), "y": Slo()}))
+
+
+def test_who_leaves_does_so_after_any_number_of_tokens() -> None:
+    requests = [request(i, (i, 5), output=11) for i in range(20_000)]
+    after = Counter(r.cancel_after_tokens for r in apply_mixes(requests, Mixes(cancel=0.5), seed=0))
+    assert after.pop(None) == pytest.approx(10_000, abs=300)
+    assert after.keys() == set(range(1, 11))
+    assert list(after.values()) == pytest.approx([1000] * 10, rel=0.15)
+    everyone = apply_mixes([request(0, (0, 1), output=1), request(1, (1, 1), output=2)], Mixes(cancel=1.0), seed=0)
+    assert [r.cancel_after_tokens for r in everyone] == [None, 1]
+
+
+def test_one_mix_leaves_the_others_as_they_were() -> None:
+    requests = random_requests(100)
+    a = apply_mixes(requests, Mixes(tenants=Mix(("a", "b"), (1, 1))), seed=0)
+    b = apply_mixes(requests, Mixes(tenants=Mix(("a", "b"), (1, 1)), priorities=Mix((0, 1), (1, 1)), cancel=0.5), seed=0)
+    assert [r.tenant for r in a] == [r.tenant for r in b]
+    assert apply_mixes(requests, Mixes(), seed=0) == requests
+
+
+def test_mixes_in_words() -> None:
+    assert parse_tenants("a:3,b:1") == Mix(("a", "b"), (3.0, 1.0))
+    assert parse_tenants("org:team:2") == Mix(("org:team",), (2.0,))
+    assert parse_priorities("0:9, -5:1") == Mix((0, -5), (9.0, 1.0))
+    mix, slos = parse_classes(["interactive:0.7:ttft=500ms,tpot=50ms", "batch:0.3"])
+    assert mix == Mix(("interactive", "batch"), (0.7, 0.3))
+    assert slos == {"interactive": Slo(ttft_s=0.5, tpot_s=0.05), "batch": Slo()}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (parse_tenants, "a", "`a` in `a`: write a:3,b:1"),
+        (parse_tenants, "a:1,a:2", "`a` stands twice"),
+        (parse_tenants, "a:0", "a weight is above 0"),
+        (parse_tenants, "a:x", "`x` is no number"),
+        (parse_priorities, "high:1", "priorities are whole numbers"),
+        (parse_classes, ["chat"], "`chat` is no class: write interactive:0.7:ttft=500ms,tpot=50ms"),
+        (parse_classes, ["a:1", "a:1"], "the class `a` is given twice"),
+    ],
+)
+def test_mixes_that_cannot_be_read(parse: Any, text: Any, message: str) -> None:
+    with pytest.raises(BadPlan) as caught:
+        parse(text)
+    assert message in str(caught.value)
+
+
+def test_an_slo_that_cannot_be_read_is_said() -> None:
+    with pytest.raises(BadSlo, match="`ttft` is no SLO"):
+        parse_classes(["a:1:ttft"])
