@@ -36,11 +36,11 @@ def baton_up(*flags: str) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def machine() -> str:
+def machine(*packages: str) -> str:
     """Date, hardware, load and versions, for the head of a table."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     load = os.getloadavg()[0]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "nixl", "ray"))
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores of {cpu}, load {load:.1f} at the start; {versions}"
 
 

@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--transfer", default="nixl", choices=["nixl", "local"])
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, too")
     args = parser.parse_args()
-    print(machine())
+    print(machine("torch", "transformers", "nixl", "ray"))
     lengths = [int(length) for length in args.lengths.split(",")]
     rows: list[list[str]] = []
     with baton_up("--max-num-batched-tokens", str(CHUNK_TOKENS), "--kv-memory", "512MiB", "--transfer", args.transfer) as url:

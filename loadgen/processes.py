@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ KILL_S = 20.0
 """A process that was told to stop, and has not after so long, is killed."""
 _MAX_LINE_BYTES = 1 << 20
 _ERROR_BYTES = 2000
+
+
+Enough = Callable[[float], bool]
+"""Asked some times a second, with the seconds since the start: whether the run may end now."""
 
 
 class Interrupted(LoadgenError):
@@ -40,8 +44,8 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended. `started_s`: when it began, by the machine's clock. `problems`: what befell its processes. `warm_ups`, and what went
-    wrong with them. `priority`: what its processes were given."""
+    """How a run ended. `started_s`: when it began, by the machine's clock. `is_interrupted`: by the user; `is_cut`: because there was
+    enough. `problems`: what befell its processes. `warm_ups`, and what went wrong with them. `priority`: what its processes were given."""
 
     counts: Counts
     started_s: float
@@ -52,9 +56,10 @@ class Ended:
     warm_up_errors: tuple[str, ...]
     max_connections: int
     priority: str
+    is_cut: bool = False
 
 
-async def run_jobs(jobs: Sequence[Job], view: View) -> Ended:
+async def run_jobs(jobs: Sequence[Job], view: View, enough: Enough = lambda _: False) -> Ended:
     """One process for each of `jobs`. The first Ctrl-C (or SIGTERM) ends the run, the second one everything.
 
     Raises LoadgenError if it cannot begin, Interrupted at the second Ctrl-C.
@@ -74,7 +79,7 @@ async def run_jobs(jobs: Sequence[Job], view: View) -> Ended:
             for child in children:
                 child.tell({"start_s": started_s})
             ending = asyncio.ensure_future(asyncio.gather(*(child.done() for child in children)))
-            is_interrupted = await _watch(ending, children, started_s, interrupts, view)
+            is_interrupted, is_cut = await _watch(ending, children, started_s, interrupts, view, enough)
             await ending
         finally:
             await asyncio.gather(*(child.aclose() for child in children))
@@ -88,19 +93,23 @@ async def run_jobs(jobs: Sequence[Job], view: View) -> Ended:
         warm_up_errors=tuple(error for facts in ready for error in facts["warm_up_errors"]),
         max_connections=sum(facts["max_connections"] for facts in ready),
         priority=ready[0]["priority"],
+        is_cut=is_cut,
     )
 
 
-async def _watch(ending: asyncio.Future[Any], children: Sequence[_Child], started_s: float, interrupts: _Interrupts, view: View) -> bool:
-    """Until all have ended; whether the user ended it."""
-    is_told = False
+async def _watch(
+    ending: asyncio.Future[Any], children: Sequence[_Child], started_s: float, interrupts: _Interrupts, view: View, enough: Enough
+) -> tuple[bool, bool]:
+    """Until all have ended; whether the user ended it, and whether it was enough."""
+    is_told = is_cut = False
     stop_s = 0.0
     while not ending.done():
         await asyncio.wait((ending, interrupts.pending), timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
         view.update(_total(children), max(0.0, now_s() - started_s))
         if interrupts.count > 1:
             raise Interrupted("interrupted twice: what had been recorded is kept, the rest is not")
-        if not is_told and (interrupts.count or any(child.problem for child in children)):
+        is_cut = is_cut or (not is_told and not ending.done() and now_s() > started_s and enough(now_s() - started_s))
+        if not is_told and (is_cut or interrupts.count or any(child.problem for child in children)):
             is_told, stop_s = True, now_s()
             if interrupts.count:
                 view.phase("stopping; what was measured is kept (once more: stop at once)")
@@ -110,7 +119,7 @@ async def _watch(ending: asyncio.Future[Any], children: Sequence[_Child], starte
             for child in children:
                 child.kill()
         interrupts.again()
-    return interrupts.count > 0
+    return interrupts.count > 0, is_cut
 
 
 def _total(children: Sequence[_Child]) -> Counts:

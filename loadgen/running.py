@@ -19,7 +19,7 @@ from loadgen.metrics import Outcome, Terms
 from loadgen.plan import Plan
 from loadgen.plan_file import plan_hash, write_plan
 from loadgen.priority import Priority
-from loadgen.processes import Ended, View, run_jobs
+from loadgen.processes import Ended, Enough, View, run_jobs
 from loadgen.records import Record, Run
 from loadgen.records_file import RECORDS, RUN, read_records, write_run
 from loadgen.target import Target
@@ -63,7 +63,7 @@ class Finished:
         return Counter(metrics.classify(record, self.terms) for record in self.records)
 
 
-def run(order: Order, view: View) -> Finished:
+def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
     """Raises LoadgenError if nothing could be measured, and then leaves no result behind."""
     made = _new_directory(order.out)
     try:
@@ -75,7 +75,7 @@ def run(order: Order, view: View) -> Finished:
         write_run(order.out, first)
         began_s = now_s()
         try:
-            ended = asyncio.run(run_jobs(jobs, view))
+            ended = asyncio.run(run_jobs(jobs, view, enough))
         finally:
             _merge(order.out, jobs)
     except BaseException:
@@ -93,6 +93,11 @@ def run(order: Order, view: View) -> Finished:
     )
     write_run(order.out, finished.run)
     return finished
+
+
+def record_files(order: Order) -> list[Path]:
+    """What its processes write while they run."""
+    return [_part(order.out, part, order.processes) for part in range(order.processes)]
 
 
 def outcome_line(outcomes: Mapping[Outcome, int], num_offered: int, *, is_valid: bool) -> str:
@@ -176,7 +181,7 @@ def _jobs(order: Order) -> list[Job]:
     return [
         Job(
             plan=str(order.out / PLAN),
-            records=str(_part(order.out, part, order.processes)),
+            records=str(record_files(order)[part]),
             target=order.target,
             part=part,
             parts=order.processes,
@@ -214,7 +219,8 @@ def _run_of(order: Order, jobs: Sequence[Job], kept_hash: str, facts: Mapping[st
 
 
 def _verdict(run: Run, ended: Ended, records: Sequence[Record], terms: Terms) -> Run:
-    num_offered = ended.counts.due if ended.is_interrupted else run.num_offered
+    is_early = ended.is_interrupted or ended.is_cut
+    num_offered = ended.counts.due if is_early else run.num_offered
     reasons = list(metrics.invalid_reasons(records, terms, num_offered))
     not_sent = [record for record in records if record.error.startswith(NOT_SENT) and not record.left_early]
     if not_sent:
@@ -232,7 +238,7 @@ def _verdict(run: Run, ended: Ended, records: Sequence[Record], terms: Terms) ->
             "loadgen_cpu_s": round(ended.counts.cpu_s, 3),
         },
         invalid=tuple(reasons),
-        interrupted=ended.is_interrupted,
+        interrupted=is_early,
         warmup_requests=ended.warm_ups,
     )
 

@@ -235,8 +235,12 @@ def steady_window(measures: Measures) -> tuple[float, float] | None:
     if due.size < 2 or due.max() <= due.min():
         return None
     first, last = float(due.min()), float(due.max())
-    ramp = min(float(np.percentile(e2e, 90)), (last - first) / 4) if e2e.size else 0.0
-    return first + ramp, last
+    return first + ramp_s(e2e, last - first), last
+
+
+def ramp_s(e2e: Floats, span_s: float) -> float:
+    """How long the steady window's beginning is after the first of arrivals that take `span_s`, by the e2e of whole answers."""
+    return min(float(np.percentile(e2e, 90)), span_s / 4) if e2e.size else 0.0
 
 
 def throughput(measures: Measures) -> Throughput | None:

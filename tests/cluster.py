@@ -5,10 +5,10 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -31,8 +31,19 @@ CALM_S = 10.0
 """I2: so long after the last request and the last fault nothing may be left."""
 
 
+class History(Protocol):
+    """What a client asked, and what it has got so far."""
+
+    def token_chains(self) -> Iterable[tuple[int, ...]]:
+        """Each sample's prompt and tokens; the prompt alone where there are none."""
+        ...
+
+
 class ProcessCluster:
-    """Processes by name: `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, …"""
+    """Processes by name: `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, …
+
+    `history` is what clients asked of it since its start; whoever asks something adds to it.
+    """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -50,6 +61,7 @@ class ProcessCluster:
         self.roles: dict[str, str] = {}
         self.url = ""
         self.grpc_address = ""
+        self.history: list[History] = []
 
     async def start(
         self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, failpoints: Mapping[str, str] | None = None, wait: bool = True
@@ -146,22 +158,20 @@ class ProcessCluster:
             f"workers {names}",
         )
 
-    async def check_clean(self, *, may_quarantine: bool = False) -> None:
-        """Invariant I2 on every living worker."""
+    async def check_clean(self) -> None:
+        """Invariant I2 on every living worker: each block is free or cached."""
 
         def is_clean(status: ClusterStatus) -> bool:
             return all(
-                w.blocks.is_balanced
-                and not w.blocks.used
-                and not w.blocks.landing
-                and (may_quarantine or not w.blocks.quarantined)
+                w.blocks.free + w.blocks.cached == w.blocks.total
+                and w.blocks.is_balanced
                 and not w.open_leases
                 and not w.running_seqs
                 and not w.waiting_seqs
                 for w in status.workers
             )
 
-        await self.until(is_clean, CALM_S, "no block used, landing or quarantined, no lease, no sequence")
+        await self.until(is_clean, CALM_S, "every block free or cached, none used, landing or quarantined; no lease, no sequence")
 
     def check_alive(self) -> None:
         """Every process that nobody stopped still runs; else AssertionError with what the dead one logged last."""

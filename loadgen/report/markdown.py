@@ -42,7 +42,7 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         parts.append("**INVALID RUN: do not quote these numbers.**\n" + "\n".join(f"- {_cell(reason)}" for reason in run["invalid"]))
     parts += [f"> {_cell(note)}" for note in run["notes"]]
     if run["interrupted"]:
-        parts.append("> Ended early by the user.")
+        parts.append("> Ended early.")
     slos = "; ".join(
         f"{_cell(name)} " + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "nothing")
         for name, slo in run["slos"].items()

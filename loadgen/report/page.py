@@ -78,7 +78,7 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
             f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
             f"(allowed {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
         )
-    notes = [*run["notes"], *(["The user ended the run early; what was measured until then is kept."] if run["interrupted"] else [])]
+    notes = [*run["notes"], *(["The run was ended early; what was measured until then is kept."] if run["interrupted"] else [])]
     if notes:
         parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(escape(note) for note in notes)}</div>')
     return "".join(parts)

@@ -145,8 +145,9 @@ class StubScheduler:
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
         return self._answer(query)  # type: ignore[no-any-return]
 
-    async def finished(self, actuals: RequestActuals) -> None:
-        self._answer(actuals)
+    async def finished(self, *actuals: RequestActuals) -> None:
+        for one in actuals:
+            self._answer(one)
 
     async def watch(self) -> Source[ClusterUpdate]:
         assert self._updates is not None

@@ -293,14 +293,14 @@ async def test_place_returns_what_the_scheduler_decided(world: World, answer: Pl
 async def test_the_other_calls_of_a_scheduler(world: World) -> None:
     service = StubScheduler()
     scheduler = world.network.scheduler(await world.add_scheduler(service))
-    actuals = RequestActuals(decision_id=DecisionId("d1"), outcome="finished", ttft_s=0.5)
-    await scheduler.finished(actuals)
+    actuals = [RequestActuals(decision_id=DecisionId(f"d{n}"), outcome="finished", ttft_s=0.5) for n in range(3)]
+    await scheduler.finished(*actuals)
     service.answer = ()
     assert await scheduler.explain(None) == ()
     assert await scheduler.explain(b"r") == ()
     service.answer = True
     assert await scheduler.drain("w0")
-    assert service.asked == [actuals, None, b"r", "w0"]
+    assert service.asked == [*actuals, None, b"r", "w0"]
 
 
 async def test_a_schedulers_errors_are_typed(world: World) -> None:

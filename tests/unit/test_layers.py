@@ -39,6 +39,8 @@ LEAVES = (
     "baton.sim.main",
 )
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}
+UNPICKLERS = ("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
+"""Libraries that run what they read."""
 OF_LOADGEN_FOR_SIM = {"loadgen.plan", "loadgen.trace", "loadgen.arrivals", "loadgen.records", "loadgen.metrics"}
 
 
@@ -125,6 +127,31 @@ def clocks_and_dice(modules: dict[str, ast.Module]) -> list[str]:
     return found
 
 
+def opened_blindly(modules: dict[str, ast.Module]) -> list[str]:
+    """Ways in which bytes from elsewhere could become code: pickles and their like, `eval` and `exec`, and calls that pickle inside."""
+    found = [str(i) for i in imports(modules) if i.target.split(".")[0] in UNPICKLERS]
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            is_blind = (
+                called in ("eval", "exec", "__import__")
+                or called.endswith((".get_serialized_descs", ".deserialize_descs", ".find_class"))
+                or (called == "torch.load" and options.get("weights_only") != "True")
+                or options.get("allow_pickle", "False") != "False"
+                or options.get("trust_remote_code", "False") != "False"
+            )
+            if is_blind:
+                found.append(f"{module}:{node.lineno} calls {called}")
+    return found
+
+
+def test_nothing_that_was_read_is_run() -> None:
+    assert opened_blindly(sources()) == []
+
+
 def test_outside_libraries_stay_in_their_homes() -> None:
     assert misplaced_libraries(list(imports(sources()))) == []
 
@@ -188,6 +215,11 @@ BROKEN = {
     "services/baton/transfer/leases.py": "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n",
     "services/baton/engine/loop.py": "from time import sleep, time\nfrom random import Random, random\n",
     "services/baton/sim/scenario.py": "from loadgen import plan\nfrom loadgen.client import Client\n",
+    "services/baton/wire/peer.py": "from pickle import loads\nagent.get_serialized_descs(x)\neval('1')\n",
+    "services/baton/engine/model/hub.py": (
+        "import torch\ntorch.load(f)\ntorch.load(f, weights_only=True)\nmodel.eval()\nnp.load(f, allow_pickle=True)\n"
+        "Model.from_pretrained(d, trust_remote_code=True)\nModel.from_pretrained(d, trust_remote_code=False)\n"
+    ),
     "loadgen/client.py": "from baton.v1 import inference_pb2\nfrom baton.core import ids\n",
 }
 
@@ -203,6 +235,14 @@ def test_each_rule_sees_what_breaks_it(tmp_path: Path) -> None:
     assert loadgen_beyond_the_front_door(found) == [
         "loadgen.client:2 imports baton.core.ids",
         "baton.sim.scenario:2 imports loadgen.client.Client",
+    ]
+    assert opened_blindly(modules) == [
+        "baton.wire.peer:1 imports pickle.loads",
+        "baton.engine.model.hub:2 calls torch.load",
+        "baton.engine.model.hub:5 calls np.load",
+        "baton.engine.model.hub:6 calls Model.from_pretrained",
+        "baton.wire.peer:2 calls agent.get_serialized_descs",
+        "baton.wire.peer:3 calls eval",
     ]
     assert clocks_and_dice(modules) == [
         "baton.engine.loop:1 uses time.sleep",

@@ -43,7 +43,9 @@ class SchedulerApi(Protocol):
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection: ...
 
-    async def finished(self, actuals: RequestActuals) -> None: ...
+    async def finished(self, *actuals: RequestActuals) -> None:
+        """What became of placed requests, all that ended within a short while at once."""
+        ...
 
     async def watch(self) -> Source[ClusterUpdate]:
         """All workers now, then again after each change."""

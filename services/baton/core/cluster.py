@@ -64,7 +64,8 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already contain."""
+    """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already contain. `worn_out`: so much of
+    its memory is quarantined that it asks to be let go, since only a new process has it back."""
 
     worker: WorkerRef
     report_seq: int
@@ -85,6 +86,7 @@ class WorkerReport:
     links: tuple[LinkReport, ...] = ()
     event_seq: int = 0
     counted_decision_ids: tuple[DecisionId, ...] = ()
+    worn_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,19 +195,24 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterUpdate:
-    """What a Watch stream tells gateways and tools: all workers the scheduler knows. Sent on change, at most once an interval."""
+    """What a Watch stream tells gateways and tools: all workers the scheduler knows. Sent on change, at most once an interval. `pid` and
+    `host` of the scheduler are for people."""
 
     scheduler_id: str
     reports: tuple[WorkerReport, ...]
+    pid: int = 0
+    host: str = ""
 
 
 class CommandKind(Enum):
-    """What a scheduler can ask of a worker over its report stream."""
+    """What a scheduler can ask of a worker over its report stream. DRAIN: finish and stay away, as an operator wishes. LEAVE: it is this
+    worn-out worker's turn; it drains, and is replaced."""
 
     SNAPSHOT = "snapshot"
     DRAIN = "drain"
     PROBE_LINK = "probe_link"
     CONNECT = "connect"
+    LEAVE = "leave"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ class TotalUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where a request's time went. `placed_s`, `ttft_s`: from receipt; `tpot_s`: the mean gap between a choice's tokens."""
+    """Where a request's time went. `placed_s`, `ttft_s`: from receipt; `tpot_s`: the mean gap between a choice's tokens, (last - first) /
+    (tokens - 1), None where no choice has two."""
 
     request_id: str
     attempts: int

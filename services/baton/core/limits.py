@@ -83,7 +83,7 @@ def shown(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) > U64_MAX:
         return "a number that large"
-    text = ascii(value)
+    text = ascii(value[:64] if isinstance(value, str) else value)
     return text if len(text) <= 64 else f"{text[:60]}…"
 
 
@@ -99,10 +99,13 @@ def _flag(default: bool = False) -> Limit:
     return Limit(kind=Kind.BOOLEAN, default=default)
 
 
+MAX_PROMPT_TOKENS = 2**20
+"""Of one prompt, whatever the model: more than any takes, and what messages between services have room for."""
+
 LIMITS: Mapping[str, Limit] = {
     "model": Limit(kind=Kind.STRING, minimum=1, maximum=256),
     "prompt": Limit(kind=Kind.STRING, minimum=1, max_items=256),
-    "token_ids": Limit(kind=Kind.INTEGER, minimum=0, maximum=U32_MAX),
+    "token_ids": Limit(kind=Kind.INTEGER, minimum=0, maximum=U32_MAX, max_items=MAX_PROMPT_TOKENS),
     "messages": Limit(kind=Kind.STRING, max_items=4096),
     "messages.name": Limit(kind=Kind.STRING, maximum=256),
     "choices": Limit(kind=Kind.INTEGER, minimum=1, maximum=1024),

@@ -7,7 +7,7 @@ from baton.core.errors import Reason
 from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
 from baton.core.jobs import PROTOCOL_VERSION
 from baton.core.kv_layout import KvLayout, KvMemory
-from baton.core.request import FinishReason, TokenLogprobs
+from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,8 @@ class FirstToken:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReady:
     """These blocks are computed. `lives[i]` is the life that `block_ids[i]` is in; `hashes[i]` is NO_HASH for a tail that is not full,
-    which only a final KvReady announces. `first_block_index`: position of `block_ids[0]` in the prompt's blocks."""
+    which only a final KvReady announces. `first_block_index`: position of `block_ids[0]` in the prompt's blocks. `timeline`: the owner's
+    leg, in a final one: the reader repeats it to the gateway, as it does the first tokens, so that the owner need not be heard."""
 
     transfer_id: TransferId
     first_block_index: int
@@ -111,6 +112,7 @@ class KvReady:
     num_computed_tokens: int
     final: bool
     first_tokens: tuple[FirstToken, ...] = ()
+    timeline: LegTimeline | None = None
     shard: int = 0
 
 

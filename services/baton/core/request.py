@@ -141,7 +141,9 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestActuals:
-    """What really happened to a placed request, for the decision record."""
+    """What really happened to a placed request, for the decision record: of this attempt alone. `ttft_s`: from the question to the
+    scheduler to the client's first token, None where an earlier attempt had brought that; `tpot_s`: the mean gap between a sample's tokens,
+    None where no sample got two."""
 
     decision_id: DecisionId
     outcome: str

@@ -143,6 +143,10 @@ class Engine:
             self.pool.step_launched()
         return plan
 
+    def request_of(self, key: int) -> int:
+        """Whose sequence that is which the present plan calls `key`: the `seq_id` that it was added with, shared by all samples."""
+        return self._running[key].seq_id
+
     def apply(self, plan: StepPlan, result: StepResult) -> Outcome:
         """What the step has brought. Sequences that ended while it ran are passed over."""
         if result.step_id != plan.step_id:

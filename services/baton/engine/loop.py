@@ -7,14 +7,18 @@ from baton.core.errors import BatonError, Code, Failure, Reason, Refused
 from baton.engine.engine import Engine
 from baton.engine.outcome import Outcome
 from baton.engine.sequence import SequenceRequest
-from baton.engine.step import Executor, SampledToken, StepPlan, StepResult
+from baton.engine.step import DeviceFault, Executor, SampledToken, StepPlan, StepResult
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
 
+MAX_FAILED_IN_A_ROW = 2
+"""Different requests that fail, each alone, while nothing succeeds in between: then it is not they but the device."""
+
+
 class EngineUnhealthy(BatonError):
-    """No sequence of a step can be executed, each alone: the device is at fault. The worker says so and exits."""
+    """The device is at fault: it says so itself, or it runs nobody's step any more. The worker says so and exits."""
 
 
 class EngineLoop:
@@ -37,6 +41,7 @@ class EngineLoop:
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
         self._has_ended = False
+        self._failed_in_a_row: set[int] = set()  # requests, since anything has succeeded
         engine.pool.on_room = self._wake.set
 
     # -- inbox --------------------------------------------------------------------------------------------------------------------------
@@ -115,12 +120,20 @@ class EngineLoop:
             self._deliver(outcome)
 
     async def _execute(self, plan: StepPlan) -> StepResult:
-        """One step. If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on."""
+        """One step. If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on. That is so where it is
+        the only one, too; but not for one request after the other."""
         try:
-            return await self._execute_timed(plan)
-        except Exception as error:
-            log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
-            return await self._find_guilty(plan, error)
+            try:
+                result = await self._execute_timed(plan)
+            except DeviceFault:
+                raise
+            except Exception as error:
+                log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
+                return await self._find_guilty(plan, error)
+        except DeviceFault as fault:
+            raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
+        self._failed_in_a_row.clear()
+        return result
 
     async def _execute_timed(self, plan: StepPlan) -> StepResult:
         self.step_started_s = self.last_step_started_s = asyncio.get_running_loop().time()
@@ -141,6 +154,8 @@ class EngineLoop:
         for part in plan.sequences:
             try:
                 result = await self._execute_timed(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies))
+            except DeviceFault:
+                raise
             except Exception as part_error:
                 log.exception("sequence_failed", step_id=plan.step_id, key=part.seq_id)
                 error = part_error
@@ -151,6 +166,11 @@ class EngineLoop:
                 block_copies = ()
                 samples.update(result.samples)
                 failures.update(result.failures)
-        if num_raised == len(plan.sequences):
-            raise EngineUnhealthy(f"step {plan.step_id} failed for each of its {num_raised} sequences alone; restart the worker") from error
+        if num_raised < len(plan.sequences):
+            self._failed_in_a_row.clear()
+        else:
+            self._failed_in_a_row.update(self.engine.request_of(part.seq_id) for part in plan.sequences)
+            if len(self._failed_in_a_row) >= MAX_FAILED_IN_A_ROW or not plan.sequences:
+                message = f"{len(self._failed_in_a_row)} requests in a row have failed, each of them alone; restart the worker"
+                raise EngineUnhealthy(message) from error
         return StepResult(step_id=plan.step_id, samples=samples, failures=failures)

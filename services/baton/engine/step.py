@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.blocks import TokenIds
-from baton.core.errors import Failure
+from baton.core.errors import BatonError, Failure
 from baton.core.kv_layout import KvLayout
 from baton.core.request import Sampling, TokenLogprobs
 
@@ -84,6 +84,10 @@ class StepResult:
     failures: Mapping[int, Failure] = field(default_factory=dict)
 
 
+class DeviceFault(BatonError):
+    """The device will run no step any more, whosever it is: only a new process helps."""
+
+
 class Executor(Protocol):
     """A device with a model and KV memory. One step at a time: `execute` is not called again before it has returned."""
 
@@ -94,8 +98,8 @@ class Executor(Protocol):
     def num_blocks(self) -> int: ...
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; when it returns, the step's KV is written. Raises only when the device itself is at fault: the worker is unhealthy
-        unless the loop finds one sequence that causes it."""
+        """Run one step; when it returns, the step's KV is written. Raises DeviceFault where the device is known to be at fault. Whatever
+        else it raises is a sequence's, which the loop finds; or the device's after all, if different requests fail in a row."""
         ...
 
     async def aclose(self) -> None: ...

@@ -6,15 +6,17 @@ from random import Random
 
 from baton.core.cluster import Placement, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import DecisionId, WorkerRef
+from baton.core.ids import DecisionId, JobId, WorkerRef
 from baton.core.lifecycle import REQUEST_TRANSITIONS, Lifecycle, RequestState
 from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
 from baton.gateway.attempt import Attempt, attempt_at, going_on, sample_alone
 from baton.gateway.concurrently import run_all
 from baton.gateway.errors import LegLost
+from baton.gateway.pace import Pace
 from baton.gateway.progress import Progress
 from baton.gateway.relay import TokenSink, relay
 from baton.gateway.schedulers import Schedulers
+from baton.gateway.suspects import Suspects
 from baton.gateway.validation import REQUEST_ID_BYTES
 from baton.gateway.view import ClusterView
 from baton.gateway.workers import Workers
@@ -26,7 +28,9 @@ log = get_logger(__name__)
 MAX_FULL_QUEUES = 2
 """Workers that had no place in their queue for a new request; then it is told to come back later, while it can still go elsewhere."""
 MAX_KILLED_WORKERS = 2
-"""Workers that died while running a step of one request; then it is taken for the cause."""
+"""Workers in a row that died under a request before they had brought it further; then it is taken for the cause."""
+TOKENS_OF_A_STEP_EACH = 2
+"""New tokens of an attempt after which both its workers have run a step of it: the first is made by the prefill worker."""
 _OVERLOAD = {Reason.QUEUE_FULL, Reason.TENANT_QUOTA, Reason.NO_CAPACITY, Reason.TTFT_SLO, Reason.TPOT_SLO}
 
 
@@ -52,6 +56,7 @@ class RelayParts:
     rules: RetryRules
     metrics: GatewayMetrics
     rng: Random
+    suspects: Suspects = field(default_factory=Suspects)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,10 +70,14 @@ class RequestRecord:
 
 @dataclass(slots=True, kw_only=True)
 class _History:
-    """What went wrong so far: workers to avoid, lives that are over (and since when), workers that died while running the request."""
+    """What went wrong so far: workers to avoid, lives that are over (and since when). `num_killed`: workers that died under the request,
+    one after the other, without bringing it further; `must_be_alone`: others may have been the cause as well. `suspect_id` is shared by
+    the samples of one request."""
 
+    suspect_id: bytes
     num_failed: int = 0
     num_killed: int = 0
+    must_be_alone: bool = False
     avoid: dict[tuple[str, int], WorkerRef] = field(default_factory=dict)
     dead: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -88,12 +97,15 @@ class RequestRun:
         self._out = out
         self._parts = parts
         self._number = number
-        self._history = _History()
+        self._history = _History(suspect_id=request.request_id)
         self._state = Lifecycle(REQUEST_TRANSITIONS, RequestState.QUEUED)
         self._decision: DecisionId | None = None
         self._asked_s = 0.0
+        self._pace = Pace()
+        """Of the present attempt."""
         self._paused_s: float | None = None
         self._last_problem = ""
+        self._has_turn = False
 
     async def run(self) -> None:
         """Returns when every sample has ended. Raises Refused; at the deadline at the latest."""
@@ -136,11 +148,17 @@ class RequestRun:
             await asyncio.sleep(self._parts.rules.ask_again_s * self._parts.rng.uniform(0.5, 1.0))
 
     def put(self, delta: TokenDelta) -> bool:
-        """To the client; notes when the first token of an attempt is through."""
+        """To the client; notes when an attempt's first token is through, and when its workers have done what others died of."""
+        num_new = delta.output_index + len(delta.token_ids) - (len(self._request.token_ids) - self._request.num_prompt_tokens)
+        if self._history.num_killed and num_new >= TOKENS_OF_A_STEP_EACH:
+            self._history.num_killed, self._history.must_be_alone = 0, False
+            self._no_longer_suspect()
+        now_s = asyncio.get_running_loop().time()
+        self._pace.took(delta.sample_index, len(delta.token_ids), now_s)
         if self._state.state is RequestState.PREFILLING:
             self._state.move(RequestState.DECODING)
             if self._paused_s is not None:
-                self._parts.metrics.pause_s.observe(asyncio.get_running_loop().time() - self._paused_s)
+                self._parts.metrics.pause_s.observe(now_s - self._paused_s)
                 self._paused_s = None
         return self._out.put(delta)
 
@@ -148,7 +166,11 @@ class RequestRun:
         while True:
             attempt = await attempt_at(self._request, self._number, self._parts.view.layout, tuple(self._history.avoid.values()))
             self._record.num_attempts += 1
+            self._pace = Pace()
             try:
+                if self._history.must_be_alone:
+                    await self._parts.suspects.turn.acquire()
+                    self._has_turn = True
                 await relay(attempt, self._progress, self, self._parts.workers, self)
                 self._tell("finished")
                 return
@@ -163,6 +185,8 @@ class RequestRun:
                 is_late = asyncio.get_running_loop().time() >= self._request.deadline_s
                 self._tell((Reason.DEADLINE if is_late else Reason.CANCELLED).value)
                 raise
+            finally:
+                self._no_longer_suspect()
             if len(self._request.sample_indices) > 1 and self._num_output_tokens:
                 await self._each_alone()
                 return
@@ -187,13 +211,14 @@ class RequestRun:
         history = self._history
         self._last_problem = f" ({lost})"
         history.num_failed += 1
-        history.num_killed += lost.killed
+        if lost.killed and lost.dead is not None:
+            self._count_death(lost.dead)
         for worker in filter(None, (lost.blamed, lost.dead)):
             history.avoid[(worker.worker_id, worker.worker_epoch)] = worker
         if lost.dead is not None:
             history.dead[(lost.dead.worker_id, lost.dead.worker_epoch)] = asyncio.get_running_loop().time()
         if self._paused_s is None:
-            self._paused_s = self._progress.last_s
+            self._paused_s = self._progress.pace.last_s
         self._parts.metrics.attempts.labels(lost.failure.reason.value).inc()
         log.warning(
             "attempt_lost",
@@ -210,6 +235,21 @@ class RequestRun:
         if is_turned_away or history.num_failed >= self._parts.rules.max_attempts:
             raise Refused(replace(lost.failure, retriable=False, blamed=None))
 
+    def _count_death(self, worker: WorkerRef) -> None:
+        """Two deaths in a row are proof only where no other request had the same two; else this one goes on alone, to be told apart."""
+        history = self._history
+        if history.num_killed and not self._parts.suspects.was_only_one(history.suspect_id, worker):
+            history.must_be_alone = True
+        else:
+            history.num_killed += 1
+
+    def _no_longer_suspect(self) -> None:
+        """It has gone on, or its attempt is over: others may go."""
+        self._parts.suspects.leave(self._history.suspect_id)
+        if self._has_turn:
+            self._has_turn = False
+            self._parts.suspects.turn.release()
+
     async def _pause(self) -> None:
         """None before the second attempt, then longer and longer: workers that refuse at once are not asked in a tight loop."""
         rules = self._parts.rules
@@ -219,6 +259,9 @@ class RequestRun:
 
     def _placed(self, placement: Placement) -> None:
         self._state.move(RequestState.PREFILLING)
+        if self._history.num_killed:
+            for worker in filter(None, (placement.prefill, placement.decode)):
+                self._parts.suspects.enter(self._history.suspect_id, worker)
         if self._record.placed_s is None:
             self._record.placed_s = asyncio.get_running_loop().time()
             self._record.policy = placement.policy
@@ -238,17 +281,17 @@ class RequestRun:
         if decision is None:
             return
         progress = self._progress
-        is_first_token_ours = progress.first_s is not None and progress.first_s >= self._asked_s
-        usage = progress.usage
+        job = JobId(request_id=self._request.request_id, attempt=self._number)
+        is_first_token_ours = progress.pace.first_s is not None and progress.pace.first_s >= self._asked_s
         self._parts.schedulers.finished(
             RequestActuals(
                 decision_id=decision,
                 outcome=outcome,
-                ttft_s=progress.first_s - self._asked_s if is_first_token_ours and progress.first_s is not None else None,
-                tpot_s=progress.tpot_s,
-                num_output_tokens=self._num_output_tokens,
-                num_cached_tokens=sum(usage.num_cached_tokens.values()) if usage else 0,
-                legs=tuple(progress.legs),
+                ttft_s=progress.pace.ttft_s(self._asked_s) if is_first_token_ours else None,
+                tpot_s=self._pace.tpot_s,
+                num_output_tokens=self._pace.num_tokens,
+                num_cached_tokens=progress.num_cached_tokens_of(job),
+                legs=tuple(progress.legs.get(job, ())),
             )
         )
 

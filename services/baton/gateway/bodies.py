@@ -119,7 +119,8 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
         raise InvalidField("prompt", "prompt must not be an empty list")
     if isinstance(prompt[0], str | list | tuple):
         check_count("prompt", len(prompt))
-        if any(isinstance(item, str) is not isinstance(prompt[0], str) for item in prompt):
+        kind = str if isinstance(prompt[0], str) else (list, tuple)
+        if not all(isinstance(item, kind) for item in prompt):
             raise InvalidField("prompt", "prompt must be texts or lists of token ids, not both in one list")
         return tuple(_prompt(item) for item in prompt)
     return (_prompt(prompt),)
@@ -133,6 +134,7 @@ def _prompt(prompt: Any) -> Prompt:
         return prompt
     if not prompt:
         raise InvalidField("prompt", "prompt must not be empty; send at least one token id")
+    check_count("token_ids", len(prompt), "prompt")
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > U32_MAX:
         for item in prompt:
             check("token_ids", item, "prompt")

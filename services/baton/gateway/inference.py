@@ -39,7 +39,7 @@ class Inference:
         return await ids_of(self._service.validator, body)
 
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
-        return text_of(self._service.validator, body)
+        return await text_of(self._service.validator, body)
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
         return self._service.models
@@ -116,7 +116,7 @@ class Admin:
             version=baton.__version__,
             model=self._service.rules.model,
             gateway=self._process,
-            scheduler=None if view.scheduler_id is None else ProcessInfo(process_id=view.scheduler_id),
+            scheduler=view.scheduler,
             workers=tuple(WorkerStatus.of(report) for report in view.reports),
             open_requests=self._service.num_open,
         )

@@ -16,9 +16,9 @@ _Event = TokenDelta | Failure | WorkerLost
 
 
 class _Leg:
-    """One side. Implements `session.Leg`."""
+    """One side. Implements `session.Leg`. `was_sent`: its worker may have had the job."""
 
-    __slots__ = ("_legs", "has_spoken", "is_prefill", "job", "session")
+    __slots__ = ("_legs", "has_spoken", "is_prefill", "job", "session", "was_sent")
 
     def __init__(self, legs: "Legs", session: WorkerSession, job: PrefillJob | DecodeJob) -> None:
         self._legs = legs
@@ -26,6 +26,7 @@ class _Leg:
         self.job = job
         self.is_prefill = isinstance(job, PrefillJob)
         self.has_spoken = False
+        self.was_sent = False
 
     def deliver(self, delta: TokenDelta) -> None:
         self.has_spoken = True
@@ -34,7 +35,8 @@ class _Leg:
     def failed(self, failure: Failure) -> None:
         self._legs.put(self, failure)
 
-    def lost(self, loss: WorkerLost) -> None:
+    def lost(self, loss: WorkerLost, *, was_sent: bool) -> None:
+        self.was_sent = was_sent
         self._legs.put(self, loss)
 
 
@@ -89,7 +91,7 @@ class Legs:
             try:
                 leg.session.open(leg.job, leg)
             except WorkerLost as loss:
-                leg.lost(loss)
+                leg.lost(loss, was_sent=False)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -118,7 +120,7 @@ class Legs:
             return
         if isinstance(event, WorkerLost):
             # Before its first word a decode leg with a prefill leg beside it only waits for KV: none of its steps had this request.
-            was_running = leg.is_prefill or leg.has_spoken or len(self._legs) == 1
+            was_running = leg.was_sent and (leg.is_prefill or leg.has_spoken or len(self._legs) == 1)
             raise LegLost(
                 event.failure,
                 blamed=event.worker,

@@ -1,6 +1,7 @@
 """`baton gateway`: one gateway as a process, joined from its leaves: HTTP, gRPC to clients and cluster, Redis, the admin port."""
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -90,14 +91,23 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             info=(("pid", str(process.pid)), ("host", process.host)),
         )
         async with Background(
-            watch_loop_lag(ProcessMetrics(registry).loop_lag_s.observe), _keep_announced(membership, member, config.heartbeat_s)
+            watch_loop_lag(ProcessMetrics(registry).look_at_loop), _keep_announced(membership, member, config.heartbeat_s)
         ):
+            _settle(stack)
             on_ready(f"http://{http_address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)
         if membership is not None:
             with suppress(StoreUnavailable):
                 await membership.withdraw(member)
+
+
+def _settle(stack: AsyncExitStack) -> None:
+    """What there is now lives as long as the process. Without it, garbage collections look at what requests have made only, not at every
+    module and class again: a seventh of a request's time."""
+    gc.collect()
+    gc.freeze()
+    stack.callback(gc.unfreeze)
 
 
 def rules_of(config: GatewayConfig, rng: Random) -> GatewayRules:

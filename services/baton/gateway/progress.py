@@ -5,29 +5,28 @@ from array import array
 from collections.abc import Iterable
 
 from baton.core.blocks import TokenIds
+from baton.core.ids import JobId
 from baton.core.request import LegTimeline, TokenDelta, Usage
 from baton.gateway.errors import Contradiction
+from baton.gateway.pace import Pace
 
 
 class Progress:
-    """The samples of one request over all its attempts. `tokens[i]`: those of sample i that were delivered; `open`: samples that go on."""
+    """The samples of one request over all its attempts. `tokens[i]`: those of sample i that were delivered; `open`: samples that go on;
+    `legs`, `usages`: what the workers said of each attempt's job."""
 
-    __slots__ = ("first_s", "last_s", "legs", "open", "tokens", "usage")
+    __slots__ = ("legs", "open", "pace", "tokens", "usages")
 
     def __init__(self, sample_indices: Iterable[int]) -> None:
         self.tokens: dict[int, TokenIds] = {index: array("I") for index in sample_indices}
         self.open: set[int] = set(self.tokens)
-        self.usage: Usage | None = None
-        self.legs: list[LegTimeline] = []
-        self.first_s: float | None = None
-        self.last_s: float | None = None
+        self.pace = Pace()
+        self.legs: dict[JobId, list[LegTimeline]] = {}
+        self.usages: dict[JobId, Usage] = {}
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """The part of `delta` that is new, or None. Raises Contradiction when it neither goes on from nor repeats what was delivered."""
-        if delta.timeline is not None:
-            self.legs.append(delta.timeline)
-        if delta.usage is not None and self.usage is None:
-            self.usage = delta.usage
+        self._note(delta)
         have = self.tokens.get(delta.sample_index)
         if have is None or delta.sample_index not in self.open:
             return None
@@ -35,10 +34,7 @@ class Progress:
             delta = _rest_of(delta, have)
         if not delta.token_ids and delta.finish is None:
             return None
-        if delta.token_ids:
-            self.last_s = asyncio.get_running_loop().time()
-            if self.first_s is None:
-                self.first_s = self.last_s
+        self.pace.took(delta.sample_index, len(delta.token_ids), asyncio.get_running_loop().time())
         have.extend(delta.token_ids)
         if delta.finish is not None:
             self.open.discard(delta.sample_index)
@@ -53,16 +49,23 @@ class Progress:
         return all(len(self.tokens[index]) > num_tokens for index in self.open & sample_indices)
 
     @property
-    def num_output_tokens(self) -> int:
-        return sum(map(len, self.tokens.values()))
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, at the first attempt that computed it: what the client did not wait for."""
+        first = next(iter(self.usages), None)
+        return 0 if first is None else self.num_cached_tokens_of(first)
 
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap between a sample's tokens; None with fewer than two."""
-        longest = max(map(len, self.tokens.values()), default=0)
-        if longest < 2 or self.first_s is None or self.last_s is None:
-            return None
-        return (self.last_s - self.first_s) / (longest - 1)
+    def num_cached_tokens_of(self, job: JobId) -> int:
+        usage = self.usages.get(job)
+        return sum(usage.num_cached_tokens.values()) if usage else 0
+
+    def _note(self, delta: TokenDelta) -> None:
+        """Who decodes repeats what the prefill leg said of itself."""
+        if delta.timeline is not None:
+            legs = self.legs.setdefault(delta.job, [])
+            if delta.timeline not in legs:
+                legs.append(delta.timeline)
+        if delta.usage is not None:
+            self.usages.setdefault(delta.job, delta.usage)
 
 
 def _rest_of(delta: TokenDelta, have: TokenIds) -> TokenDelta:

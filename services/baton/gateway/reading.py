@@ -55,9 +55,9 @@ def check(name: str, value: object, param: str | None = None) -> None:
         check_text(param or name, value)
 
 
-def check_count(name: str, count: int) -> None:
+def check_count(name: str, count: int, param: str | None = None) -> None:
     try:
-        LIMITS[name].check_count(name, count)
+        LIMITS[name].check_count(param or name, count)
     except OutOfLimits as error:
         raise InvalidField(error.name, str(error)) from error
 

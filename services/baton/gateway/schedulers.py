@@ -18,6 +18,10 @@ log = get_logger(__name__)
 
 MAX_UNSENT_ACTUALS = 1024
 """Outcomes that wait to be told; more are dropped, since they only serve records."""
+GATHER_S = 0.01
+"""Outcomes gather for so long before they are told together: a call each would take a fifth of a short request's time."""
+MAX_TOLD = 256
+"""In one call."""
 
 T = TypeVar("T")
 
@@ -191,11 +195,11 @@ class Schedulers:
             while True:
                 self._suspects.pop(address, None)
                 self._found.set()
-                self._view.take(update)
+                self._view.take(update, address)
                 update = await source.receive()
         except (StreamBroken, TimeoutError, Refused) as error:
             self._suspect(address, error)
-            if self._view.scheduler_id is not None:
+            if self._view.scheduler is not None:
                 self._view.lose_scheduler()
         finally:
             if source is not None:
@@ -203,9 +207,13 @@ class Schedulers:
 
     async def _tell(self) -> None:
         while True:
-            address, actuals = await self._actuals.get()
-            api = self._apis.get(address)
-            if api is not None:
-                with suppress(StreamBroken, TimeoutError, Refused):
-                    async with asyncio.timeout(self._times.call_s):
-                        await api.finished(actuals)
+            told = [await self._actuals.get()]
+            await asyncio.sleep(GATHER_S)
+            while len(told) < MAX_TOLD and not self._actuals.empty():
+                told.append(self._actuals.get_nowait())
+            for address in dict.fromkeys(address for address, _ in told):
+                api = self._apis.get(address)
+                if api is not None:
+                    with suppress(StreamBroken, TimeoutError, Refused):
+                        async with asyncio.timeout(self._times.call_s):
+                            await api.finished(*(actuals for at, actuals in told if at == address))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 from typing import Self
 
@@ -197,16 +198,16 @@ class GatewayService:
             self.health.not_ready(CLUSTER, problem)
         else:
             self.health.ready(CLUSTER)
-        if self.view.scheduler_id is not None:
+        if self.view.scheduler is not None:
             self.workers.keep(report.worker for report in self.view.reports if report.model == self.rules.model)
 
     def _observe(self, one: "_Carried", request_s: float) -> None:
         metrics, progress = self.metrics, one.progress
         metrics.request_s.observe(request_s)
-        if progress.first_s is not None:
-            metrics.ttft_s.observe(progress.first_s - one.received_s)
-        if progress.tpot_s is not None:
-            metrics.tpot_s.observe(progress.tpot_s)
+        if (ttft_s := progress.pace.ttft_s(one.received_s)) is not None:
+            metrics.ttft_s.observe(ttft_s)
+        if progress.pace.tpot_s is not None:
+            metrics.tpot_s.observe(progress.pace.tpot_s)
         metrics.prompt_tokens.inc(one.request.num_prompt_tokens)
         metrics.cached_tokens.inc(one.num_cached_tokens)
         metrics.output_tokens.inc(one.answer.num_tokens)
@@ -227,8 +228,7 @@ class _Carried:
 
     @property
     def num_cached_tokens(self) -> int:
-        usage = self.progress.usage
-        return min(self.request.num_prompt_tokens, sum(usage.num_cached_tokens.values())) if usage else 0
+        return min(self.request.num_prompt_tokens, self.progress.num_cached_tokens)
 
     def timeline(self, now_s: float) -> Timeline:
         progress, record = self.progress, self.record
@@ -237,8 +237,8 @@ class _Carried:
             attempts=record.num_attempts,
             policy=record.policy,
             placed_s=(now_s if record.placed_s is None else record.placed_s) - self.received_s,
-            ttft_s=None if progress.first_s is None else progress.first_s - self.received_s,
-            tpot_s=progress.tpot_s,
+            ttft_s=progress.pace.ttft_s(self.received_s),
+            tpot_s=progress.pace.tpot_s,
             total_s=now_s - self.received_s,
-            legs=tuple(progress.legs),
+            legs=tuple(chain.from_iterable(progress.legs.values())),
         )

@@ -51,13 +51,13 @@ class SessionTimes:
 
 
 class Leg(Protocol):
-    """Who waits for a job's tokens. Nothing is called after `failed` or `lost`."""
+    """Who waits for a job's tokens. Nothing is called after `failed` or `lost`. `was_sent`: the worker may have had the job."""
 
     def deliver(self, delta: TokenDelta) -> None: ...
 
     def failed(self, failure: Failure) -> None: ...
 
-    def lost(self, loss: WorkerLost) -> None: ...
+    def lost(self, loss: WorkerLost, *, was_sent: bool) -> None: ...
 
 
 class _OpenJob:
@@ -318,4 +318,4 @@ class WorkerSession:
         self._on_end(self)
         for job in jobs.values():
             if job.leg is not None:
-                job.leg.lost(loss)
+                job.leg.lost(loss, was_sent=job.was_sent)

@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 from baton.core.errors import invalid
 from baton.core.limits import MAX_JSON_DEPTH, shown
 
-_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|([\[{])|([\]}])', re.DOTALL)
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
+"""A string, or a bracket outside of one. A string without its end matches, too: otherwise each quote in it would be tried as a beginning,
+and every try would read to the end of the text."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -15,9 +15,12 @@ from baton.core.errors import ModelError, invalid
 from baton.core.fingerprints import TOKENIZER_FILE, tokenizer_fingerprint
 from baton.gateway.chat_template import ChatTemplate, Message, read_json
 from baton.gateway.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
+from baton.gateway.pieces import Description, PieceEncoder, byte_level_alphabet
 
 INLINE_CHARACTERS = 16 * 1024
 """Longer texts are encoded in a thread: this many take about 3 ms, which every open stream would wait for."""
+PIECES_CHARACTERS = 64 * 1024
+"""The same for texts whose pieces are known."""
 PROMPT_TAIL_TOKENS = 6
 """Prompt ids that decide how the first new token is written."""
 
@@ -35,9 +38,14 @@ class Tokenizer(Protocol):
         """Ids of a text; a long one does not block the event loop."""
         ...
 
-    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
-        """Ids of the prompt that the chat template makes of `messages`. Raises Refused (400) when there is no template, or it refuses."""
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """The prompt that the chat template makes of `messages`, special tokens and all. Raises Refused (400) when there is no template, or
+        it refuses."""
         ...
+
+    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
+        """Ids of that prompt."""
+        return await self.encode(self.chat_text(messages), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """All of it at once; an id without text is U+FFFD."""
@@ -79,21 +87,26 @@ class HfTokenizer(Tokenizer):
         length = model.get("max_position_embeddings")
         self.max_model_len = int(length) if length else None
         self._special = {id_ for id_, token in self._rust.get_added_tokens_decoder().items() if token.special}
-        self._table = _bytes_table(self._rust)
+        description: Description = json.loads(self._rust.to_str())
+        self._pieces = PieceEncoder.of(self._rust, description)
+        self._table = _bytes_table(self._rust, description)
         self._plain_table = self._table and [b"" if id_ in self._special else token for id_, token in enumerate(self._table)]
-        self._max_token_bytes = _max_token_bytes(self._rust, self._table)
+        self._max_token_bytes = _max_token_bytes(description, self._table)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        if self._pieces is not None and len(text) <= PIECES_CHARACTERS:
+            ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
+            if ids is not None:
+                return ids
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
+    def chat_text(self, messages: Sequence[Message]) -> str:
         if self._chat_template is None:
             raise invalid("this model has no chat template; use /v1/completions with the prompt as the model expects it")
-        clock = asyncio.get_running_loop().time
-        return await self.encode(self._chat_template.render(messages, clock), add_special_tokens=False)
+        return self._chat_template.render(messages, asyncio.get_running_loop().time)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -146,8 +159,8 @@ class ByteTokenizer(Tokenizer):
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         return array("I", list(text.encode()))  # array() would take bytes for the memory of its items
 
-    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
-        return await self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         detokenizer = self.detokenizer()
@@ -166,12 +179,12 @@ class ByteTokenizer(Tokenizer):
         pass
 
 
-def _bytes_table(rust: RustTokenizer) -> list[bytes | None] | None:
+def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | None] | None:
     """Each id's bytes where the tokenizer is byte-level, so that a token's text does not depend on its neighbours; else None."""
-    decoder = json.loads(rust.to_str())["decoder"]
+    decoder = description["decoder"]
     if not decoder or decoder["type"] != "ByteLevel":
         return None
-    byte_of = _byte_level_alphabet()
+    byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
     names = {id_: name for name, id_ in rust.get_vocab(with_added_tokens=True).items()}
     return [_token_bytes(names[id_], byte_of) if id_ in names else None for id_ in range(max(names) + 1)]
 
@@ -184,16 +197,8 @@ def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:
         return name.encode()
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _max_token_bytes(rust: RustTokenizer, table: Sequence[bytes | None] | None) -> int:
+def _max_token_bytes(description: Description, table: Sequence[bytes | None] | None) -> int:
     """The longest token, where text cannot shrink before it is cut into tokens; else 0."""
-    description: dict[str, Any] = json.loads(rust.to_str())
     if table is None or description["normalizer"] is not None:
         return 0
     return max(len(token) for token in table if token is not None)

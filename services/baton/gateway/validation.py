@@ -19,6 +19,10 @@ from baton.gateway.tokenizer import Tokenizer
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat may go on to the end of the context."""
 REQUEST_ID_BYTES = 16
+CHARACTERS_A_TOKEN = 8
+"""A text with more than these a token of the model's length is probably too long: natural language has about four."""
+CUT_TOKENS = 64
+"""By so much, and a good deal less, a beginning may have more tokens than the whole: a word that is cut is encoded in other pieces."""
 _TRACE_CONTEXT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C's traceparent; anything else is dropped."""
 
@@ -50,6 +54,11 @@ class Validator:
         self._rng = rng
         self._request_timeout_s = request_timeout_s
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context; None: not known yet."""
+        return self._facts().max_model_len
+
     def draw_id(self) -> bytes:
         """A new request's id. Ids are made inside, never taken from a client."""
         return self._rng.randbytes(REQUEST_ID_BYTES)
@@ -73,7 +82,7 @@ class Validator:
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
         trace_context = caller.trace_context if _TRACE_CONTEXT.fullmatch(caller.trace_context) else ""
         if draft.messages:
-            prompts = [await self.tokenizer.encode_chat(draft.messages)]
+            prompts = [await self.encoded(self.tokenizer.chat_text(draft.messages), facts.max_model_len, add_special_tokens=False)]
         else:
             prompts = [await self.tokens_of(prompt, facts.max_model_len) for prompt in draft.prompts]
         return Call(
@@ -99,15 +108,24 @@ class Validator:
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
 
     async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
-        """A prompt's ids. A text that cannot fit is refused without being encoded."""
+        """A prompt's ids; a text is encoded."""
         if isinstance(prompt, array):
             self.check_vocabulary("prompt", max(prompt, default=0))
             return prompt
         assert isinstance(prompt, str)  # the only other kind of prompt
-        at_least = self.tokenizer.min_tokens_of(len(prompt) if prompt.isascii() else len(prompt.encode()))
-        if max_model_len is not None and at_least > max_model_len:
-            raise _too_long(f"at least {at_least}", 1, max_model_len)
-        return await self.tokenizer.encode(prompt)
+        return await self.encoded(prompt, max_model_len)
+
+    async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
+        """A text's ids. One that cannot fit is refused for its length alone, or its beginning's: encoding takes a second and 90 MB of
+        memory a megabyte."""
+        if max_model_len is not None:
+            at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
+            beginning = text[: max_model_len * CHARACTERS_A_TOKEN]
+            if at_least <= max_model_len and len(beginning) < len(text):
+                at_least = len(await self.tokenizer.encode(beginning, add_special_tokens=add_special_tokens)) - CUT_TOKENS
+            if at_least > max_model_len:
+                raise _too_long(f"at least {at_least}", 1, max_model_len)
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _request(self, draft: Draft, tokens: TokenIds, facts: ModelFacts, deadline_s: float) -> GenerateRequest:
         if not tokens:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from baton.core.cluster import ClusterUpdate, WorkerReport, WorkerState
+from baton.core.front import ProcessInfo
 from baton.core.kv_layout import KvLayout
 from baton.gateway.validation import ModelFacts
 
@@ -17,7 +18,8 @@ class ClusterView:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._model_max_len = model_max_len
         self._listeners: list[Callable[[], None]] = []
-        self.scheduler_id: str | None = None
+        self.scheduler: ProcessInfo | None = None
+        """The one that tells us; None while none does."""
         self.reports: tuple[WorkerReport, ...] = ()
         self.layout: KvLayout | None = None
         self.facts = ModelFacts(max_model_len=model_max_len, max_num_seqs=None)
@@ -26,8 +28,9 @@ class ClusterView:
         """Call `listener` after each update, and when the scheduler is lost."""
         self._listeners.append(listener)
 
-    def take(self, update: ClusterUpdate) -> None:
-        self.scheduler_id = update.scheduler_id
+    def take(self, update: ClusterUpdate, address: str = "") -> None:
+        """`address`: of the scheduler that says so."""
+        self.scheduler = ProcessInfo(process_id=update.scheduler_id, pid=update.pid, host=update.host, address=address)
         self.reports = update.reports
         ours = [report for report in update.reports if report.model == self._model]
         if ours:
@@ -39,7 +42,7 @@ class ClusterView:
 
     def lose_scheduler(self) -> None:
         """Nobody tells us what changes any more."""
-        self.scheduler_id = None
+        self.scheduler = None
         self._changed()
 
     @property
@@ -49,7 +52,7 @@ class ClusterView:
     @property
     def problem(self) -> str:
         """Why no request could be served now; empty when one can: both roles are there, and a pair of them is warm."""
-        if self.scheduler_id is None:
+        if self.scheduler is None:
             return "no scheduler answers"
         ready = [report for report in self.reports if report.model == self._model and report.state is WorkerState.READY]
         if not ready:

@@ -40,7 +40,9 @@ class AdminServer:
 
     def __init__(self, health: Health, registry: CollectorRegistry, refresh: Callable[[], None] = lambda: None) -> None:
         app = Starlette(routes=probe_routes(health, registry, refresh))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
+        # h11, since it bounds a request's head; httptools would keep whatever somebody sends
+        config = uvicorn.Config(app, http="h11", ws="none", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
 

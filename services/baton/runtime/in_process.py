@@ -175,8 +175,8 @@ class _SchedulerCalls:
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
         return await self._call(lambda service: service.place(query))
 
-    async def finished(self, actuals: RequestActuals) -> None:
-        await self._call(lambda service: service.finished(actuals))
+    async def finished(self, *actuals: RequestActuals) -> None:
+        await self._call(lambda service: service.finished(*actuals))
 
     async def watch(self) -> Source[ClusterUpdate]:
         source = await self._call(lambda service: service.watch())

@@ -3,6 +3,7 @@
 Names begin with `baton_` and end with their unit. A field of these classes is a Prometheus metric: `metrics.blocks.labels("free").set(n)`.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -60,6 +61,12 @@ class ProcessMetrics(_Family):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.loop_lag_s = self._histogram("event_loop_lag_seconds", "How late the event loop ran a timer.", SHORT_BUCKETS_S)
+        self.loop_tasks = self._gauge("event_loop_tasks", "Tasks of the event loop that have not ended.")
+
+    def look_at_loop(self, lag_s: float) -> None:
+        """Called from the event loop now and then; `lag_s`: how late."""
+        self.loop_lag_s.observe(lag_s)
+        self.loop_tasks.set(len(asyncio.all_tasks()))
 
 
 class GatewayMetrics(_Family):

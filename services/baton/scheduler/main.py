@@ -74,7 +74,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         announcements = Announcements(membership, member, ttl_s=config.detection_s)
         await announcements.announce()
         health.ready("rpc")
-        async with Background(announcements.keep(config.heartbeat_s), watch_loop_lag(ProcessMetrics(registry).loop_lag_s.observe)):
+        async with Background(announcements.keep(config.heartbeat_s), watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
             on_ready(member.address)
             await stop.drain.wait()
         log.info("scheduler_draining", scheduler=member.member_id)

@@ -27,6 +27,7 @@ from baton.runtime.logging import get_logger
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import admit
 from baton.scheduler.explain import RecentDecisions, record_of
+from baton.scheduler.leaving import Leaving
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.choice import Choice, Turn
 from baton.scheduler.view import ClusterView
@@ -36,6 +37,8 @@ log = get_logger(__name__)
 
 RECORD_TTL_S = 3_600.0
 MAX_UNWRITTEN_RECORDS = 1_024
+BACK_SILENCES = 24
+"""Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role may leave."""
 LAST_RECORDS_S = 1.0
 """How long a scheduler that ends goes on writing records."""
 
@@ -77,6 +80,7 @@ class Scheduler(SchedulerService):
         self._recent = RecentDecisions()
         self._unwritten: asyncio.Queue[DecisionRecord] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
         self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
+        self._leaving = Leaving(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
         self._turn = 0
         self._times = times
         self._view_changed = asyncio.Event()
@@ -84,7 +88,7 @@ class Scheduler(SchedulerService):
         self._unsettled()
         self._tasks = [
             asyncio.create_task(self._write_records(), name="scheduler-records"),
-            asyncio.create_task(self._watch_silence(times.silence_s / 4), name="scheduler-silence"),
+            asyncio.create_task(self._look_after(times.silence_s / 4), name="scheduler-look-after"),
         ]
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
@@ -119,7 +123,11 @@ class Scheduler(SchedulerService):
         self._keep(record)
         return answer
 
-    async def finished(self, actuals: RequestActuals) -> None:
+    async def finished(self, *actuals: RequestActuals) -> None:
+        for one in actuals:
+            self._finished(one)
+
+    def _finished(self, actuals: RequestActuals) -> None:
         record = self._recent.finish(actuals)
         if record is None:
             return
@@ -241,11 +249,19 @@ class Scheduler(SchedulerService):
             finally:
                 self._unwritten.task_done()
 
-    async def _watch_silence(self, interval_s: float) -> None:
-        """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement."""
+    async def _look_after(self, interval_s: float) -> None:
+        """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement; worn-out
+        ones are let go, each in its turn."""
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(interval_s)
             before = self._view.reports()
-            self._view.snapshot(asyncio.get_running_loop().time())
+            self._view.snapshot(loop.time())
             if self._view.reports() != before:
                 self._changed()
+            for worker in self._leaving.choose(self._view.reports(), loop.time()):
+                log.warning("worker_let_go", worker=str(worker))
+                stream = self._streams.get(worker)
+                if stream is not None:
+                    with suppress(StreamBroken):
+                        stream.send(Command(kind=CommandKind.LEAVE))

@@ -1,7 +1,10 @@
 """Watch streams: every gateway and tool gets the newest cluster state, never a backlog of old ones."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 from baton.core.apis import Source
 from baton.core.cluster import ClusterUpdate, WorkerReport
@@ -12,18 +15,18 @@ class Watchers:
     """The open Watch streams of one scheduler."""
 
     def __init__(self, scheduler_id: str, interval_s: float) -> None:
-        self._scheduler_id = scheduler_id
+        self._nobody = ClusterUpdate(scheduler_id=scheduler_id, reports=(), pid=os.getpid(), host=socket.gethostname())
         self._interval_s = interval_s
-        self._watchers: set[Watcher] = set()
+        self._watchers: dict[Watcher, None] = {}  # in order, so that a simulation repeats itself
 
     def add(self, reports: tuple[WorkerReport, ...]) -> "Watcher":
-        watcher = Watcher(self._interval_s, self._watchers.discard)
-        self._watchers.add(watcher)
-        watcher.offer(ClusterUpdate(scheduler_id=self._scheduler_id, reports=reports))
+        watcher = Watcher(self._interval_s, lambda closed: self._watchers.pop(closed, None))
+        self._watchers[watcher] = None
+        watcher.offer(replace(self._nobody, reports=reports))
         return watcher
 
     def update(self, reports: tuple[WorkerReport, ...]) -> None:
-        update = ClusterUpdate(scheduler_id=self._scheduler_id, reports=reports)
+        update = replace(self._nobody, reports=reports)
         for watcher in self._watchers:
             watcher.offer(update)
 
@@ -35,7 +38,7 @@ class Watchers:
 class Watcher(Source[ClusterUpdate]):
     """One stream. A newer update replaces one that was not taken yet; updates come at least `interval_s` apart."""
 
-    def __init__(self, interval_s: float, on_close: "Callable[[Watcher], None]") -> None:
+    def __init__(self, interval_s: float, on_close: "Callable[[Watcher], object]") -> None:
         self._interval_s = interval_s
         self._on_close = on_close
         self._latest: ClusterUpdate | None = None

@@ -224,8 +224,8 @@ class SimSchedulerClient(SchedulerApi):
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
         return await self._call(lambda scheduler: scheduler.place(query))
 
-    async def finished(self, actuals: RequestActuals) -> None:
-        return await self._call(lambda scheduler: scheduler.finished(actuals))
+    async def finished(self, *actuals: RequestActuals) -> None:
+        return await self._call(lambda scheduler: scheduler.finished(*actuals))
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return await self._call(lambda scheduler: scheduler.explain(request_id))

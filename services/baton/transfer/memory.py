@@ -13,6 +13,7 @@ import os
 import platform
 import stat
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from baton.core.errors import LayoutMismatch
 from baton.transfer.life_table import ENTRY_BYTES
+from baton.transfer.touching import touch_in_background
 
 Bytes = npt.NDArray[np.uint8]
 HOST = "host"
@@ -47,7 +49,7 @@ class HostMemory:
     """`num_blocks` blocks of `block_bytes` and their life table, in one page-aligned segment: blocks first.
 
     `handle` tells a process of this host how to `attach_shared`; empty for private memory. The memory goes when `close` was called and
-    nobody holds an array of it any more.
+    nobody holds an array of it any more. Its pages come into being when they are first written, or by `touch`.
     """
 
     def __init__(self, segment: mmap.mmap, *, num_blocks: int, block_bytes: int, handle: str = "", fd: int = -1, name: str = "") -> None:
@@ -56,6 +58,7 @@ class HostMemory:
         self.handle = handle
         self._fd = fd
         self._name = name
+        self._stop_touching: Callable[[], None] = lambda: None
         everything = np.frombuffer(segment, dtype=np.uint8)
         self._kv = everything[: num_blocks * block_bytes]
         begin = life_offset(num_blocks, block_bytes)
@@ -75,8 +78,13 @@ class HostMemory:
     def region(self) -> KvRegion:
         return KvRegion(address=self._kv.ctypes.data, num_bytes=self._kv.nbytes)
 
+    def touch(self) -> None:
+        """Make every page real, in the background."""
+        self._stop_touching = touch_in_background(self._kv.ctypes.data, self._kv.nbytes)
+
     def close(self) -> None:
         """Take back the name and descriptor by which others could attach. Safe to call twice."""
+        self._stop_touching()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -97,7 +105,7 @@ def segment_bytes(num_blocks: int, block_bytes: int) -> int:
 
 
 def allocate_private(num_blocks: int, block_bytes: int) -> HostMemory:
-    """Memory that only this process maps, every page of it touched. Raises OSError when there is not enough."""
+    """Memory that only this process maps. Raises OSError when there is not enough."""
     return HostMemory(anonymous(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes)
 
 
@@ -107,12 +115,11 @@ def anonymous(num_bytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             segment.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(segment, dtype=np.uint8).fill(0)
     return segment
 
 
 def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEMFD) -> HostMemory:
-    """Memory that processes of this host can attach, every page of it touched. Raises OSError when there is not enough."""
+    """Memory that processes of this host can attach. Raises OSError when there is not enough."""
     size = segment_bytes(num_blocks, block_bytes)
     if memfd:
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -126,7 +133,6 @@ def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEM
         named.close()
         segment = _map_named(name, size)
         handle = f"shm:{host_id()}:0:{name}"
-    np.frombuffer(segment, dtype=np.uint8).fill(0)
     return HostMemory(segment, num_blocks=num_blocks, block_bytes=block_bytes, handle=handle, fd=fd, name=name)
 
 

@@ -16,6 +16,7 @@ from baton.core.kv_layout import KvLayout
 from baton.core.lifecycle import OWNED_TRANSFER_TRANSITIONS, Lifecycle
 from baton.core.lifecycle import OwnedTransferState as State
 from baton.core.peer import Abandon, FirstToken, Follow, HashRange, KvReady, Lost, OwnerMessage, Release, Renew, Renewed
+from baton.core.request import LegTimeline
 from baton.transfer.leases import Deadlines
 
 Life = tuple[str, int]
@@ -65,6 +66,7 @@ class OwnedTransfer:
     is_final: bool = False
     final_sent: bool = False
     first_tokens: tuple[FirstToken, ...] = ()
+    timeline: LegTimeline | None = None
     lost: Reason | None = None
     generation: int = 0
 
@@ -145,17 +147,24 @@ class KvOwner:
         self._pins.pin(transfer.pinned)
 
     def announce(
-        self, job: JobId, num_computed_tokens: int, now_s: float, *, final: bool = False, first_tokens: Sequence[FirstToken] = ()
+        self,
+        job: JobId,
+        num_computed_tokens: int,
+        now_s: float,
+        *,
+        final: bool = False,
+        first_tokens: Sequence[FirstToken] = (),
+        timeline: LegTimeline | None = None,
     ) -> None:
-        """A step has completed: the first `num_computed_tokens` tokens of the job have their KV. `final`: these are all, and
-        `first_tokens` were sampled. Nothing if the transfer has ended."""
+        """A step has completed: the first `num_computed_tokens` tokens of the job have their KV. `final`: these are all, `first_tokens`
+        were sampled, and `timeline` is what the job took. Nothing if the transfer has ended."""
         transfer = self._transfers.get(job)
         if transfer is None or transfer.lost is not None or transfer.is_final:
             return
         transfer.num_computed_tokens = num_computed_tokens
         transfer.num_ready = len(transfer.block_table) if final else min(num_computed_tokens // self._block_size, len(transfer.hashes))
         transfer.is_final = final
-        transfer.first_tokens = tuple(first_tokens)
+        transfer.first_tokens, transfer.timeline = tuple(first_tokens), timeline
         if final and transfer.lifecycle.state is State.BORN:
             self._until.set(job, now_s + self._claim_s)
         self._announce_new(transfer)
@@ -325,6 +334,7 @@ class KvOwner:
             num_computed_tokens=transfer.num_computed_tokens,
             final=transfer.is_final,
             first_tokens=transfer.first_tokens if transfer.is_final else (),
+            timeline=transfer.timeline if transfer.is_final else None,
         )
         self._send(transfer.reader, ready)
 

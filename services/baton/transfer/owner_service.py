@@ -22,6 +22,7 @@ from baton.core.peer import (
     Renew,
     WillRead,
 )
+from baton.core.request import LegTimeline
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
@@ -81,8 +82,16 @@ class OwnerService:
     def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         self.owner.allocated(job, block_table, hashes, self._now_s())
 
-    def announce(self, job: JobId, num_computed_tokens: int, *, final: bool = False, first_tokens: Sequence[FirstToken] = ()) -> None:
-        self.owner.announce(job, num_computed_tokens, self._now_s(), final=final, first_tokens=first_tokens)
+    def announce(
+        self,
+        job: JobId,
+        num_computed_tokens: int,
+        *,
+        final: bool = False,
+        first_tokens: Sequence[FirstToken] = (),
+        timeline: LegTimeline | None = None,
+    ) -> None:
+        self.owner.announce(job, num_computed_tokens, self._now_s(), final=final, first_tokens=first_tokens, timeline=timeline)
         self._arm()
         hit("transfer.announced", job=job, num_computed_tokens=num_computed_tokens, final=final)
 

@@ -44,7 +44,12 @@ class PeerLink:
 
     @property
     def is_broken(self) -> bool:
-        return self.reads is not None and self.reads.broken
+        return self.broken_by is not None
+
+    @property
+    def broken_by(self) -> Reason | None:
+        """Why nothing can be read from this owner now; None when nothing is known against it."""
+        return self.reads.broken_by if self.reads is not None else None
 
     def report(self) -> LinkReport:
         if self.reads is None:
@@ -126,10 +131,10 @@ class PeerLink:
         """There is room, or the pair broke or works again."""
         if self.has_ended:
             return
-        if self.is_broken:
+        if self.broken_by is not None:
             self._busy.set()
             for pull in list(self._pulls.values()):
-                pull.fail(Reason.TRANSFER_FAILED, "reads of this worker get stuck or fail; probing it")
+                pull.fail(self.broken_by, "another read of this worker got stuck or failed; probing it")
         self.pump()
 
     async def _warm(self, reads: PeerReads) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.apis import LandingPool, Network
+from baton.core.errors import Reason
 from baton.core.ids import ReadId, TransferId, WorkerRef
 from baton.core.kv_layout import KvLayout, KvMemory
 from baton.core.peer import ReaderMessage, WillRead
@@ -73,7 +74,8 @@ class PeerReads:
         is_idle: Callable[[], bool],
     ) -> None:
         self.owner, self.memory = owner, memory
-        self.broken = False
+        self.broken_by: Reason | None = None
+        """Why nothing is read now: TRANSFER_TIMEOUT after a read that was given up, TRANSFER_FAILED after one that failed; else None."""
         self.is_tried = False
         """Whether a read has ever come through."""
         self.inflight_blocks = 0
@@ -85,6 +87,10 @@ class PeerReads:
         self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.memory[0].num_blocks))
         self._open_probes = 0
         self._clock = asyncio.get_running_loop().time
+
+    @property
+    def broken(self) -> bool:
+        return self.broken_by is not None
 
     @property
     def room(self) -> int:
@@ -141,11 +147,12 @@ class PeerReads:
         self._backend.release(read_id)
         return entries
 
-    def break_pair(self) -> None:
-        """A read was given up or failed: no further reads of this peer until a probe has come through."""
+    def break_pair(self, reason: Reason) -> None:
+        """A read was given up (TRANSFER_TIMEOUT) or failed (TRANSFER_FAILED): no further reads of this peer until a probe has come
+        through. Whoever waited for one hears the same reason. The first reason stays."""
         if not self.broken:
-            self.broken = True
-            log.warning("kv_pair_broken", owner=str(self.owner), transport=self.transport)
+            self.broken_by = reason
+            log.warning("kv_pair_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
             self._publish()
 
     async def _terminal(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
@@ -161,8 +168,8 @@ class PeerReads:
 
     # Probes.
 
-    async def probe(self, num_blocks: int = 1) -> bool:
-        """Read into memory that nobody looks at; whether it came through in time. A probe that comes through mends the pair."""
+    async def probe(self, num_blocks: int = 1) -> ReadState | None:
+        """Read into memory that nobody looks at; None when that was given up. A probe that comes through mends the pair."""
         read_id = self._shared.next_read_id()
         source = KvDescriptor(memory=self.memory, block_ids=tuple(range(num_blocks)))
         self._tell_owner(read_id, PROBE_TRANSFER, source)
@@ -172,31 +179,29 @@ class PeerReads:
         state = await self._terminal(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
         if state is None:
             self._shared.quarantine.watch(read_id, (), self._probe_ended)
-            return False
+            return None
         if state is ReadState.DONE and self.is_tried:  # the first read also makes the connection: it says nothing about speed
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
         self._backend.release(read_id)
         self._probe_ended(state)
-        return state is ReadState.DONE
+        return state
 
     def _probe_ended(self, state: ReadState) -> None:
         self._open_probes -= 1
         if state is ReadState.DONE and (self.broken or not self.is_tried):
             if self.broken:
                 log.info("kv_pair_mended", owner=str(self.owner))
-            self.is_tried, self.broken = True, False
+            self.is_tried, self.broken_by = True, None
             self._publish()
 
     async def warm(self) -> None:
         """Make the connection with a first small read; then measure with larger ones, unless somebody has something to read."""
-        if not await self.probe():
-            self.break_pair()
+        if not await self._tried(1):
             return
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
         while self._is_idle():
             started_s = self._clock()
-            if not await self.probe(size):
-                self.break_pair()
+            if not await self._tried(size):
                 return
             if size == most or self._clock() - started_s > _SELF_TEST_S:
                 break
@@ -209,6 +214,13 @@ class PeerReads:
             log.warning("kv_link_slow", **fields)
         else:
             log.info("kv_link_measured", **fields)
+
+    async def _tried(self, num_blocks: int) -> bool:
+        """Whether a probe came through; one that did not breaks the pair."""
+        state = await self.probe(num_blocks)
+        if state is not ReadState.DONE:
+            self.break_pair(Reason.TRANSFER_TIMEOUT if state is None else Reason.TRANSFER_FAILED)
+        return state is ReadState.DONE
 
     def _publish(self) -> None:
         rate = self.bandwidth.bytes_per_s or 0.0

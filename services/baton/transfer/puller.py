@@ -77,7 +77,8 @@ class Pull:
         self._queue: deque[int] = deque()
         self._reading: set[int] = set()
         self._landed: set[int] = set()
-        self._final: KvReady | None = None
+        self.final: KvReady | None = None
+        """The owner's last announcement, once it has come."""
         self._has_retried = False
         self._slices_done = 0
         self._bytes = self._early_bytes = 0
@@ -96,7 +97,7 @@ class Pull:
 
     async def first_ready(self) -> None:
         """Returns when the owner has announced its first blocks: the moment to ask for memory. Raises Refused when the pull has failed."""
-        while not self._announced and self._final is None:
+        while not self._announced and self.final is None:
             await self._change()
 
     def land_into(self, landing: Mapping[int, int], have_blocks: int) -> None:
@@ -119,19 +120,19 @@ class Pull:
     @property
     def first_tokens(self) -> tuple[FirstToken, ...] | None:
         """What the owner sampled at the prompt's end; None while it has not announced that."""
-        return self._final.first_tokens if self._final is not None else None
+        return self.final.first_tokens if self.final is not None else None
 
     async def announced(self) -> tuple[FirstToken, ...]:
         """Returns the owner's first tokens when it has announced its last block, landed or not. Raises Refused when the pull has failed."""
-        while self._final is None:
+        while self.final is None:
             await self._change()
-        return self._final.first_tokens
+        return self.final.first_tokens
 
     async def done(self) -> PullResult:
         """Returns when every landing block has landed and the owner has announced its last. Raises Refused when the pull has failed."""
         while self._lifecycle.state is not State.LANDED:
             await self._change()
-        final = self._final
+        final = self.final
         return PullResult(
             first_tokens=final.first_tokens if final else (),
             num_computed_tokens=final.num_computed_tokens if final else 0,
@@ -175,7 +176,7 @@ class Pull:
             self.lease_start_s = max(self.lease_start_s, self._follow_sent_s)
             self._follow_sent_s = None
         now_s = self._clock()
-        if not self._announced and self._final is None:
+        if not self._announced and self.final is None:
             self._first_ready_s = now_s
             if self._landing is None:
                 self._lifecycle.move(State.WAITING_FOR_MEMORY)
@@ -189,8 +190,8 @@ class Pull:
             )
             if is_new and self._landing is not None and index in self._landing:
                 self._queue.append(index)
-        if message.final and self._final is None:
-            self._final, self._final_s, self._early_bytes = message, now_s, self._bytes
+        if message.final and self.final is None:
+            self.final, self._final_s, self._early_bytes = message, now_s, self._bytes
         self._wake()
         self._proceed()
 
@@ -285,7 +286,7 @@ class Pull:
         elif what in ("read", "late"):
             reason = Reason.TRANSFER_FAILED if what == "read" else Reason.TRANSFER_TIMEOUT
             self.fail(reason, "a read failed" if what == "read" else "a read of life-table entries passed its deadline")
-            reads.break_pair()
+            reads.break_pair(reason)
         elif what == "lease":
             self._link.observer.proof_failed(self._link.owner, what)
             self.fail(Reason.LEASE_LOST, "the lease ended while blocks were read")
@@ -312,7 +313,7 @@ class Pull:
                 del self._landing[index]
         self._read_ended(indices)
         self.fail(Reason.TRANSFER_TIMEOUT, "a read passed its deadline")
-        reads.break_pair()
+        reads.break_pair(Reason.TRANSFER_TIMEOUT)
 
     def _read_ended(self, indices: set[int]) -> None:
         self._reading -= indices
@@ -342,8 +343,8 @@ class Pull:
         """Start reads if there is something to read; end the pull if there is nothing more to come."""
         if self.has_ended or self._landing is None:
             return
-        if self._final is not None and not self._queue and not self._reading:
-            total = self._final.first_block_index + len(self._final.block_ids)
+        if self.final is not None and not self._queue and not self._reading:
+            total = self.final.first_block_index + len(self.final.block_ids)
             missing = [index for index in self._landing if index not in self._landed]
             if not missing or (min(missing) >= total and isinstance(self.subject, HashRange)):
                 self._finish(missing)

@@ -72,9 +72,9 @@ class KvReader:
         Raises Refused (retriable, blames the owner) while the pair is broken.
         """
         link = self._link_to(owner)
-        if link.is_broken:
+        if link.broken_by is not None:
             message = f"reads of {owner} get stuck or fail; it is being probed"
-            raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message=message, retriable=True, blamed=owner))
+            raise Refused(Failure(code=Code.UNAVAILABLE, reason=link.broken_by, message=message, retriable=True, blamed=owner))
         pull = Pull(
             link,
             transfer_id=TransferId(self._rng.randrange(1, 2**64)),
@@ -116,7 +116,7 @@ class KvReader:
 
     @property
     def must_drain(self) -> bool:
-        """Whether so much is quarantined that this worker should take no more jobs, finish, and be restarted."""
+        """Whether so much is quarantined that this worker should take no more jobs, finish, and be replaced; not all of a role at once."""
         return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks
 
     async def aclose(self) -> None:

@@ -9,13 +9,14 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from baton.core.blocks import HASH_BYTES, BlockHash, TokenIds
 from baton.core.errors import Code, Failure, Reason, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.jobs import PrefixSource
 from baton.core.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
+from baton.core.limits import shown
 from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
 from baton.wire.v1 import common_pb2 as pb
 
@@ -23,7 +24,15 @@ TOKEN_BYTES = 4
 if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not 4 bytes: token ids cannot be sent")
 
+MAX_NAME = 256
+"""Characters of a name, bytes of an id or salt. They are kept for as long as what they name, and some stand in logs and in every report."""
+MAX_SECONDS = 1e9
+"""Of a duration: 30 years, which every clock and timer can still add to now."""
+MAX_GROUPS, MAX_COMPONENTS = 4096, 64
+MAX_AGENT_BYTES = 2**20
+
 EnumT = TypeVar("EnumT", bound=Enum)
+NameT = TypeVar("NameT", str, bytes)
 
 
 class EnumMap(Generic[EnumT]):
@@ -56,9 +65,23 @@ FINISH_REASONS = EnumMap(FinishReason, pb.FinishReason)
 
 def seconds(value: float, field: str) -> float:
     """A duration that something waits for."""
-    if not 0.0 <= value < math.inf:
-        raise invalid(f"{field} is {value}: a duration must be a number of seconds, 0 or more")
+    if not 0.0 <= value <= MAX_SECONDS:
+        raise invalid(f"{field} is {value}: a duration must be a number of seconds, 0 or more, and at most {MAX_SECONDS:g}")
     return value
+
+
+def optional_seconds(message: Any, field: str) -> float | None:
+    """As `seconds`, of a field that may be unset."""
+    return seconds(getattr(message, field), field) if message.HasField(field) else None
+
+
+def name(value: NameT, field: str) -> NameT:
+    """A name, id or salt."""
+    return value if len(value) <= MAX_NAME else name_too_long(len(value), field)
+
+
+def name_too_long(length: int, field: str) -> NoReturn:
+    raise invalid(f"{field} has a length of {length}; at most {MAX_NAME} is allowed")
 
 
 def to_token_bytes(token_ids: TokenIds) -> bytes:
@@ -96,7 +119,9 @@ def from_worker_ref(message: pb.WorkerRef) -> WorkerRef:
     """Required: an empty `worker_id` is refused."""
     if not message.worker_id:
         raise invalid("a worker's worker_id is missing")
-    return WorkerRef(worker_id=message.worker_id, worker_epoch=message.worker_epoch, address=message.address)
+    return WorkerRef(
+        worker_id=name(message.worker_id, "worker_id"), worker_epoch=message.worker_epoch, address=name(message.address, "address")
+    )
 
 
 def to_job_id(job: JobId) -> pb.JobId:
@@ -108,7 +133,7 @@ def from_job_id(message: pb.JobId) -> JobId:
     request_id = message.request_id
     if not request_id:
         raise invalid("a job's request_id is missing")
-    return JobId(request_id=request_id, attempt=message.attempt)
+    return JobId(request_id=name(request_id, "request_id"), attempt=message.attempt)
 
 
 def to_prefix_source(source: PrefixSource) -> pb.PrefixSource:
@@ -135,7 +160,7 @@ def from_failure(message: pb.Failure) -> Failure:
         code=CODES.from_wire(message.code),
         reason=REASONS.from_wire(message.reason),
         message=message.message,
-        retry_after_s=seconds(message.retry_after_s, "retry_after_s") if message.HasField("retry_after_s") else None,
+        retry_after_s=optional_seconds(message, "retry_after_s"),
         retriable=message.retriable,
         blamed=from_worker_ref(message.blamed) if message.HasField("blamed") else None,
     )
@@ -235,7 +260,7 @@ def to_leg_timeline(leg: LegTimeline) -> pb.LegTimeline:
 
 def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
     return LegTimeline(
-        worker_id=message.worker_id,
+        worker_id=name(message.worker_id, "worker_id"),
         pid=message.pid,
         queue_s=message.queue_s,
         compute_s=message.compute_s,
@@ -247,7 +272,7 @@ def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
         kv_admission_s=message.kv_admission_s,
         kv_early_bytes=message.kv_early_bytes,
         kv_bytes=message.kv_bytes,
-        transport=message.transport,
+        transport=name(message.transport, "transport"),
         decode_s=message.decode_s,
     )
 
@@ -278,26 +303,31 @@ def from_kv_layout(message: pb.KvLayout) -> KvLayout:
     """Refuses an unknown dtype, and sizes that do not give `block_bytes` by our arithmetic."""
     if not message.block_size_tokens:
         raise invalid("layout: block_size_tokens is missing")
+    if len(message.groups) > MAX_GROUPS:
+        raise invalid(f"layout: {len(message.groups)} groups of layers; at most {MAX_GROUPS} are allowed")
     for group in message.groups:
+        if len(group.components) > MAX_COMPONENTS:
+            raise invalid(f"layout: {len(group.components)} components in one layer; at most {MAX_COMPONENTS} are allowed")
         for component in group.components:
             if component.dtype not in DTYPE_BYTES:
-                raise invalid(f"layout: dtype {component.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
+                raise invalid(f"layout: dtype {shown(component.dtype)} is unknown; known are {', '.join(DTYPE_BYTES)}")
     layout = KvLayout(
-        model_fingerprint=message.model_fingerprint,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        model_fingerprint=name(message.model_fingerprint, "model_fingerprint"),
+        tokenizer_fingerprint=name(message.tokenizer_fingerprint, "tokenizer_fingerprint"),
         block_size_tokens=message.block_size_tokens,
         groups=tuple(
             LayerGroup(
                 layer_begin=group.layer_begin,
                 num_layers=group.num_layers,
                 components=tuple(
-                    KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype) for c in group.components
+                    KvComponent(name=name(c.name, "component"), num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype)
+                    for c in group.components
                 ),
             )
             for group in message.groups
         ),
         layout_version=message.layout_version,
-        hash_scheme=message.hash_scheme,
+        hash_scheme=name(message.hash_scheme, "hash_scheme"),
         sampler_version=message.sampler_version,
     )
     if layout.block_bytes != message.block_bytes:
@@ -326,6 +356,8 @@ def to_kv_memory(memory: KvMemory) -> pb.KvMemory:
 
 
 def from_kv_memory(message: pb.KvMemory) -> KvMemory:
+    if len(message.agent_metadata) > MAX_AGENT_BYTES:
+        raise invalid(f"agent_metadata has {len(message.agent_metadata)} bytes; at most {MAX_AGENT_BYTES} are allowed")
     return KvMemory(
         owner=from_worker_ref(message.owner),
         shard=message.shard,
@@ -333,9 +365,9 @@ def from_kv_memory(message: pb.KvMemory) -> KvMemory:
         num_layers=message.num_layers,
         head_begin=message.head_begin,
         num_heads=message.num_heads,
-        agent_name=message.agent_name,
+        agent_name=name(message.agent_name, "agent_name"),
         agent_metadata=message.agent_metadata,
-        memory_kind=message.memory_kind,
+        memory_kind=name(message.memory_kind, "memory_kind"),
         device_id=message.device_id,
         base_address=message.base_address,
         block_stride_bytes=message.block_stride_bytes,

@@ -64,7 +64,7 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
             release = message.release
             return Release(
                 transfer_id=TransferId(release.transfer_id),
-                outcome=release.outcome,
+                outcome=c.name(release.outcome, "outcome"),
                 transfer_bytes=release.transfer_bytes,
                 duration_s=c.seconds(release.duration_s, "duration_s"),
             )
@@ -145,7 +145,9 @@ def _from_follow(message: pb.Follow) -> Follow:
         case "job":
             subject: JobId | HashRange = c.from_job_id(message.job)
         case "hash_range":
-            subject = HashRange(hashes=c.from_hash_bytes(message.hash_range.hashes), cache_salt=message.hash_range.cache_salt)
+            subject = HashRange(
+                hashes=c.from_hash_bytes(message.hash_range.hashes), cache_salt=c.name(message.hash_range.cache_salt, "cache_salt")
+            )
         case _:
             raise invalid("a follow names neither a job nor a range of hashes")
     return Follow(
@@ -175,6 +177,7 @@ def _to_kv_ready(ready: KvReady) -> pb.KvReady:
             )
             for first in ready.first_tokens
         ],
+        timeline=None if ready.timeline is None else c.to_leg_timeline(ready.timeline),
     )
 
 
@@ -200,4 +203,5 @@ def _from_kv_ready(message: pb.KvReady) -> KvReady:
             )
             for first in message.first_tokens
         ),
+        timeline=c.from_leg_timeline(message.timeline) if message.HasField("timeline") else None,
     )

@@ -27,6 +27,8 @@ from baton.wire.v1 import scheduler_pb2 as pb
 ROLES = c.EnumMap(WorkerRole, pb.WorkerRole)
 STATES = c.EnumMap(WorkerState, pb.WorkerState)
 COMMAND_KINDS = c.EnumMap(CommandKind, pb.CommandKind)
+MAX_AVOID = 1024
+"""Workers that failed a request: an attempt names two at most."""
 
 
 def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
@@ -53,23 +55,25 @@ def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
 def from_placement_query(message: pb.PlacementQuery) -> PlacementQuery:
     if not message.request_id:
         raise invalid("a query's request_id is missing")
+    if len(message.avoid) > MAX_AVOID:
+        raise invalid(f"a query avoids {len(message.avoid)} workers; at most {MAX_AVOID} are allowed")
     return PlacementQuery(
-        request_id=message.request_id,
+        request_id=c.name(message.request_id, "request_id"),
         attempt=message.attempt,
-        model=message.model,
-        adapter=message.adapter,
-        tenant=message.tenant,
+        model=c.name(message.model, "model"),
+        adapter=c.name(message.adapter, "adapter"),
+        tenant=c.name(message.tenant, "tenant"),
         block_hashes=c.from_hash_bytes(message.block_hashes),
-        hash_scheme=message.hash_scheme,
+        hash_scheme=c.name(message.hash_scheme, "hash_scheme"),
         num_prompt_tokens=message.num_prompt_tokens,
         num_output_tokens=message.num_output_tokens,
         max_tokens=message.max_tokens,
         sample_count=message.sample_count,
-        slo=Slo(ttft_s=_optional(message.slo, "ttft_s"), tpot_s=_optional(message.slo, "tpot_s")),
+        slo=Slo(ttft_s=c.optional_seconds(message.slo, "ttft_s"), tpot_s=c.optional_seconds(message.slo, "tpot_s")),
         priority=message.priority,
         deadline_s=c.seconds(message.deadline_s, "deadline_s"),
         avoid=tuple(c.from_worker_ref(worker) for worker in message.avoid),
-        session_key=message.session_key,
+        session_key=c.name(message.session_key, "session_key"),
     )
 
 
@@ -163,8 +167,8 @@ def to_request_actuals(actuals: RequestActuals) -> pb.RequestActuals:
 
 def from_request_actuals(message: pb.RequestActuals) -> RequestActuals:
     return RequestActuals(
-        decision_id=DecisionId(message.decision_id),
-        outcome=message.outcome,
+        decision_id=DecisionId(c.name(message.decision_id, "decision_id")),
+        outcome=c.name(message.outcome, "outcome"),
         ttft_s=_optional(message, "ttft_s"),
         tpot_s=_optional(message, "tpot_s"),
         num_output_tokens=message.num_output_tokens,
@@ -174,11 +178,21 @@ def from_request_actuals(message: pb.RequestActuals) -> RequestActuals:
 
 
 def to_cluster_update(update: ClusterUpdate) -> pb.ClusterUpdate:
-    return pb.ClusterUpdate(scheduler_id=update.scheduler_id, reports=[to_worker_report(report) for report in update.reports])
+    return pb.ClusterUpdate(
+        scheduler_id=update.scheduler_id,
+        reports=[to_worker_report(report) for report in update.reports],
+        pid=update.pid,
+        host=update.host,
+    )
 
 
 def from_cluster_update(message: pb.ClusterUpdate) -> ClusterUpdate:
-    return ClusterUpdate(scheduler_id=message.scheduler_id, reports=tuple(from_worker_report(report) for report in message.reports))
+    return ClusterUpdate(
+        scheduler_id=message.scheduler_id,
+        reports=tuple(from_worker_report(report) for report in message.reports),
+        pid=message.pid,
+        host=c.name(message.host, "host"),
+    )
 
 
 def to_worker_report(report: WorkerReport) -> pb.WorkerReport:
@@ -219,6 +233,7 @@ def to_worker_report(report: WorkerReport) -> pb.WorkerReport:
         ],
         event_seq=report.event_seq,
         counted_decision_ids=report.counted_decision_ids,
+        worn_out=report.worn_out,
     )
 
 
@@ -229,7 +244,7 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
         report_seq=message.report_seq,
         role=ROLES.from_wire(message.role),
         state=STATES.from_wire(message.state),
-        model=message.model,
+        model=c.name(message.model, "model"),
         layout=c.from_kv_layout(message.layout),
         blocks=BlockCounts(
             total=blocks.total,
@@ -243,7 +258,7 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
         max_model_len=message.max_model_len,
         max_num_seqs=message.max_num_seqs,
         pid=message.pid,
-        host=message.host,
+        host=c.name(message.host, "host"),
         waiting_prefill_tokens=message.waiting_prefill_tokens,
         waiting_seqs=message.waiting_seqs,
         running_seqs=message.running_seqs,
@@ -255,12 +270,13 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
                 bytes_per_s=link.bytes_per_s,
                 inflight_bytes=link.inflight_bytes,
                 broken=link.broken,
-                transport=link.transport,
+                transport=c.name(link.transport, "transport"),
             )
             for link in message.links
         ),
         event_seq=message.event_seq,
-        counted_decision_ids=tuple(DecisionId(decision_id) for decision_id in message.counted_decision_ids),
+        counted_decision_ids=tuple(DecisionId(c.name(decision_id, "decision_id")) for decision_id in message.counted_decision_ids),
+        worn_out=message.worn_out,
     )
 
 

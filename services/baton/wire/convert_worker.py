@@ -69,8 +69,8 @@ def from_gateway_message(message: pb.GatewayMessage) -> GatewayMessage:
             hello = message.hello
             return SessionHello(
                 protocol_version=hello.protocol_version,
-                gateway_id=hello.gateway_id,
-                session_id=hello.session_id,
+                gateway_id=c.name(hello.gateway_id, "gateway_id"),
+                session_id=c.name(hello.session_id, "session_id"),
                 last_seq=hello.last_seq,
                 expected=c.from_worker_ref(hello.expected),
             )
@@ -168,9 +168,9 @@ def _from_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         sample_indices=tuple(job.sample_indices),
         deadline_s=c.seconds(job.deadline_s, "deadline_s"),
         priority=job.priority,
-        cache_salt=job.cache_salt,
-        decision_id=DecisionId(job.decision_id),
-        trace_context=job.trace_context,
+        cache_salt=c.name(job.cache_salt, "cache_salt"),
+        decision_id=DecisionId(c.name(job.decision_id, "decision_id")),
+        trace_context=c.name(job.trace_context, "trace_context"),
         reader=c.from_worker_ref(message.reader) if message.HasField("reader") else None,
         prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )
@@ -189,9 +189,9 @@ def _from_decode_job(message: pb.DecodeJob) -> DecodeJob:
         sample_indices=tuple(job.sample_indices),
         deadline_s=c.seconds(job.deadline_s, "deadline_s"),
         priority=job.priority,
-        cache_salt=job.cache_salt,
-        decision_id=DecisionId(job.decision_id),
-        trace_context=job.trace_context,
+        cache_salt=c.name(job.cache_salt, "cache_salt"),
+        decision_id=DecisionId(c.name(job.decision_id, "decision_id")),
+        trace_context=c.name(job.trace_context, "trace_context"),
         owner=c.from_worker_ref(message.follow.owner) if source == "follow" else None,
     )
 

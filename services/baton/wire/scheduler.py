@@ -30,9 +30,9 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
         async with status.reported(context):
             return convert.to_place_reply(await self._service.place(convert.from_placement_query(message)))
 
-    async def Finished(self, message: pb.RequestActuals, context: Context) -> pb.FinishedReply:  # noqa: N802
+    async def Finished(self, message: pb.FinishedRequest, context: Context) -> pb.FinishedReply:  # noqa: N802
         async with status.reported(context):
-            await self._service.finished(convert.from_request_actuals(message))
+            await self._service.finished(*map(convert.from_request_actuals, message.actuals))
             return pb.FinishedReply()
 
     async def Watch(self, message: pb.WatchRequest, context: Context) -> None:  # noqa: N802
@@ -65,8 +65,8 @@ class SchedulerClient:
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
         return convert.from_place_reply(await self._called(self._stub.Place, convert.to_placement_query(query)))
 
-    async def finished(self, actuals: RequestActuals) -> None:
-        await self._called(self._stub.Finished, convert.to_request_actuals(actuals))
+    async def finished(self, *actuals: RequestActuals) -> None:
+        await self._called(self._stub.Finished, pb.FinishedRequest(actuals=map(convert.to_request_actuals, actuals)))
 
     async def watch(self) -> Source[ClusterUpdate]:
         call = self._stub.Watch(pb.WatchRequest())

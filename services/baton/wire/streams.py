@@ -105,6 +105,8 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
     async def _read(self) -> None:
         try:
             while (message := await self._call.read()) is not EOF:
+                if message is None:  # grpc's clients say so
+                    raise DecodeError("what came is no message of ours")
                 self._inbox.put(self._codec.from_wire(message))
                 await self._inbox.room()
             self._break(CLOSED_THERE)

@@ -10,11 +10,16 @@ from baton.worker.leg import Leg, LegOutput, LegParts
 
 
 class DecodeLeg(Leg):
-    """Generates for all samples of a job. The last sample's `finish` ends it, and carries the leg's timeline."""
+    """Generates for all samples of a job. The last sample's `finish` ends it, and carries the leg's timeline; the first delta carries that
+    of the worker whose KV was pulled, and carries it alone if it ends the job."""
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
         self._generating_since_s: float | None = None
+
+    def _owner_timeline(self) -> LegTimeline | None:
+        """What the prompt took another worker; None if it was computed here."""
+        return None
 
     @abstractmethod
     def _usage_of(self, output: SequenceOutput) -> Usage | None:
@@ -28,9 +33,14 @@ class DecodeLeg(Leg):
 
     def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
         now_s = self._loop.time()
-        usage = self._usage_of(output) if self._generating_since_s is None else None
-        self._generating_since_s = now_s if self._generating_since_s is None else self._generating_since_s
-        self._say(output, usage=usage, timeline=self._timeline(now_s - self._generating_since_s) if is_last else None)
+        if self._generating_since_s is None:
+            self._generating_since_s = now_s
+            usage, timeline = self._usage_of(output), self._owner_timeline()
+        else:
+            usage, timeline = None, None
+        if is_last and timeline is None:
+            timeline = self._timeline(now_s - self._generating_since_s)
+        self._say(output, usage=usage, timeline=timeline)
 
 
 class LocalDecodeLeg(DecodeLeg):

@@ -141,6 +141,7 @@ def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_
 
         with _nixl_here():
             backend = NixlBackend.over(memory, worker=worker, layout=layout, **_nixl_settings(config))
+    memory.touch()
     cache = KvCache.over(memory.kv.reshape(-1).data, layout)
     return _Memory(cache=cache, lives=lives, backend=backend, close=memory.close)
 

@@ -115,9 +115,15 @@ class PulledDecodeLeg(DecodeLeg):
             self._admission_s = max(0.0, self._parts.engine.last_step_started_s - self._landed_s)
         super()._take(output, is_last=is_last)
 
+    def _owner_timeline(self) -> LegTimeline | None:
+        """The prefill leg tells, too; but its message may come after our last, or never."""
+        final = self._pull.final if self._pull is not None else None
+        return final.timeline if final is not None else None
+
     def _usage_of(self, output: SequenceOutput) -> Usage | None:
-        """The prefill leg tells: what came from a cache there is what the client did not wait for."""
-        return None
+        """As the prefill leg tells it: what came from a cache there is what the client did not wait for."""
+        timeline = self._owner_timeline()
+        return self._usage(timeline.num_cached_tokens) if timeline is not None else None
 
     def _timeline(self, decode_s: float) -> LegTimeline:
         result = self._result

@@ -83,6 +83,7 @@ class JobTable:
     ) -> None:
         """`max_following`: pulls that may wait for their first KvReady; what waits for memory the engine bounds."""
         self._parts = parts
+        self._max_model_len = parts.engine.engine.config.max_model_len
         self._max_following = max_following
         self._on_counted = on_counted
         self._jobs: dict[JobId, OpenJob] = {}
@@ -240,6 +241,11 @@ class JobTable:
         peer = job.reader if isinstance(job, PrefillJob) else job.owner
         if peer is not None and peer.worker_id == self._parts.worker.worker_id:
             raise invalid("a worker reads no KV from itself; send a decode job without an owner")
+        if job.sampling.sampler_version != self._parts.sampler_version:
+            raise Refused(other_sampler(job.sampling.sampler_version, self._parts.sampler_version))
+        if len(job.token_ids) >= self._max_model_len:  # the engine would say so, too, but only once all of them are hashed
+            message = f"{len(job.token_ids)} tokens leave no room for an answer in the model's length of {self._max_model_len}; send fewer"
+            raise invalid(message, Reason.CONTEXT_LENGTH_EXCEEDED)
 
     def _ended(self, opened: OpenJob) -> None:
         if opened.leg is not None:
@@ -253,6 +259,18 @@ class JobTable:
         jobs.discard(job)
         if not jobs:
             del self._by_request[job.request_id]
+
+
+def other_sampler(asked: int, here: int) -> Failure:
+    """The same seed would draw other tokens here, and an answer that goes on here would change. A worker of the gateway's release can take
+    the request."""
+    return Failure(
+        code=Code.UNAVAILABLE,
+        reason=Reason.LAYOUT_MISMATCH,
+        message=f"sampler_version: {here} here, {asked} asked for; only workers of the gateway's own release may run this request",
+        retry_after_s=1.0,
+        retriable=True,
+    )
 
 
 def superseded(message: str) -> Failure:

@@ -35,6 +35,7 @@ class LegParts:
     reader: KvReader
     tasks: Tasks
     model_fingerprint: str
+    sampler_version: int
     block_size_tokens: int
     handoff_wait_s: float
 

@@ -140,7 +140,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
         log.info("worker_started", worker=str(ref), address=ref.address, role=config.role, device=ready.summary, start_s=ready.start_s)
         health.ready("model")
         unhealthy: WorkerUnhealthy | None = None
-        async with Background(watch_loop_lag(ProcessMetrics(registry).loop_lag_s.observe), _drain_when_asked(stop, worker)):
+        async with Background(watch_loop_lag(ProcessMetrics(registry).look_at_loop), _drain_when_asked(stop, worker)):
             on_ready(ready)
             try:
                 await worker.run()

@@ -47,8 +47,9 @@ class PrefillLeg(Leg):
         if not is_last:
             self._say(output)
             return
-        self._announce(len(self._job.token_ids), final=True)
-        self._say(output, usage=self._usage(output.num_cached_tokens), timeline=self._timeline(output.num_cached_tokens))
+        timeline = self._timeline(output.num_cached_tokens)
+        self._announce(len(self._job.token_ids), timeline)
+        self._say(output, usage=self._usage(output.num_cached_tokens), timeline=timeline)
 
     def _ends_sample(self, output: SequenceOutput) -> bool:
         return True
@@ -58,10 +59,14 @@ class PrefillLeg(Leg):
         if self._reader is not None:
             self._parts.owner.lost(self._job.job, failure.reason)
 
-    def _announce(self, num_computed_tokens: int, *, final: bool = False) -> None:
-        if self._reader is not None:
-            first_tokens = self._first_tokens if final else ()
-            self._parts.owner.announce(self._job.job, num_computed_tokens, final=final, first_tokens=first_tokens)
+    def _announce(self, num_computed_tokens: int, timeline: LegTimeline | None = None) -> None:
+        """With the leg's `timeline` it is the final announcement."""
+        if self._reader is None:
+            return
+        if timeline is None:
+            self._parts.owner.announce(self._job.job, num_computed_tokens)
+        else:
+            self._parts.owner.announce(self._job.job, num_computed_tokens, final=True, first_tokens=self._first_tokens, timeline=timeline)
 
     def _timeline(self, num_cached_tokens: int) -> LegTimeline:
         return LegTimeline(

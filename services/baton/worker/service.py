@@ -35,6 +35,7 @@ from baton.worker.leg import LegParts
 from baton.worker.report import Reporter
 from baton.worker.sessions import Sessions
 from baton.worker.tasks import Tasks
+from baton.worker.wear import Wear
 
 log = get_logger(__name__)
 
@@ -87,8 +88,9 @@ class Worker:
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._worn_out = ""
-        """Why this worker drains though nobody asked for it."""
+        self._wear = Wear(drain_s=config.drain_s, rng=parts.rng)
+        self._is_to_be_replaced = False
+        """It leaves because it is worn out, not because nobody wants it any more."""
         self._drain_until_s: float | None = None
         self._leases_until_s: float | None = None
         self.tasks = Tasks(self._fail)
@@ -127,6 +129,7 @@ class Worker:
             reader=self.reader,
             tasks=self.tasks,
             model_fingerprint=self._layout.model_fingerprint,
+            sampler_version=self._layout.sampler_version,
             block_size_tokens=self._layout.block_size_tokens,
             handoff_wait_s=config.handoff_wait_s,
         )
@@ -174,7 +177,7 @@ class Worker:
         self._become(WorkerState.DRAINING)
 
     async def run(self) -> None:
-        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; also after a drain that nobody asked for."""
+        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; WorkerWornOut after it has left worn out."""
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
         for work in (self._reporter.run, self._announce, self._look_after):
             self.tasks.start(work(), name=f"worker-{work.__name__}")
@@ -188,8 +191,8 @@ class Worker:
                 await self._say_unhealthy(problem)
         finally:
             await self._close(engine)
-        if self._worn_out:
-            raise WorkerWornOut(self._worn_out)
+        if self._is_to_be_replaced:
+            raise WorkerWornOut("too many blocks were quarantined: only a new process has that memory back")
         if isinstance(problem, WorkerUnhealthy):
             raise problem
         if problem is not None:
@@ -218,6 +221,7 @@ class Worker:
             open_leases=self.owner.open_leases,
             links=tuple(self.reader.links()),
             counted_decision_ids=counted,
+            worn_out=self._wear.asks,
         )
 
     def debug_state(self) -> dict[str, object]:
@@ -262,6 +266,9 @@ class Worker:
         match command.kind:
             case CommandKind.DRAIN:
                 self.drain()
+            case CommandKind.LEAVE:
+                if self._wear.asks:  # its memory may have come back meanwhile
+                    self._leave()
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
                 self.tasks.start(self._warm(command.peer), name=f"warm-{command.peer}")
             case _:
@@ -307,13 +314,24 @@ class Worker:
                 )
             if step_age_s > self._config.step_limit_s:
                 self._fail(WorkerUnhealthy(f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"))
-            if self.reader.must_drain and self.state is WorkerState.READY:
-                log.error("too_much_quarantine", worker=str(self.worker), num_blocks=self.reader.quarantined_blocks)
-                self._worn_out = "too many blocks were quarantined: only a new process has that memory back"
-                self.drain()
+            if self.state is WorkerState.READY:
+                self._look_at_wear(loop.time())
             if self.state is WorkerState.DRAINING:
                 self._go_on_draining(loop.time())
             await asyncio.sleep(heartbeat_s / LOOKS_A_HEARTBEAT)
+
+    def _look_at_wear(self, now_s: float) -> None:
+        asked = self._wear.asks
+        if self._wear.look(is_worn_out=self.reader.must_drain, num_blocks=self.reader.quarantined_blocks, now_s=now_s):
+            self._leave()
+        if self._wear.asks != asked:
+            self._reporter.changed()
+
+    def _leave(self) -> None:
+        """Drain for its own sake: whoever looks after this worker starts another one."""
+        if self.state is WorkerState.READY:
+            self._is_to_be_replaced = True
+            self.drain()
 
     def _go_on_draining(self, now_s: float) -> None:
         if self.jobs.num_open:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from baton.core.apis import Duplex
-from baton.core.errors import Failure, StreamBroken
+from baton.core.errors import Failure, StreamBroken, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.jobs import (
     PROTOCOL_VERSION,
@@ -196,7 +196,7 @@ class Sessions:
         return all(session.is_settled for session in self._sessions.values() if session.stream is not None)
 
     async def serve(self, stream: GatewayStream) -> None:
-        """Serve one stream until it breaks or another takes its session over."""
+        """Serve one stream until it breaks or another takes its session over. Raises Refused for one without a hello, or with two."""
         session = None
         try:
             async with asyncio.timeout(HELLO_LIMIT_S):
@@ -223,10 +223,11 @@ class Sessions:
             self._end(session)
 
     def _open(self, hello: GatewayMessage, stream: GatewayStream) -> GatewaySession | None:
-        """The session that this stream goes on with; None when it was refused, which the reply tells: another life, another protocol."""
+        """The session that this stream goes on with; None when it was refused, which the reply tells: another life, another protocol.
+        Raises Refused where nothing says whose session it would be."""
         if not isinstance(hello, SessionHello):
             log.warning("session_refused", problem=f"began with {type(hello).__name__}, not with a hello")
-            return None
+            raise invalid(f"a session begins with a hello, not with {type(hello).__name__}")
         problem = self._problem(hello)
         session = None if problem else self._sessions.get(hello.session_id)
         resumed = session is not None and session.gateway_id == hello.gateway_id and session.outbox.can_resume(hello.last_seq)
@@ -280,7 +281,7 @@ class Sessions:
                     pass  # a gateway that is gone breaks its stream, by the connection's own keepalive
                 case SessionHello():
                     log.warning("session_hello_repeated", gateway_id=session.gateway_id)
-                    return
+                    raise invalid("a session has one hello")
 
     def _detach(self, session: GatewaySession, stream: GatewayStream) -> None:
         """The stream is gone. Unless another has taken the session over, its grace begins."""

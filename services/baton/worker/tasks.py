@@ -14,14 +14,14 @@ class Tasks:
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation repeats itself
 
     def __len__(self) -> int:
         return len(self._running)
 
     def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._running.add(task)
+        self._running[task] = None
         task.add_done_callback(self._ended)
         return task
 
@@ -34,7 +34,7 @@ class Tasks:
             await asyncio.wait(running)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        self._running.pop(task, None)
         if task.cancelled():
             return
         error = task.exception()

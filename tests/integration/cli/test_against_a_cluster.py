@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 from asyncio.subprocess import PIPE
 
@@ -41,10 +42,14 @@ async def test_a_request_is_explained_and_its_worker_drained() -> None:
         assert answer.status_code == 200, answer.text
 
         code, out, _ = await baton(cluster, "status", "--json")
-        (worker,) = json.loads(out)["workers"]
+        status = json.loads(out)
+        (worker,) = status["workers"]
         assert (code, worker["worker"]["worker_id"], worker["role"], worker["state"]) == (0, "h0", "hybrid", "ready")
-        assert worker["pid"] == cluster.pid("h0")
-        assert "h0" in (await baton(cluster, "status"))[1]
+        pids = {"h0": worker["pid"], "gateway": status["gateway"]["pid"], "scheduler": status["scheduler"]["pid"]}
+        assert pids == {name: cluster.pid(name) for name in pids}
+        assert {each["host"] for each in (worker, status["gateway"], status["scheduler"])} == {socket.gethostname()}
+        shown = (await baton(cluster, "status"))[1]
+        assert all(str(pid) in shown for pid in pids.values())
 
         by_id = await baton(cluster, "explain", answer.headers["x-request-id"])
         assert by_id == await baton(cluster, "explain", "last")

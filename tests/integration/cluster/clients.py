@@ -11,6 +11,7 @@ from baton.core.front import ChoiceDelta, Timeline, TotalUsage
 from baton.core.request import FinishReason, Sampling, TokenLogprobs
 from baton.wire.channel import channel_options, open_channel
 from baton.wire.inference import InferenceClient
+from tests.cluster import ProcessCluster
 from tests.exactness import Answer
 
 DEADLINE_S = 60.0
@@ -68,6 +69,10 @@ class Got:
     def is_whole(self) -> bool:
         return self.usage is not None and len(self.finishes) == self.ask.num_samples
 
+    def token_chains(self) -> list[tuple[int, ...]]:
+        """Implements `tests.cluster.History`."""
+        return [(*self.ask.prompt, *tokens) for tokens in self.tokens.values()] or [self.ask.prompt]
+
     def answers(self) -> list[Answer]:
         """One a sample, for the checker."""
         return [
@@ -83,12 +88,12 @@ class Got:
 
 
 class Client:
-    """One client of one gateway; use as `async with`."""
+    """One client of a cluster's gateway, which enters what it asks into the cluster's history; use as `async with`."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = open_channel(address, channel_options(1.0))
-        self._api = InferenceClient(self._channel, address)
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self._history = cluster.history
+        self._channel = open_channel(cluster.grpc_address, channel_options(1.0))
+        self._api = InferenceClient(self._channel, cluster.grpc_address)
 
     async def __aenter__(self) -> "Client":
         return self
@@ -99,6 +104,7 @@ class Client:
     async def ask(self, ask: Ask, *, leave_after: int | None = None, deadline_s: float = DEADLINE_S) -> Got:
         """Ask and collect; `leave_after` tokens the client hangs up."""
         got = Got(ask=ask)
+        self._history.append(got)
         loop = asyncio.get_running_loop()
         last_s = loop.time()
         try:
@@ -156,10 +162,10 @@ def _sampling(rng: Random, max_tokens: int) -> Sampling:
     return Sampling(temperature=rng.choice([0.5, 0.8, 1.0]), seed=rng.getrandbits(31), **shared, **more)
 
 
-async def ask_all(address: str, asks: Sequence[Ask], *, in_flight: int = 32) -> list[Got]:
+async def ask_all(cluster: ProcessCluster, asks: Sequence[Ask], *, in_flight: int = 32) -> list[Got]:
     """Every request, so many at a time."""
     slots = asyncio.Semaphore(in_flight)
-    async with Client(address) as client:
+    async with Client(cluster) as client:
 
         async def one(ask: Ask) -> Got:
             async with slots:

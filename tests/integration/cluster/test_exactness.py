@@ -6,11 +6,10 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedConfig
 
-from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.init import init_model
+from tests.cache_audit import CacheAuditor
 from tests.cluster import process_cluster
 from tests.exactness import Exactness, ExactnessChecker
 from tests.integration.cluster.clients import Ask, Got, ask_all, random_asks
@@ -22,23 +21,18 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 DEMO_VOCAB = 4096
 
 
-@pytest.fixture(scope="module")
-def checker() -> ExactnessChecker:
-    torch.set_num_threads(1)
-    return ExactnessChecker(DEMO_DIR)
-
-
 def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
     assert [one.failure for one in got if one.failure] == []
     assert all(one.is_whole for one in got)
     return checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker) -> None:
+async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     asks = random_asks(Random(1), sized(36, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
     async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await auditor.audit(cluster)
     check(checker, got)
     pulled = [leg for one in got if one.timeline for leg in one.timeline.legs if leg.kv_bytes]
     assert len(pulled) > len(asks) / 2, "the answers must have gone through transfers"
@@ -54,26 +48,28 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker) -> 
     ],
     ids=["2P+2D", "hybrid", "shared-memory"],
 )
-async def test_other_topologies(checker: ExactnessChecker, shape: dict[str, int], settings: dict[str, Any]) -> None:
+async def test_other_topologies(checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]) -> None:
     asks = random_asks(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
     async with process_cluster(**shape, **settings) as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await auditor.audit(cluster)
     check(checker, got)
 
 
-async def test_several_samples_share_one_transfer(checker: ExactnessChecker) -> None:
+async def test_several_samples_share_one_transfer(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     asks = random_asks(Random(3), sized(8, 60), max_prompt=300, vocab_size=DEMO_VOCAB, num_samples=3)
     async with process_cluster(prefill=1, decode=1, transfer="local") as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await auditor.audit(cluster)
     check(checker, got)
     assert all(len(one.tokens) == 3 for one in got)
     samples = {tuple(map(tuple, one.tokens.values())) for one in got if not one.ask.sampling.is_greedy}
     assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
-async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(checker: ExactnessChecker) -> None:
+async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     block_bytes = 16 * 6 * 2 * 2 * 64 * 4  # of the demo model in float32
     rng = Random(4)
     asks = [
@@ -81,8 +77,9 @@ async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(checker: 
         for ask in random_asks(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB, max_tokens=120)
     ]
     async with process_cluster(prefill=0, decode=0, hybrid=1, kv_memory=40 * block_bytes, max_model_len=400, admin_port=0) as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await auditor.audit(cluster)
         assert await cluster.metric("h0", "baton_preemptions_total") > 0
     check(checker, got)
 
@@ -94,6 +91,7 @@ async def test_other_architectures(name: str, tmp_path: Path) -> None:
     init_model(make(), directory, seed=5)
     asks = random_asks(Random(5), sized(12, 60), max_prompt=400, vocab_size=512)
     async with process_cluster(prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny") as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await CacheAuditor(directory).audit(cluster)
     check(ExactnessChecker(directory), got)

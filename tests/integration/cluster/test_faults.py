@@ -7,12 +7,11 @@ from random import Random
 
 import pytest
 import pytest_asyncio
-import torch
 
 from baton.core.front import ClusterStatus
 from baton.core.request import Sampling
-from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.init import init_model
+from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Ask, Client, Got, ask_all, random_asks
@@ -24,12 +23,6 @@ MARKER = 4000
 """A token that no other prompt of these tests has: failpoints wait for it."""
 BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 """Of the demo model in float32."""
-
-
-@pytest.fixture(scope="module")
-def checker() -> ExactnessChecker:
-    torch.set_num_threads(1)
-    return ExactnessChecker(DEMO_DIR)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -53,20 +46,23 @@ def check(checker: ExactnessChecker, got: list[Got]) -> None:
     checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_row_12_one_bad_sequence_fails_alone(cluster: ProcessCluster, checker: ExactnessChecker) -> None:
+async def test_row_12_one_bad_sequence_fails_alone(cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(12)
     good = [Ask(prompt=prompt(rng, 80), sampling=greedy(24)) for _ in range(6)]
     bad = Ask(prompt=(*prompt(rng, 40), MARKER), sampling=greedy())
-    got = await ask_all(cluster.grpc_address, [*good[:3], bad, *good[3:]])
+    got = await ask_all(cluster, [*good[:3], bad, *good[3:]])
     failed = [one for one in got if one.failure]
     assert [one.ask for one in failed] == [bad]
     assert failed[0].failure == "internal"
     check(checker, [one for one in got if not one.failure])
     await cluster.check_clean()
+    await auditor.audit(cluster)
     await cluster.until_workers("p0", "d0")
 
 
-async def test_row_8_a_prefill_worker_restarts_at_the_same_address(cluster: ProcessCluster, checker: ExactnessChecker) -> None:
+async def test_row_8_a_prefill_worker_restarts_at_the_same_address(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
     before = await cluster.status()
     old = next(w.worker for w in before.workers if w.worker.worker_id == "p0")
     await cluster.kill("p0")
@@ -77,17 +73,20 @@ async def test_row_8_a_prefill_worker_restarts_at_the_same_address(cluster: Proc
     new = next(w.worker for w in status.workers if w.worker.worker_id == "p0")
     assert new.address == old.address
     await cluster.wait_ready()
-    got = await ask_all(cluster.grpc_address, random_asks(Random(8), 4, max_prompt=300, vocab_size=4000))
+    got = await ask_all(cluster, random_asks(Random(8), 4, max_prompt=300, vocab_size=4000))
     check(checker, got)
     assert any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs), "read from the new life"
     await cluster.check_clean()
+    await auditor.audit(cluster)
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "streaming"])
-async def test_rows_34_and_35_leaving_and_deadlines_end_the_work_in_every_phase(cluster: ProcessCluster, phase: str) -> None:
+async def test_rows_34_and_35_leaving_and_deadlines_end_the_work_in_every_phase(
+    cluster: ProcessCluster, auditor: CacheAuditor, phase: str
+) -> None:
     rng = Random(34)
     num_prompt, max_tokens = {"queued": (2500, 8), "prefill": (3000, 8), "streaming": (50, 2000)}[phase]
-    async with Client(cluster.grpc_address) as client:
+    async with Client(cluster) as client:
         busy = [
             asyncio.create_task(client.ask(Ask(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens))))
             for _ in range(3 if phase == "queued" else 1)
@@ -100,6 +99,7 @@ async def test_rows_34_and_35_leaving_and_deadlines_end_the_work_in_every_phase(
         assert "deadline" in late.failure.lower(), "the gateway, or the call itself, which has the same deadline"
         await asyncio.gather(*busy, return_exceptions=True)
     await cluster.check_clean()
+    await auditor.audit(cluster)
 
 
 def _is_in(status: ClusterStatus, phase: str) -> bool:
@@ -118,7 +118,7 @@ async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -
         await cluster.until_workers("p0", "d0")
         status = await cluster.status()
         assert all(not w.links for w in status.workers), "no link between different layouts"
-        async with Client(cluster.grpc_address) as client:
+        async with Client(cluster) as client:
             got = await client.ask(Ask(prompt=(5, 6, 7), sampling=greedy()))
         assert got.timeline is not None, got.failure
         assert [(leg.worker_id, leg.kv_bytes) for leg in got.timeline.legs] == [("d0", 0)]
@@ -126,19 +126,20 @@ async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -
     ExactnessChecker(other).check(got.answers())
 
 
-async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessChecker) -> None:
+async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(25)
     asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(8)]
     async with process_cluster(prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, handoff_wait_s=20.0) as cluster:
-        got = await ask_all(cluster.grpc_address, asks)
+        got = await ask_all(cluster, asks)
         await cluster.check_clean()
+        await auditor.audit(cluster)
     check(checker, got)
     assert all(one.is_whole for one in got), "every admitted request makes progress"
 
 
-async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessChecker) -> None:
+async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)
-    async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster.grpc_address) as client:
+    async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60)))) for _ in range(8)]
         await cluster.until(lambda s: any(w.open_leases for w in s.workers), 20, "a transfer is under way")
         codes = await asyncio.gather(cluster.stop_one("p0"), cluster.stop_one("d0"))
@@ -147,3 +148,4 @@ async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessC
         check(checker, got)
         assert (await client.ask(Ask(prompt=prompt(rng, 50), sampling=greedy()))).is_whole
         await cluster.check_clean()
+        await auditor.audit(cluster)

@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 import pytest_asyncio
-import torch
 
 from baton.core.request import Sampling
-from baton.engine.model.hub import DEMO_DIR
+from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Ask, Client, Got
@@ -29,12 +28,6 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def checker() -> ExactnessChecker:
-    torch.set_num_threads(1)
-    return ExactnessChecker(DEMO_DIR)
-
-
 def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
     """Half of them greedy, half sampled with a seed; long enough to be hit."""
     return [
@@ -48,21 +41,26 @@ def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
     ]
 
 
-async def kill_during(cluster: ProcessCluster, requests: list[Ask], victim: str, moment: Callable[[Client], Awaitable[None]]) -> list[Got]:
-    """Ask, wait for the moment, kill, let the streams end; then the victim is back and everybody clean."""
-    async with Client(cluster.grpc_address) as client:
+async def kill_during(
+    cluster: ProcessCluster, auditor: CacheAuditor, requests: list[Ask], victim: str, moment: Callable[[], Awaitable[None]]
+) -> list[Got]:
+    """Ask, wait for the moment, kill, let the streams end; then everybody else is clean, and caches only what is right."""
+    async with Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
-        await moment(client)
+        await moment()
         await cluster.kill(victim)
         got = list(await asyncio.gather(*streams))
         again = await client.ask(asks(Random(0), prompt_tokens=20, max_tokens=4)[1])
     assert again.is_whole, f"the next request works: {again}"
     await cluster.check_clean()
+    await auditor.audit(cluster)
     return got
 
 
-async def back(cluster: ProcessCluster, victim: str) -> None:
-    await cluster.start_worker(victim)
+async def whole(cluster: ProcessCluster) -> None:
+    """Whoever an earlier test killed is back."""
+    missing = {*ALL, "scheduler"} - set(cluster.children)
+    await asyncio.gather(*(cluster.start_worker(name) if name in ALL else cluster.start_service(name, name) for name in missing))
     await cluster.until_workers(*ALL, limit_s=BACK_S)
     await cluster.wait_ready()
 
@@ -73,56 +71,70 @@ def check(checker: ExactnessChecker, got: list[Got]) -> None:
     checker.check([answer for one in got for answer in one.answers()])
 
 
-async def after(seconds: float) -> None:
-    await asyncio.sleep(seconds)
+async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = False) -> None:
+    """Until the victim reports sequences that run, or that wait."""
+    await cluster.until(
+        lambda s: any(w.worker.worker_id == victim and (w.waiting_seqs if waiting else w.running_seqs) for w in s.workers),
+        30,
+        f"{victim} has work",
+    )
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_prefill_worker_killed_in_mid_prefill(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+async def test_prefill_worker_killed_in_mid_prefill(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
+) -> None:
+    await whole(cluster)
     rng = Random(100 + number)
     victim = rng.choice(["p0", "p1"])
-    requests = asks(rng, prompt_tokens=1500, max_tokens=8)
-    got = await kill_during(cluster, requests, victim, lambda _: after(rng.uniform(0.05, 0.5)))
+    requests = asks(rng, prompt_tokens=3000, max_tokens=8)
+
+    async def mid_prefill() -> None:
+        await until_busy(cluster, victim)
+        await asyncio.sleep(rng.uniform(0.0, 0.2))
+
+    got = await kill_during(cluster, auditor, requests, victim, mid_prefill)
     check(checker, got)
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
-    await back(cluster, victim)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_decode_worker_killed_in_mid_answer(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+async def test_decode_worker_killed_in_mid_answer(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
+) -> None:
+    await whole(cluster)
     rng = Random(200 + number)
     victim = rng.choice(["d0", "d1"])
-    requests = asks(rng, prompt_tokens=100, max_tokens=160)
+    requests = asks(rng, prompt_tokens=100, max_tokens=240)
 
-    async def mid_answer(_: Client) -> None:
-        await cluster.until(lambda s: any(w.worker.worker_id == victim and w.running_seqs for w in s.workers), 30, "the victim decodes")
+    async def mid_answer() -> None:
+        await until_busy(cluster, victim)
         await asyncio.sleep(rng.uniform(0.0, 0.3))
 
-    got = await kill_during(cluster, requests, victim, mid_answer)
+    got = await kill_during(cluster, auditor, requests, victim, mid_answer)
     check(checker, got)
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
-    await back(cluster, victim)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_decode_worker_killed_while_it_waits_for_kv(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+async def test_decode_worker_killed_while_it_waits_for_kv(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
+) -> None:
+    await whole(cluster)
     rng = Random(300 + number)
     victim = rng.choice(["d0", "d1"])
     requests = asks(rng, prompt_tokens=1500, max_tokens=8)
 
-    async def waiting(_: Client) -> None:
-        await cluster.until(lambda s: any(w.worker.worker_id == victim and w.waiting_seqs for w in s.workers), 30, "the victim waits")
-
-    got = await kill_during(cluster, requests, victim, waiting)
+    got = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
     check(checker, got)
-    await back(cluster, victim)
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: ExactnessChecker, number: int) -> None:
+async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int) -> None:
+    await whole(cluster)
     rng = Random(400 + number)
     requests = asks(rng, prompt_tokens=200, max_tokens=100)
-    async with Client(cluster.grpc_address) as client:
+    async with Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
         await asyncio.sleep(rng.uniform(0.1, 0.6))
         await cluster.kill("scheduler")
@@ -132,13 +144,15 @@ async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: Exa
     check(checker, got)
     await cluster.until_workers(*ALL)
     await cluster.check_clean()
+    await auditor.audit(cluster)
 
 
 async def test_without_any_decode_worker_the_answer_is_a_typed_error_in_time(cluster: ProcessCluster) -> None:
+    await whole(cluster)
     for victim in ("d0", "d1"):
         await cluster.kill(victim)
     await cluster.until_workers("p0", "p1", limit_s=10)
-    async with Client(cluster.grpc_address) as client:
+    async with Client(cluster) as client:
         got = await client.ask(asks(Random(5), prompt_tokens=20, max_tokens=4)[0], deadline_s=10)
         assert got.failure == "no_workers"
         for victim in ("d0", "d1"):

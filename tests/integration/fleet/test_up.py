@@ -18,20 +18,9 @@ from baton.fleet.run_dir import marked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-COMMAND = [
-    sys.executable,
-    "-m",
-    "baton.cli",
-    "up",
-    "--http-port",
-    "0",
-    "--grpc-port",
-    "0",
-    "--kv-memory",
-    "128MiB",
-    "--max-model-len",
-    "4096",
-]
+ROOT = Path(__file__).parents[3]
+FLAGS = ["--http-port", "0", "--grpc-port", "0", "--kv-memory", "128MiB", "--max-model-len", "4096"]
+COMMAND = [sys.executable, "-m", "baton.cli", "up", *FLAGS]
 START_S = 120.0
 GONE_S = 10.0
 
@@ -79,11 +68,20 @@ def assert_all_gone(run_id: str) -> None:
         time.sleep(0.1)
 
 
-def test_the_first_answer_proves_its_way_and_nothing_is_left(tmp_path: Path) -> None:
+def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    with up(tmp_path, "--first-prompt", "What does os.path.join do?", "--once") as process:
-        output, _ = process.communicate(timeout=START_S + 60)
-    assert process.returncode == 0, output
+    flags = " ".join([*FLAGS, "--log-dir", str(tmp_path / "logs")])
+    done = subprocess.run(
+        ["make", "--no-print-directory", "run", "RUN_ONCE=1", f"ARGS={flags}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_S + 60,
+        check=False,
+    )
+    output = done.stdout
+    assert done.returncode == 0, output
     assert re.search(r"w0 \(pid \d+\) prefilled \d+ tokens, \d+ KiB pulled by w1 \(pid \d+\) by \S+, which decoded \d+", output), output
     assert re.search(r"TTFT \d+\.\d ms   TPOT \d+\.\d ms", output), output
     for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link"):

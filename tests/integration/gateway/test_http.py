@@ -13,6 +13,7 @@ import pytest
 from baton.core.cluster import Rejection
 from baton.core.errors import Code, Failure, Reason
 from baton.core.ids import JobId
+from tests.corpus import NO_JSON, WRONG_TYPES
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import StubWorker, answer_to, until
 
@@ -225,32 +226,8 @@ async def test_not_ready_without_a_role(gateway: HttpGateway) -> None:
 # Bad input. What each field may be is tested with the validator; here is what only HTTP has.
 
 
-NO_REQUESTS = [
-    (b"", "not valid JSON"),
-    (b"{", "not valid JSON"),
-    (b"[]", "JSON object"),
-    (b'"text"', "JSON object"),
-    (b"\xff\xfe{}", "not UTF-8"),
-    (b'{"prompt": "\xc3\x28"}', "not UTF-8"),
-    (b'{"prompt": "\\ud800"}', "lone surrogate"),
-    (b'{"prompt": "a\\u0000b"}', "NUL"),
-    (b'{"prompt": "a\x00b"}', "not valid JSON"),
-    (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
-    (b'{"prompt": "x", "slo": {"ttft_ms": 1, "ttft_ms": 2}}', "'ttft_ms' twice"),
-    (b'{"prompt": "x", "temperature": NaN}', "NaN"),
-    (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
-    (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "too long"),
-    (b"[" * 10_000 + b"]" * 10_000, "nested deeper"),
-    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested deeper"),
-    (b'{"prompt": "x", "metadata": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
-    (b'{"prompt": "x",}', "not valid JSON"),
-    (b"{'prompt': 'x'}", "not valid JSON"),
-]
-
-
 async def test_bodies_that_are_no_request(gateway: HttpGateway) -> None:
-    for content, says in NO_REQUESTS:
+    for content, says in NO_JSON:
         answer = await gateway.post(COMPLETIONS, content=content)
         assert answer.status_code == 400, (content[:40], answer.text)
         assert says in answer.json()["error"]["message"], content[:40]
@@ -258,13 +235,7 @@ async def test_bodies_that_are_no_request(gateway: HttpGateway) -> None:
 
 
 async def test_wrong_content_types(gateway: HttpGateway) -> None:
-    for headers in (
-        {},
-        {"content-type": "text/plain"},
-        {"content-type": "application/x-www-form-urlencoded"},
-        {"content-type": "application/json; charset=latin-1"},
-        {"content-type": "application/json", "content-encoding": "gzip"},
-    ):
+    for headers in WRONG_TYPES:
         answer = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415, headers
         assert "application/json" in answer.json()["error"]["message"]
@@ -342,6 +313,10 @@ async def test_slow_heads_and_bodies_are_closed_at_the_receive_deadline() -> Non
         raw = await gateway.connect()  # says nothing at all
         assert await raw.read_until_closed() == b""
         await raw.close()
+        metrics = (await gateway.client.get("/metrics")).text
+        assert 'baton_requests_total{code="408",endpoint="",reason="deadline"} 10.0' in metrics, "nobody knows yet what they would ask"
+        assert 'baton_requests_total{code="408",endpoint="completions",reason="deadline"} 10.0' in metrics
+        assert 'code="499"' not in metrics
         assert (await gateway.post(COMPLETIONS, {"prompt": "x"})).status_code == 200
 
 
@@ -369,6 +344,21 @@ async def test_an_answer_may_take_longer_than_the_receive_deadline() -> None:
         async with gateway.client.stream("POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 8, "stream": True}) as answer:
             text = "".join([chunk async for chunk in answer.aiter_text()])
         assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_connection_outlives_its_streamed_answers() -> None:
+    """The time that a client has to read the rest of an answer ends with that answer."""
+    async with http_gateway(("h0", "hybrid"), receive_deadline_s=1.0) as gateway:
+        gateway.cluster.scheduler.workers[0].tokens_a_step = 8  # so that the answer and the call end in one turn of the event loop
+        raw = await gateway.connect()
+        for number in range(1, 3):
+            await raw.send(request_bytes(COMPLETIONS, b'{"prompt": "x", "max_tokens": 3, "stream": true}'))
+            async with asyncio.timeout(20):
+                while raw.seen.count(b"[DONE]") < number:
+                    raw.seen += await raw.reader.read(65536)
+            await asyncio.sleep(1.2)
+            assert not raw.reader.at_eof()
+        await raw.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

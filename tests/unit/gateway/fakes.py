@@ -26,7 +26,7 @@ from baton.core.cluster import (
     WorkerRole,
 )
 from baton.core.errors import Code, Failure, Reason, StreamBroken
-from baton.core.front import Caller
+from baton.core.front import Caller, Timeline
 from baton.core.ids import DecisionId, JobId, WorkerRef
 from baton.core.jobs import (
     Ack,
@@ -105,6 +105,11 @@ class StubWorker:
         self._sessions: dict[str, _StubSession] = {}
         self._running: dict[JobId, asyncio.Task[None]] = {}
         network.add_worker(self.ref.address, self)
+
+    def first_index(self, job: JobId) -> int:
+        """Of the first token that a job it was sent asks for."""
+        sent = next(each for each in self.jobs if each.job == job)
+        return len(sent.token_ids) - sent.num_prompt_tokens
 
     @property
     def open_jobs(self) -> list[JobId]:
@@ -323,8 +328,8 @@ class StubScheduler:
             return Rejection(reason=Reason.NO_WORKERS, message="no ready decode worker", retry_after_s=1.0)
         return placement(prefill.ref if prefill else None, decode.ref if decode else None, decision_id=f"decision-{len(self.queries)}")
 
-    async def finished(self, actuals: RequestActuals) -> None:
-        self.actuals.append(actuals)
+    async def finished(self, *actuals: RequestActuals) -> None:
+        self.actuals += actuals
 
     async def watch(self) -> Source[ClusterUpdate]:
         inbox: Mailbox[ClusterUpdate] = Mailbox(1000)
@@ -346,7 +351,7 @@ class StubScheduler:
         lives = [w for w in self.workers if not w.is_dead]
         sources = [w for w in lives if w.report.role.can_prefill]
         reports = [replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w)) for w in lives]
-        return ClusterUpdate(scheduler_id="stub", reports=tuple(reports))
+        return ClusterUpdate(scheduler_id="stub", reports=tuple(reports), pid=6, host="there")
 
 
 def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: str = "decision") -> Placement:
@@ -392,6 +397,11 @@ class Cluster:
         gathered = Gathered()
         await self.gateway.run(await self.call(prompt, **body), gathered)
         return gathered
+
+    async def timeline(self, prompt: Any = "hello", **body: Any) -> Timeline:
+        """Run one call to its end, for where its time went."""
+        ending = await self.gateway.run(await self.call(prompt, timeline=True, **body), Gathered())
+        return ending.timeline[0]
 
 
 def rules(**changes: Any) -> GatewayRules:

@@ -124,7 +124,11 @@ async def test_tokens_models_and_status() -> None:
         assert (model.model_id, model.max_model_len) == ("demo", 1024)
         status = await admin(c).status(ANYBODY)
         assert [worker.worker.worker_id for worker in status.workers] == ["p0", "d0"]
-        assert (status.model, status.scheduler.process_id, status.gateway.pid) == ("demo", "stub", 5)
+        assert (status.model, status.gateway.pid) == ("demo", 5)
+        assert status.scheduler == ProcessInfo(process_id="stub", pid=6, host="there", address="scheduler:1")
+        c.scheduler.die()
+        await until(lambda: c.gateway.view.scheduler is None)
+        assert (await admin(c).status(ANYBODY)).scheduler is None
 
 
 @virtual

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Code, Reason, Refused
 from baton.core.front import Caller
-from baton.core.limits import LIMITS, Kind, Limit
+from baton.core.limits import Kind, Limit
 from baton.core.request import Slo
 from baton.gateway import fields
 from baton.gateway.bodies import draft_of
@@ -20,14 +20,10 @@ from baton.gateway.call import Call, Endpoint, InvalidField
 from baton.gateway.tokenizer import ByteTokenizer
 from baton.gateway.validation import ModelFacts, Validator
 from baton.wire.convert_front import from_generate_request, to_generate_request
+from tests.corpus import FIELDS, LISTS, beyond, bodies, body_with
 from tests.scale import sized
 
 MAX_LEN = 100
-GIVEN_ELSEWHERE = {"choices", "label", "metadata", "token_ids", "messages", "messages.name", "x-baton-timeout-ms", "top_logprobs"}
-"""Entries of the table that are no field of a completions body by that name."""
-FIELDS = {name: limit for name, limit in LIMITS.items() if name not in GIVEN_ELSEWHERE}
-LISTS = {"stop", "stop_token_ids"}
-OVER_GRPC = set(to_generate_request({}).DESCRIPTOR.fields_by_name) - {"token_ids", "slo", "logit_bias", "prompt"}
 
 
 def validator(**facts: Any) -> Validator:
@@ -66,18 +62,6 @@ def refusal(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS) -> 
     return refused.value
 
 
-def body_with(name: str, value: Any) -> dict[str, Any]:
-    """A body in which only this field may be wrong."""
-    body: dict[str, Any] = {"prompt": "x"}
-    if name == "logit_bias":
-        return body | {name: {"7": value}}
-    if "." in name:
-        outer, inner = name.split(".")
-        body |= {"stream": True} if outer == "stream_options" else {}
-        return body | {outer: {inner: value}}
-    return body | {name: [value] if name in LISTS else value}
-
-
 def valid_values(name: str, limit: Limit) -> list[Any]:
     if limit.kind is Kind.BOOLEAN:
         return [True, False]
@@ -94,19 +78,8 @@ def valid_values(name: str, limit: Limit) -> list[Any]:
 
 
 def invalid_values(limit: Limit) -> list[Any]:
-    wrong_kind: list[Any] = [{}, [[]], "1" if limit.kind is not Kind.STRING else 1]
-    if limit.kind is Kind.BOOLEAN:
-        return [*wrong_kind, 0, 1, "true", 1.0]
-    if limit.kind is Kind.STRING:
-        too_long = [] if limit.maximum is None else ["x" * int(limit.maximum + 1)]
-        return [*wrong_kind, True, "", "\0", "a\0b", "\ud800", "x\udfffy", *too_long]
-    values = [*wrong_kind, True, False, math.nan, math.inf, -math.inf, 10**400, -(10**400)]
-    if limit.kind is Kind.INTEGER:
-        values += [1.5, 1.0]
-    values += [limit.maximum + 1] if limit.maximum is not None else []
-    values += [limit.minimum - 1] if limit.minimum is not None else []
-    values += [limit.above, limit.above - 1] if limit.above is not None else []
-    return values
+    """Also those that JSON has no word for."""
+    return [*beyond(limit), *([math.nan, math.inf, -math.inf] if limit.kind in (Kind.INTEGER, Kind.NUMBER) else [])]
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -218,8 +191,8 @@ def test_prompts_of_every_form() -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 1, True, {}, "", [], [""], ["a", ""], [[]], [[1], []], ["a", [1]], [[1], "a"], [1, "a"], [1, True], [1, 1.0], [1, None], [-1],
-     [2**32], [300], [[1], [300]], [["a"]], [[[1]]], ["x"] * 257, "a\0", "\ud800"],
+    [None, 1, True, {}, "", [], [""], ["a", ""], [[]], [[1], []], ["a", [1]], [[1], "a"], [[1], 2], [1, "a"], [1, True], [1, 1.0],
+     [1, None], [-1], [2**32], [300], [[1], [300]], [["a"]], [[[1]]], ["x"] * 257, "a\0", "\ud800"],
 )  # fmt: skip
 def test_prompts_that_are_none(prompt: Any) -> None:
     assert refusal({"prompt": prompt}).param == "prompt"
@@ -314,6 +287,41 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     )
     with pytest.raises(InvalidField, match="at least 5000000"):
         at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 5_000_000}, Caller(), received_s=0))
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 5_000_000}, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}])
+def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str, Any]) -> None:
+    encoded: list[int] = []
+
+    class Counts(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+            encoded.append(len(text))
+            return await super().encode(text, add_special_tokens=add_special_tokens)
+
+        def min_tokens_of(self, num_bytes: int) -> int:
+            return 0  # as where text may shrink before it is cut into tokens
+
+    checked = Validator(
+        tokenizer=Counts(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+    )
+    with pytest.raises(InvalidField, match="at least 736 tokens and max_tokens is 1, together more than the model's 100"):
+        at_once(checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0))
+    assert encoded == [800]
+
+
+def test_a_long_text_of_long_tokens_may_fit() -> None:
+    class Halves(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+            return await super().encode(text[: len(text) // 20])
+
+        def min_tokens_of(self, num_bytes: int) -> int:
+            return 0
+
+    checked = Validator(
+        tokenizer=Halves(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+    )
+    made = at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 1000}, Caller(), received_s=0))
+    assert made.requests[0].num_prompt_tokens == 50
 
 
 def test_choices_are_bounded() -> None:
@@ -418,32 +426,6 @@ def test_a_trace_context_is_kept_if_it_is_one() -> None:
 
 # Both doors.
 
-SCALARS = {name: LIMITS[name] for name in sorted(OVER_GRPC & set(LIMITS)) if LIMITS[name].kind is not Kind.STRING}
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """Bodies that both doors can carry: right types, any value."""
-    body: dict[str, Any] = {"prompt": draw(st.one_of(st.text(max_size=30), st.lists(st.integers(0, 2**32 - 1), max_size=5)))}
-    for name in draw(st.sets(st.sampled_from(sorted(SCALARS)), max_size=4)):
-        limit = SCALARS[name]
-        if limit.kind is Kind.BOOLEAN:
-            value: Any = draw(st.booleans())
-        elif limit.kind is Kind.INTEGER:
-            near = [int(bound) + d for bound in (limit.minimum, limit.maximum) if bound is not None for d in (-1, 0, 1)]
-            value = draw(st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from(near or [0]), st.integers(-2, 70)))
-            value = max(-(2**63), min(2**63 - 1, value))
-        else:
-            value = draw(st.one_of(st.floats(), st.floats(-3, 3), st.sampled_from([0.0, 1.0, 2.0, -1.0])))
-        body[name] = [value] if name in LISTS else value
-    if draw(st.booleans()):
-        body["stop"] = draw(st.lists(st.text(max_size=3), min_size=1, max_size=18))
-    if draw(st.booleans()):
-        body["logit_bias"] = draw(st.dictionaries(st.integers(0, 400).map(str), st.floats(), min_size=1, max_size=3))
-    if draw(st.booleans()):
-        body["slo"] = draw(st.fixed_dictionaries({}, optional={"ttft_ms": st.floats(), "tpot_ms": st.floats(0, 1e9)}))
-    return body
-
 
 def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
     """What a door says: the requests, or why not."""
@@ -456,10 +438,6 @@ def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(bodies())
 def test_http_and_grpc_give_the_same_answer(body: dict[str, Any]) -> None:
-    if "stop_token_ids" in body and not 0 <= body["stop_token_ids"][0] < 2**32:
-        body.pop("stop_token_ids")  # the message's own type refuses it
-    if body["prompt"] == []:
-        body["prompt"] = ""  # an empty list of ids does not exist over gRPC
     over_grpc = from_generate_request(to_generate_request(body))
     said = answer(body, Endpoint.COMPLETIONS)
     assert answer(over_grpc, Endpoint.GRPC) == said

@@ -1,6 +1,8 @@
 """One scheduler over in-process streams: it joins, loses and warms workers, counts what it places, and remembers why."""
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from random import Random
@@ -127,7 +129,9 @@ async def test_decode_workers_are_told_to_warm_their_pairs_once() -> None:
 async def test_watchers_see_each_change_and_only_the_newest_state() -> None:
     async with a_scheduler() as (scheduler, network):
         watch = await scheduler.watch()
-        assert (await watch.receive()).reports == ()
+        first = await watch.receive()
+        assert (first.scheduler_id, first.reports) == ("s0", ())
+        assert (first.pid, first.host) == (os.getpid(), socket.gethostname())
         stream = await join(network, worker_report("w0"))
         stream.send(worker_report("w0", report_seq=2, running_seqs=3))
         await settle()
@@ -144,6 +148,23 @@ async def test_a_worker_that_says_nothing_any_more_is_dropped() -> None:
         await watch.receive()
         async with asyncio.timeout(5):
             assert (await watch.receive()).reports == ()
+
+
+async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
+    async with a_scheduler() as (_, network):
+        streams = [await join(network, worker_report(name, "decode", worn_out=True)) for name in ("d0", "d1")]
+        began_s = asyncio.get_running_loop().time()
+        heard = asyncio.create_task(streams[0].receive())
+        report_seq = 1
+        while not heard.done():
+            report_seq += 1
+            for name, stream in zip(("d0", "d1"), streams, strict=True):
+                stream.send(worker_report(name, "decode", report_seq=report_seq, worn_out=True))
+            await asyncio.sleep(0.05)
+        assert heard.result() == Command(kind=CommandKind.LEAVE)
+        assert asyncio.get_running_loop().time() - began_s >= 0.5  # any scheduler would have heard of both
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(streams[1].receive(), 0.01)
 
 
 async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> None:

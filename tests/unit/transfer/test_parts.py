@@ -1,9 +1,14 @@
 """The small parts: deadlines that move, bandwidth, ranges, proof, life table, memory, what UCX says."""
 
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,18 +27,18 @@ from baton.transfer.ranges import check_ids, runs
 def test_deadlines_agree_with_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
     deadlines: Deadlines[int] = Deadlines()
     plain: dict[int, int] = {}
-    for step, key, time in steps:
+    for step, key, at in steps:
         match step:
             case "set":
-                deadlines.set(key, time)
-                plain[key] = time
+                deadlines.set(key, at)
+                plain[key] = at
             case "drop":
                 deadlines.drop(key)
                 plain.pop(key, None)
             case "pop":
-                passed = sorted(k for k, t in plain.items() if t <= time)
-                assert sorted(deadlines.pop_passed(time)) == passed
-                plain = {k: t for k, t in plain.items() if t > time}
+                passed = sorted(k for k, t in plain.items() if t <= at)
+                assert sorted(deadlines.pop_passed(at)) == passed
+                plain = {k: t for k, t in plain.items() if t > at}
         assert deadlines.next_s == min(plain.values(), default=None)
         assert len(deadlines) == len(plain)
         assert all(deadlines.of(k) == t for k, t in plain.items())
@@ -161,6 +166,21 @@ def test_private_memory_is_page_aligned_and_behind_each_other() -> None:
     assert (host.life_table.ctypes.data - host.region.address) % 4096 == 0
     assert not np.any(host.kv)
     assert not np.any(host.life_table)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
+@pytest.mark.parametrize("allocate", [memory.allocate_private, memory.allocate_shared])
+def test_touching_makes_all_pages_real_and_changes_none(allocate: Callable[[int, int], memory.HostMemory]) -> None:
+    host = allocate(16, 2**20)
+    host.kv[3] = 7
+    before = psutil.Process().memory_info().rss
+    host.touch()
+    until = time.monotonic() + 10
+    while psutil.Process().memory_info().rss < before + 12 * 2**20 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert psutil.Process().memory_info().rss >= before + 12 * 2**20
+    host.close()
+    assert [thread for thread in threading.enumerate() if thread.name == "kv-touching"] == []
 
 
 LOG = """\

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import Reason, Refused
+from baton.core.errors import Failure, Reason, Refused
 from baton.core.peer import FirstToken, HashRange
 from baton.sim import virtual_time
 from tests import builders
@@ -32,10 +32,14 @@ def virtual(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def failure_of(waiting: Awaitable[object]) -> Reason:
+async def refusal_of(waiting: Awaitable[object]) -> Failure:
     with pytest.raises(Refused) as refused:
         await waiting
-    return refused.value.failure.reason
+    return refused.value.failure
+
+
+async def failure_of(waiting: Awaitable[object]) -> Reason:
+    return (await refusal_of(waiting)).reason
 
 
 async def pull_all(r: Rig, text: str = "a", num_tokens: int = 18, request: int = 0) -> None:
@@ -288,6 +292,39 @@ async def test_a_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> Non
 
 def seen_elsewhere(r: Rig, text: str) -> set[str]:
     return rigs.seen(r.reader.visible(), text)
+
+
+@virtual
+async def test_everybody_whom_a_given_up_read_stops_hears_that_it_was_late_and_whose_it_was() -> None:
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.stuck.clear()
+        reading, waiting = [r.kv_reader.pull(OWNER, r.prefill(text, 18, i)[0], have_blocks=0) for i, text in enumerate("ab")]
+        landing = []
+        for pull in (reading, waiting):
+            await pull.first_ready()
+            landing.append(r.land(pull, 5))
+        failures = [await refusal_of(pull.done()) for pull in (reading, waiting)]
+        with pytest.raises(Refused) as too_late:
+            r.kv_reader.pull(OWNER, builders.job_id(2), have_blocks=0)
+        for failure in (*failures, too_late.value.failure):
+            assert (failure.reason, failure.blamed, failure.retriable) == (Reason.TRANSFER_TIMEOUT, OWNER, True)
+        assert r.observed.ended == [Reason.TRANSFER_TIMEOUT] * 2
+        for blocks in landing:
+            r.let_go(blocks)
+        r.fabric.stuck.set()
+
+
+@virtual
+async def test_a_first_read_that_is_given_up_is_late_for_who_waits_for_it() -> None:
+    async with rig() as r:
+        r.fabric.stuck.clear()
+        pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
+        await pull.first_ready()
+        landing = r.land(pull, 5)
+        assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
+        r.let_go(landing)
+        r.fabric.stuck.set()
 
 
 @virtual

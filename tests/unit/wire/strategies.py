@@ -1,5 +1,7 @@
-"""Hypothesis strategies for core values, made from their type hints: a field that is added is tested without anybody's doing."""
+"""Hypothesis strategies for core values, made from their type hints, and for messages, made from their descriptors: what is added there is
+tested, too."""
 
+import math
 import types
 from array import array
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import strategies as st
 
 from baton.core.front import TotalUsage
@@ -123,3 +126,53 @@ _COMPLETE: dict[type, Callable[[Any], Any]] = {
     DecodeJob: _whole_job,
     KvReady: _whole_ready,
 }
+
+
+# Messages of the schema
+
+
+WEIRD_NUMBERS = st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e308])
+WEIRD_BYTES = st.sampled_from([b"", b"x", bytes(16), bytes(17), bytes(32)])
+
+
+@cache
+def messages(kind: Any, depth: int = 4) -> st.SearchStrategy[Any]:
+    """Any message of a protobuf type, however senseless."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Any:
+        message = kind()
+        for field in kind.DESCRIPTOR.fields:
+            if not draw(st.booleans()):
+                continue
+            if field.is_repeated:
+                if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                    continue
+                items = draw(st.lists(_field_values(field, depth), max_size=2))
+                getattr(message, field.name).extend(items)
+            elif field.message_type is not None:
+                if depth:
+                    getattr(message, field.name).CopyFrom(draw(messages(field.message_type._concrete_class, depth - 1)))
+            else:
+                setattr(message, field.name, draw(_field_values(field, depth)))
+        return message
+
+    return build()
+
+
+def _field_values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
+    if field.message_type is not None:
+        return messages(field.message_type._concrete_class, max(0, depth - 1))
+    by_type = {
+        FieldDescriptor.CPPTYPE_DOUBLE: WEIRD_NUMBERS,
+        FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+        FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 99]),
+        FieldDescriptor.CPPTYPE_INT32: st.sampled_from([0, -1, 2**31 - 1]),
+        FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
+        FieldDescriptor.CPPTYPE_UINT64: st.sampled_from([0, 1, 2**64 - 1]),
+        FieldDescriptor.CPPTYPE_INT64: st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)]),
+        FieldDescriptor.CPPTYPE_STRING: WEIRD_BYTES
+        if field.type == FieldDescriptor.TYPE_BYTES
+        else st.sampled_from(["", "float32", "{", "[]", "[" * 10_000, "ä"]),
+    }
+    return by_type[field.cpp_type]

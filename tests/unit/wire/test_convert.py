@@ -2,12 +2,10 @@
 
 import math
 from array import array
-from functools import cache
 from typing import Any, get_args
 
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +17,7 @@ from baton.wire import convert, convert_worker
 from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
 from tests import builders
 from tests.unit.wire.conversions import FRONT, WIRE, Conversion
-from tests.unit.wire.strategies import values
+from tests.unit.wire.strategies import messages, values
 
 ALL = {**WIRE, **FRONT}
 FUZZ = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -79,52 +77,6 @@ def test_bytes_that_were_changed_are_read_or_refused(name: str, data: st.DataObj
     accepted(conversion, message)
 
 
-WEIRD_NUMBERS = st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e308])
-WEIRD_BYTES = st.sampled_from([b"", b"x", bytes(16), bytes(17), bytes(32)])
-
-
-@cache
-def messages(kind: Any, depth: int = 4) -> st.SearchStrategy[Any]:
-    """Any message of a protobuf type, however senseless."""
-
-    @st.composite
-    def build(draw: st.DrawFn) -> Any:
-        message = kind()
-        for field in kind.DESCRIPTOR.fields:
-            if not draw(st.booleans()):
-                continue
-            if field.is_repeated:
-                if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                    continue
-                items = draw(st.lists(_field_values(field, depth), max_size=2))
-                getattr(message, field.name).extend(items)
-            elif field.message_type is not None:
-                if depth:
-                    getattr(message, field.name).CopyFrom(draw(messages(field.message_type._concrete_class, depth - 1)))
-            else:
-                setattr(message, field.name, draw(_field_values(field, depth)))
-        return message
-
-    return build()
-
-
-def _field_values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
-    if field.message_type is not None:
-        return messages(field.message_type._concrete_class, max(0, depth - 1))
-    by_type = {
-        FieldDescriptor.CPPTYPE_DOUBLE: WEIRD_NUMBERS,
-        FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
-        FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 99]),
-        FieldDescriptor.CPPTYPE_INT32: st.sampled_from([0, -1, 2**31 - 1]),
-        FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
-        FieldDescriptor.CPPTYPE_UINT64: st.sampled_from([0, 1, 2**64 - 1]),
-        FieldDescriptor.CPPTYPE_STRING: WEIRD_BYTES
-        if field.type == FieldDescriptor.TYPE_BYTES
-        else st.sampled_from(["", "float32", "{", "[]", "[" * 10_000, "ä"]),
-    }
-    return by_type[field.cpp_type]
-
-
 REF = convert.to_worker_ref(builders.worker_ref())
 JOB = convert.to_job_id(builders.job_id())
 
@@ -135,16 +87,25 @@ def gateway(**kind: Any) -> Any:
 
 def job_with(**changes: Any) -> Any:
     message = convert_worker.to_gateway_message(builders.prefill_job())
-    for name, value in changes.items():
-        setattr(message.prefill.job, name, value)
-    return message
+    return changed(message, message.prefill.job, changes)
 
 
 def layout_with(**changes: Any) -> Any:
     reply = SessionHelloReply(worker=builders.worker_ref(), layout=builders.layout(), resumed=False, oldest_seq=0)
     message = convert_worker.to_worker_message(reply)
+    return changed(message, message.hello_reply.layout, changes)
+
+
+def changed(message: Any, part: Any, changes: dict[str, Any]) -> Any:
+    """`message`, once this part of it has these values."""
     for name, value in changes.items():
-        setattr(message.hello_reply.layout, name, value)
+        part.ClearField(name)
+        if isinstance(value, list):
+            getattr(part, name).extend(value)
+        elif isinstance(value, Message):
+            getattr(part, name).CopyFrom(value)
+        else:
+            setattr(part, name, value)
     return message
 
 
@@ -169,10 +130,18 @@ def ready_with(**changes: Any) -> Any:
         ("gateway", job_with(deadline_s=math.nan), "deadline_s is nan"),
         ("gateway", job_with(deadline_s=-1.0), r"deadline_s is -1\.0"),
         ("gateway", job_with(deadline_s=math.inf), "deadline_s is inf"),
+        ("gateway", job_with(deadline_s=1e10), "at most 1e.09"),
+        ("gateway", job_with(cache_salt=bytes(257)), "cache_salt has a length of 257"),
+        ("gateway", job_with(decision_id="x" * 257), "decision_id has a length of 257"),
+        ("gateway", job_with(job=common_pb2.JobId(request_id=bytes(257))), "request_id has a length of 257"),
+        ("gateway", gateway(hello=worker_pb2.SessionHello(expected=REF, session_id="x" * 257)), "session_id has a length of 257"),
+        ("reader", peer_pb2.ReaderMessage(release=peer_pb2.Release(outcome="x" * 257)), "outcome has a length of 257"),
         ("worker", worker_pb2.WorkerMessage(step=worker_pb2.Step(deltas=[worker_pb2.TokenDelta()])), "request_id is missing"),
         ("worker", worker_pb2.WorkerMessage(step=worker_pb2.Step(deltas=[worker_pb2.TokenDelta(job=JOB, finish=0)])), "finish_reason 0"),
         ("worker", layout_with(block_bytes=1), "block_bytes is 1, but its layers give 1024"),
         ("worker", layout_with(block_size_tokens=0), "block_size_tokens is missing"),
+        ("worker", layout_with(groups=[common_pb2.LayerGroup()] * 4097), "4097 groups of layers"),
+        ("worker", layout_with(groups=[common_pb2.LayerGroup(components=[common_pb2.KvComponent()] * 65)]), "65 components"),
         ("reader", peer_pb2.ReaderMessage(follow=peer_pb2.Follow(transfer_id=1)), "neither a job nor a range"),
         (
             "reader",
@@ -183,6 +152,11 @@ def ready_with(**changes: Any) -> Any:
         ("owner", ready_with(hashes=bytes(16)), "2 block_ids, 2 lives and 1 hashes"),
         ("owner", peer_pb2.OwnerMessage(lost=peer_pb2.Lost(transfer_id=1)), "failure_reason 0"),
         ("query", scheduler_pb2.PlacementQuery(), "request_id is missing"),
+        ("query", scheduler_pb2.PlacementQuery(request_id=b"x", avoid=[REF] * 1025), "avoids 1025 workers"),
+        ("query", scheduler_pb2.PlacementQuery(request_id=b"x", slo=scheduler_pb2.Slo(ttft_s=math.nan)), "ttft_s is nan"),
+        ("report", scheduler_pb2.WorkerReport(worker=common_pb2.WorkerRef(worker_id="x" * 257)), "worker_id has a length of 257"),
+        ("report", scheduler_pb2.WorkerReport(worker=common_pb2.WorkerRef(worker_id="x", address="x" * 257)), "address has a length"),
+        ("actuals", scheduler_pb2.RequestActuals(outcome="x" * 257), "outcome has a length of 257"),
         ("report", scheduler_pb2.WorkerReport(worker=REF), "worker_role 0"),
         ("report", scheduler_pb2.WorkerReport(worker=REF, role=1, state=9), "worker_state 9"),
         ("command", scheduler_pb2.Command(), "command_kind 0"),

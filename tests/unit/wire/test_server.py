@@ -307,7 +307,7 @@ async def test_garbage_from_a_server_breaks_the_clients_stream(network: GrpcNetw
     port = liar.add_insecure_port("127.0.0.1:0")
     await liar.start()
     session = await network.open_session(f"127.0.0.1:{port}")
-    with pytest.raises(StreamBroken):
+    with pytest.raises(StreamBroken, match="no message of ours"):
         await asyncio.wait_for(session.receive(), 2)
     with pytest.raises(StreamBroken):
         session.send(Ack(seq=1))

@@ -21,7 +21,7 @@ from baton.engine.step import Executor, StepPlan, StepResult
 from baton.runtime.health import Health
 from baton.runtime.settings import WorkerConfig
 from baton.sim.executor import SimExecutor, SimStepCost
-from baton.sim.memory import SimMemory, contents, token_after
+from baton.sim.memory import SimMemory, contents, extend, token_after
 from baton.sim.network import Delays, SimNetwork
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
@@ -208,11 +208,12 @@ async def cluster(seed: int = 0, *, delays: Delays | None = None, link: LinkMode
 def expected_tokens(job: Job, sample: int = 0) -> list[int]:
     """What an un-faulted run of the job gives, from its first output on."""
     prompt = list(job.token_ids[: job.num_prompt_tokens])
+    content = contents(prompt)[-1]
     tokens: list[int] = []
     while len(tokens) < job.sampling.max_tokens:
-        slots = contents([*prompt, *tokens])
-        token = token_after(slots[-1], job.sampling.seed, sample, len(prompt) + len(tokens), VOCAB_SIZE)
+        token = token_after(content, job.sampling.seed, sample, len(prompt) + len(tokens), VOCAB_SIZE)
         tokens.append(token)
+        content = extend(content, token)
         if not job.sampling.ignore_eos and token == 0:
             break
     return tokens

@@ -42,7 +42,27 @@ async def test_each_leg_tells_where_its_seconds_went() -> None:
         assert last.timeline.kv_wait_s > 0
         assert 0 < last.timeline.kv_exposed_s < 0.1
         assert last.timeline.decode_s > 0
-        assert [d.timeline for d in made.to_d.deltas[decode.job][:-1]] == [None] * 7
+        assert [d.timeline for d in made.to_d.deltas[decode.job][1:-1]] == [None] * 6
+
+
+@virtual
+async def test_who_decodes_repeats_what_the_prefill_leg_said_of_itself() -> None:
+    async with pair() as made:
+        for attempt in range(2):  # the second time from the cache
+            prefill, decode = made.send(num_tokens=30, request=b"same", attempt=attempt)
+            await made.to_d.ended(decode.job)
+            said, repeated = await made.to_p.ended_prefill(prefill.job), made.to_d.deltas[decode.job][0]
+            assert said.timeline is not None
+            assert (repeated.timeline, repeated.usage) == (said.timeline, said.usage)
+
+
+@virtual
+async def test_a_first_token_that_is_the_last_comes_with_the_prefill_legs_timeline_from_both() -> None:
+    async with pair() as made:
+        first = expected_tokens(decode_job(30))[0]
+        prefill, decode = made.send(num_tokens=30, sampling=Sampling(max_tokens=8, stop_token_ids=(first,)))
+        (delta,) = await made.to_d.ended(decode.job)
+        assert (delta.finish, delta.timeline) == (FinishReason.STOP, (await made.to_p.ended_prefill(prefill.job)).timeline)
 
 
 @virtual
@@ -104,7 +124,7 @@ async def test_samples_share_one_transfer_and_differ() -> None:
         assert sorted(d.sample_index for d in made.to_p.deltas[prefill.job]) == [0, 1, 4]
         assert [d.usage is not None for d in made.to_p.deltas[prefill.job]] == [False, False, True]
         timelines = [d.timeline for d in made.to_d.deltas[decode.job] if d.timeline is not None]
-        assert [t.kv_bytes for t in timelines] == [8 * made.d.layout.block_bytes]
+        assert [(t.worker_id, t.kv_bytes) for t in timelines] == [("p", 0), ("d", 8 * made.d.layout.block_bytes)]
         await made.until_clean()
 
 

@@ -14,6 +14,7 @@ from baton.core.errors import ConfigError, ModelError, StreamBroken
 from baton.core.ids import WorkerRef
 from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
+from baton.engine.step import DeviceFault
 from baton.runtime.process import Stop
 from baton.runtime.settings import WorkerConfig
 from baton.sim.executor import SimExecutor, SimStepCost
@@ -99,7 +100,7 @@ async def test_it_serves_until_a_drain_and_closes_everything(opened: Opened) -> 
 
 async def test_an_unhealthy_worker_refuses_dials_and_ends_the_process(opened: Opened) -> None:
     async with serving(opened) as (task, _, gateway, codes):
-        opened.executor.error = RuntimeError("device lost")
+        opened.executor.error = DeviceFault("device lost")
         gateway.send(decode_job(20))
         await gateway.until(lambda: gateway.is_broken)
         with pytest.raises(StreamBroken):

@@ -165,4 +165,4 @@ def test_a_seed_decides_everything() -> None:
 
 def test_the_faults_do_happen() -> None:
     reasons = {reason for seed in range(25) for _, _, reasons in play(seed) for reason in reasons}
-    assert reasons >= {Reason.CANCELLED, Reason.SUPERSEDED, Reason.DEADLINE, Reason.LEASE_LOST, Reason.TRANSFER_FAILED}
+    assert reasons >= {Reason.CANCELLED, Reason.SUPERSEDED, Reason.DEADLINE, Reason.LEASE_LOST, Reason.TRANSFER_TIMEOUT}

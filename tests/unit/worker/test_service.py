@@ -11,8 +11,10 @@ from baton.core.cluster import Command, CommandKind, WorkerState
 from baton.core.errors import Code, Reason, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.request import Sampling
+from baton.engine.step import DeviceFault
 from baton.sim.transfer_backend import LinkModel
 from baton.worker.service import WorkerUnhealthy, WorkerWornOut
+from baton.worker.wear import PATIENCE_DRAINS
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
@@ -155,7 +157,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
 
 @virtual
 async def test_what_does_not_finish_in_time_is_handed_back() -> None:
-    async with pair(num_blocks=1100) as made:
+    async with pair(num_blocks=1100, drain_s=1.0) as made:
         endless = decode_job(30, sampling=LONG)
         made.to_d.send(endless)
         await made.to_d.until(lambda: made.to_d.tokens(endless.job))
@@ -193,16 +195,32 @@ async def test_a_draining_owner_does_not_wait_for_a_reader_that_is_gone() -> Non
 @virtual
 async def test_a_device_at_fault_makes_the_worker_say_so_and_end() -> None:
     async with pair() as made:
-        made.d.executor.error = RuntimeError("device lost")
+        made.d.executor.error = DeviceFault("device lost")
         job = decode_job(30)
         made.to_d.send(job)
-        with pytest.raises(WorkerUnhealthy, match="alone"):
+        with pytest.raises(WorkerUnhealthy, match="device lost"):
             await asyncio.wait_for(made.d.running, 5.0)
         assert not made.d.health.is_alive
         assert made.cluster.scheduler.reports["d"][-1].state is WorkerState.UNHEALTHY
         assert made.to_d.is_broken
         with pytest.raises(StreamBroken):
             await made.cluster.gateway(made.d, "g1").connect()
+
+
+@virtual
+async def test_a_request_whose_step_raises_costs_only_itself_also_where_it_is_alone() -> None:
+    async with pair() as made:
+        made.d.executor.error = RuntimeError("a bug that only this request meets")
+        bad, good = decode_job(30), decode_job(30, request=b"good")
+        made.to_d.send(bad)
+        failure = await made.to_d.failed(bad.job)
+        assert (failure.code, failure.retriable) == (Code.INTERNAL, False)
+        made.d.executor.error = None
+        made.to_d.send(good)
+        await made.to_d.ended(good.job)
+        assert made.to_d.tokens(good.job) == expected_tokens(good)
+        assert made.d.worker.state is WorkerState.READY
+        made.check_clean()
 
 
 @virtual
@@ -228,19 +246,71 @@ async def test_a_bug_in_a_background_task_makes_the_worker_unhealthy() -> None:
             await asyncio.wait_for(made.d.running, 1.0)
 
 
+async def wear_out(made: Pair, stuck_s: float = 1000.0) -> None:
+    """One of the decode worker's eight blocks is lost to a read that does not end for so long."""
+    _, first = made.send(num_tokens=12)
+    await made.to_d.ended(first.job)
+    made.cluster.fabric.link = LinkModel(stuck=1.0, stuck_s=stuck_s)
+    _, second = made.send(num_tokens=12, request=b"second")
+    failure = await made.to_d.failed(second.job)
+    assert (failure.reason, failure.retriable, failure.blamed) == (Reason.TRANSFER_TIMEOUT, True, made.p.ref)
+    made.cluster.fabric.link = LinkModel()
+    await asyncio.sleep(HEARTBEAT_S)
+    assert made.cluster.scheduler.reports["d"][-1].worn_out
+    assert made.d.pool.counts().quarantined == 1
+
+
+async def assert_serves(made: Pair, request: bytes) -> None:
+    job = decode_job(12, request=request, sampling=Sampling(max_tokens=3, ignore_eos=True))
+    made.to_d.send(job)
+    await made.to_d.ended(job.job)
+    assert made.to_d.tokens(job.job) == expected_tokens(job)
+
+
 @virtual
-async def test_too_much_quarantine_makes_the_worker_drain() -> None:
+async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() -> None:
     async with pair(num_blocks=8) as made:
-        _, first = made.send(num_tokens=12)
-        await made.to_d.ended(first.job)
-        made.cluster.fabric.link = LinkModel(stuck=1.0, stuck_s=1000.0)
-        _, second = made.send(num_tokens=12, request=b"second")
-        failure = await made.to_d.failed(second.job)
-        assert (failure.retriable, failure.blamed) == (True, made.p.ref)
+        await wear_out(made)
+        await asyncio.sleep(TEST_TIMES["drain_s"])
+        assert made.d.worker.state is WorkerState.READY
+        await assert_serves(made, b"meanwhile")
+        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))
         with pytest.raises(WorkerWornOut):
             await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
         assert made.d.pool.counts().quarantined == 1
         made.d.worker.check_clean()
+
+
+@virtual
+async def test_a_worn_out_worker_whom_nobody_answers_leaves_by_itself() -> None:
+    async with pair(num_blocks=8) as made:
+        await wear_out(made)
+        await made.cluster.network.kill(SCHEDULER)
+        await asyncio.sleep(PATIENCE_DRAINS * TEST_TIMES["drain_s"] - 1.0)
+        assert made.d.worker.state is WorkerState.READY
+        with pytest.raises(WorkerWornOut):
+            await asyncio.wait_for(made.d.running, PATIENCE_DRAINS * TEST_TIMES["drain_s"] + 2.0)
+
+
+@virtual
+async def test_a_worker_whose_memory_came_back_stays() -> None:
+    async with pair(num_blocks=8) as made:
+        await wear_out(made, stuck_s=8.0)
+        await asyncio.sleep(8.0)
+        assert made.d.pool.counts().quarantined == 0
+        assert not made.cluster.scheduler.reports["d"][-1].worn_out
+        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))  # sent before it had said so
+        await asyncio.sleep(HEARTBEAT_S)
+        assert made.d.worker.state is WorkerState.READY
+        await assert_serves(made, b"afterwards")
+
+
+@virtual
+async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced() -> None:
+    async with pair(num_blocks=8) as made:
+        await wear_out(made)
+        made.cluster.scheduler.send("d", Command(kind=CommandKind.DRAIN))
+        await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
 
 
 @virtual

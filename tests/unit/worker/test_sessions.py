@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import Code, Failure, Reason, StreamBroken
+from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import JobId
 from baton.core.jobs import Ack, Cancel, DecodeJob, Heartbeat, Ping, PrefillJob, SessionHello, SessionHelloReply, Step
 from baton.core.request import FinishReason, TokenDelta
@@ -263,6 +263,19 @@ async def test_a_stream_that_does_not_begin_with_a_hello_is_closed() -> None:
     stream.send(Ping())
     with pytest.raises(StreamBroken):
         await stream.receive()
+    with pytest.raises(Refused, match="begins with a hello, not with Ping"):
+        await rig.serving[0]
+
+
+@virtual
+async def test_a_second_hello_ends_the_stream() -> None:
+    rig = Rig()
+    stream, _ = await rig.open()
+    stream.send(hello())
+    with pytest.raises(StreamBroken):
+        await stream.receive()
+    with pytest.raises(Refused, match="one hello"):
+        await rig.serving[0]
 
 
 @virtual

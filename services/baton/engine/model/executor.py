@@ -16,7 +16,7 @@ from baton.engine.model.attention_step import CausalMasks
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.sampler import numerical_error, sample
 from baton.engine.model.step_inputs import FiniteWatch, Part, pack, prepare
-from baton.engine.step import StepPlan, StepResult
+from baton.engine.step import DeviceFault, StepPlan, StepResult
 from baton.runtime import failpoints
 
 
@@ -45,7 +45,7 @@ class TorchExecutor:
         return self._cache.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`; what raises is charged to nobody."""
+        """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, plan)
 
     async def aclose(self) -> None:
@@ -60,9 +60,12 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One step in the calling thread."""
-        result = self._run(plan)
-        if self._cache.device.type == "cuda":
-            torch.cuda.synchronize(self._cache.device)  # peers read the KV on streams of their own as soon as it is announced
+        try:
+            result = self._run(plan)
+            if self._cache.device.type == "cuda":
+                torch.cuda.synchronize(self._cache.device)  # peers read the KV on streams of their own as soon as it is announced
+        except torch.AcceleratorError as error:  # whatever has caused it, every later call to the device would fail, too
+            raise DeviceFault(f"{self._cache.device}: {error}") from error
         return result
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -41,12 +41,15 @@ def num_kv_blocks(
     """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of `free`.
 
     `memory_limit`: what the place of the KV memory can hold for all workers of the host, such as `/dev/shm`. Without `kv_memory` there are
-    never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one such sequence fits.
+    never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one such sequence fits, or if
+    more is asked for than is free.
     """
     if workers_on_host < 1:
         raise ValueError(f"workers_on_host is {workers_on_host}")
     least = num_blocks_for(max_model_len, layout.block_size_tokens)
     if kv_memory is not None:
+        if kv_memory > free:
+            raise ConfigError(f"--kv-memory {format_size(kv_memory)} is more than the {free >> 20} MiB that are free here: give less")
         blocks = kv_memory // layout.block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
     else:

@@ -99,13 +99,17 @@ class App:
         try:
             await self._handler(exchange)(exchange)
         except ClientGone:
-            self._count(exchange, _GONE)
+            self._count(exchange, _connection(exchange.scope).get("refusal") or _GONE)
         except Refused as refused:
             await self._refuse(exchange, refused)
         except Exception as error:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
             message = f"internal error ({type(error).__name__}); the gateway's log has it under {exchange.request_id.hex()}"
             await self._refuse(exchange, Refused(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)))
+
+    def refused(self, failure: Failure) -> None:
+        """The connection has answered a request whose head was not whole: for no endpoint that anybody knows."""
+        self._service.ended("", failure)
 
     def _handler(self, exchange: Exchange) -> Handler:
         path = exchange.scope["path"]
@@ -209,7 +213,7 @@ class App:
     async def _detokenize(self, exchange: Exchange) -> None:
         with self._service.arriving():
             body = await self._body(exchange)
-        await respond_json(exchange.send, 200, {"prompt": text_of(self._service.validator, body)})
+        await respond_json(exchange.send, 200, {"prompt": await text_of(self._service.validator, body)})
 
     async def _health(self, exchange: Exchange) -> None:
         is_alive = self._service.health.is_alive
@@ -251,21 +255,30 @@ class _HangUp:
     end, when it has not read the rest. A write that waits for such a client would wait for ever."""
 
     def __init__(self, scope: Scope, unread_s: float) -> None:
-        self._abort = scope.get("extensions", {}).get(HANG_UP, {}).get("abort", lambda: None)
+        self._abort = _connection(scope).get("abort", lambda: None)
         self._unread_s = unread_s
         self._timer: asyncio.TimerHandle | None = None
+        self._is_cancelled = False
 
     def watch(self, run: "asyncio.Task[Ending]") -> None:
-        """The call has ended."""
+        """The call has ended. Its answer may have left before anybody tells so here, and the connection may have another request; not so
+        where nobody reads."""
         failure = _failure_of(run)
         if failure is not None and failure.reason is Reason.SLOW_READER:
             self._abort()
-        else:
+        elif not self._is_cancelled:
             self._timer = asyncio.get_running_loop().call_later(self._unread_s, self._abort)
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _connection(scope: Scope) -> Mapping[str, Any]:
+    """What the connection says of itself, see HANG_UP."""
+    connection: Mapping[str, Any] = scope.get("extensions", {}).get(HANG_UP, {})
+    return connection
 
 
 def _failure_of(run: "asyncio.Task[Ending]") -> Failure | None:

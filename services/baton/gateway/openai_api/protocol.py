@@ -14,7 +14,8 @@ from baton.core.limits import MAX_HEAD_BYTES
 from baton.gateway.openai_api.errors import error_body
 
 HANG_UP = "baton.hang_up"
-"""The ASGI scope's extension with which an application aborts the connection, unsent bytes and all."""
+"""The ASGI scope's extension between connection and application: `abort` aborts the connection, unsent bytes and all; `refusal` is the
+Failure that the connection has answered with by itself, where the application has seen a disconnect."""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -52,11 +53,11 @@ class GatewayProtocol(HttpToolsProtocol):
         self._has_begun = True
         if self._deadline is None:  # it came with the end of the request before it
             self._arm()
-        self.scope["extensions"] = {HANG_UP: {"abort": self.hang_up}}
+        self.scope["extensions"] = {HANG_UP: {"abort": self.hang_up, "refusal": None}}
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()  # raises where the head makes no sense: then the application hears nothing of it
         self._in_head = False
-        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes, self._has_begun = True, 0, False
@@ -70,6 +71,9 @@ class GatewayProtocol(HttpToolsProtocol):
         """Abort the connection: what is unsent is dropped."""
         if not self.transport.is_closing():
             self.transport.abort()
+
+    def on_refused(self, failure: Failure) -> None:
+        """Something was refused before the application has heard of it."""
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(self.receive_deadline_s, self._expired)
@@ -94,13 +98,19 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(Code.RECEIVE_TIMEOUT, Reason.DEADLINE, message)
 
     def _refuse(self, code: Code, reason: Reason, message: str) -> None:
-        """Answer without the application, which sees a disconnect, and close."""
-        body = error_body(Failure(code=code, reason=reason, message=message))
+        """Answer without the application, which sees a disconnect if it has seen anything of this request, and close."""
+        failure = Failure(code=code, reason=reason, message=message)
+        if self._has_begun and not self._in_head:
+            self.scope["extensions"][HANG_UP]["refusal"] = failure
+        else:
+            self.on_refused(failure)
+        body = error_body(failure)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[code.http] + head + body)
         self.transport.close()
 
 
-def protocol_class(receive_deadline_s: float) -> Callable[..., GatewayProtocol]:
+def protocol_class(receive_deadline_s: float, on_refused: Callable[[Failure], None]) -> Callable[..., GatewayProtocol]:
     """The class that uvicorn makes a connection with."""
-    return type("Protocol", (GatewayProtocol,), {"receive_deadline_s": receive_deadline_s})
+    told = {"on_refused": lambda _, failure: on_refused(failure)}
+    return type("Protocol", (GatewayProtocol,), {"receive_deadline_s": receive_deadline_s, **told})

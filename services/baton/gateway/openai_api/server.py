@@ -15,12 +15,13 @@ KEEP_ALIVE_S = 75
 
 
 class HttpServer:
-    """`async with HttpServer(app, sock, ...)`: serves inside; leaving stops accepting, gives running answers `grace_s`, and closes."""
+    """`async with HttpServer(app, sock, ...)`: serves inside; leaving stops accepting, gives running answers `grace_s`, and closes.
+    `app.refused` is told of requests that never reach it."""
 
     def __init__(self, app: Any, sock: socket.socket, *, receive_deadline_s: float, grace_s: float = 1.0) -> None:
         config = uvicorn.Config(
             app,
-            http=protocol_class(receive_deadline_s),  # type: ignore[arg-type]
+            http=protocol_class(receive_deadline_s, app.refused),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             loop="none",

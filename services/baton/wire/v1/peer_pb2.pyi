@@ -134,7 +134,7 @@ class FirstToken(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class KvReady(_message.Message):
-    __slots__ = ("transfer_id", "shard", "first_block_index", "block_ids", "lives", "hashes", "num_computed_tokens", "final", "first_tokens")
+    __slots__ = ("transfer_id", "shard", "first_block_index", "block_ids", "lives", "hashes", "num_computed_tokens", "final", "first_tokens", "timeline")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class KvReady(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: int
     shard: int
     first_block_index: int
@@ -153,7 +154,8 @@ class KvReady(_message.Message):
     num_computed_tokens: int
     final: bool
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, transfer_id: _Optional[int] = ..., shard: _Optional[int] = ..., first_block_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lives: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., final: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    timeline: _common_pb2.LegTimeline
+    def __init__(self, transfer_id: _Optional[int] = ..., shard: _Optional[int] = ..., first_block_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lives: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., final: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., timeline: _Optional[_Union[_common_pb2.LegTimeline, _Mapping]] = ...) -> None: ...
 
 class Renewed(_message.Message):
     __slots__ = ("renewal", "lost")

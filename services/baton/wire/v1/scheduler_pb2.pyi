@@ -30,6 +30,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
     COMMAND_KIND_PROBE_LINK: _ClassVar[CommandKind]
     COMMAND_KIND_CONNECT: _ClassVar[CommandKind]
+    COMMAND_KIND_LEAVE: _ClassVar[CommandKind]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -44,6 +45,7 @@ COMMAND_KIND_SNAPSHOT: CommandKind
 COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_PROBE_LINK: CommandKind
 COMMAND_KIND_CONNECT: CommandKind
+COMMAND_KIND_LEAVE: CommandKind
 
 class Slo(_message.Message):
     __slots__ = ("ttft_s", "tpot_s")
@@ -163,6 +165,12 @@ class RequestActuals(_message.Message):
     legs: _containers.RepeatedCompositeFieldContainer[_common_pb2.LegTimeline]
     def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[_common_pb2.LegTimeline, _Mapping]]] = ...) -> None: ...
 
+class FinishedRequest(_message.Message):
+    __slots__ = ("actuals",)
+    ACTUALS_FIELD_NUMBER: _ClassVar[int]
+    actuals: _containers.RepeatedCompositeFieldContainer[RequestActuals]
+    def __init__(self, actuals: _Optional[_Iterable[_Union[RequestActuals, _Mapping]]] = ...) -> None: ...
+
 class FinishedReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -172,12 +180,16 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterUpdate(_message.Message):
-    __slots__ = ("scheduler_id", "reports")
+    __slots__ = ("scheduler_id", "reports", "pid", "host")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     reports: _containers.RepeatedCompositeFieldContainer[WorkerReport]
-    def __init__(self, scheduler_id: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ...) -> None: ...
+    pid: int
+    host: str
+    def __init__(self, scheduler_id: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("total", "free", "cached", "used", "landing", "quarantined", "held_for_others")
@@ -212,7 +224,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "worn_out")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +244,7 @@ class WorkerReport(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
     COUNTED_DECISION_IDS_FIELD_NUMBER: _ClassVar[int]
+    WORN_OUT_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -251,7 +264,8 @@ class WorkerReport(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
     event_seq: int
     counted_decision_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    worn_out: bool
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., worn_out: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("kind", "peer")

@@ -41,7 +41,7 @@ class SchedulerStub:
                 _registered_method=True)
         self.Finished = channel.unary_unary(
                 '/baton.wire.v1.Scheduler/Finished',
-                request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.RequestActuals.SerializeToString,
+                request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedRequest.SerializeToString,
                 response_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
@@ -76,7 +76,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finished(self, request, context):
-        """What really happened to a placed request.
+        """What really happened to placed requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,7 +118,7 @@ def add_SchedulerServicer_to_server(servicer, server):
             ),
             'Finished': grpc.unary_unary_rpc_method_handler(
                     servicer.Finished,
-                    request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.RequestActuals.FromString,
+                    request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedRequest.FromString,
                     response_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
@@ -194,7 +194,7 @@ class Scheduler:
             request,
             target,
             '/baton.wire.v1.Scheduler/Finished',
-            baton_dot_wire_dot_v1_dot_scheduler__pb2.RequestActuals.SerializeToString,
+            baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedRequest.SerializeToString,
             baton_dot_wire_dot_v1_dot_scheduler__pb2.FinishedReply.FromString,
             options,
             channel_credentials,

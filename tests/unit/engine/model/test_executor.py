@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import MistralConfig, PreTrainedConfig
 
 from baton.core.blocks import token_ids
@@ -14,7 +15,7 @@ from baton.core.request import Sampling
 from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.step import Executor, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.step import DeviceFault, Executor, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
 from tests.unit.engine.model.conftest import TINY
 
@@ -216,3 +217,13 @@ async def test_a_failpoint_in_the_step_is_charged_to_nobody(armed: Callable[[str
     with pytest.raises(failpoints.FailpointError, match="device"):
         await executor.execute(plan(*GOOD))
     assert len((await executor.execute(plan(*GOOD))).samples) == 3
+
+
+async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
+    def kernel(*_args: object, **_kwargs: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1, kernel=kernel)
+    with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):
+        await executor.execute(plan(*GOOD))
+    executor.close()

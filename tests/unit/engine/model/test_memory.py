@@ -30,7 +30,12 @@ def test_no_more_than_can_be_used() -> None:
 
 
 def test_a_given_size_is_taken_as_it_is() -> None:
-    assert blocks(kv_memory=700 * BLOCK + BLOCK - 1, free=0, max_num_seqs=1, workers_on_host=8) == 700
+    assert blocks(kv_memory=700 * BLOCK + BLOCK - 1, free=701 * BLOCK, max_num_seqs=1, workers_on_host=8) == 700
+
+
+def test_more_than_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-memory 700KiB is more than the \d+ MiB that are free"):
+        blocks(kv_memory=700 * BLOCK, free=600 * BLOCK)
 
 
 def test_less_than_one_sequence_is_refused() -> None:

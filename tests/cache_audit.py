@@ -1,0 +1,298 @@
+"""Is what workers cache what its hash says? Each cached block of a running cluster against plain `transformers`, in float32.
+
+    auditor = CacheAuditor(model_dir)
+    found = await auditor.audit(cluster)      # raises WrongBlock or NotCovered
+
+What a worker caches is what its life table lists and a peer can pull; that must be as many blocks as it reports. A hash does not tell its
+tokens: those come from the clients' history, every prompt with whatever was answered to it. Every element of K and V of every block whose
+tokens are known must lie within tau of the reference's; tau is ten times the largest difference between two batchings of the reference
+itself on some of these very tokens, at most `MAX_TAU`. If less than `MIN_COVERAGE` of a worker's blocks are known, that is a failure, too.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from baton.core.blocks import BlockHash, chain, root_hash, token_ids
+from baton.core.cluster import WorkerReport, WorkerState
+from baton.core.front import ClusterStatus
+from baton.core.ids import WorkerRef
+from baton.core.kv_layout import KvLayout
+from baton.wire.network import GrpcNetwork
+from tests.cache_reader import NUM_BLOCKS, CacheReader, cache_reader
+from tests.cluster import CALM_S, ProcessCluster
+
+MAX_TAU = 1e-3
+MIN_COVERAGE = 0.9
+_MEASURED_RUNS = 3
+_KINDS = ("k", "v")
+
+
+class WrongBlock(AssertionError):
+    """A worker caches under a hash what does not belong to its tokens."""
+
+
+class NotCovered(AssertionError):
+    """The audit has seen too little of a cache to say anything about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAudit:
+    """What an audit found, by worker: blocks that are cached, and those of them that were compared. For it `num_tokens` were computed
+    again; `worst` is the largest difference among what was not known, bit by bit, from an earlier audit."""
+
+    num_cached: dict[str, int]
+    num_compared: dict[str, int]
+    num_tokens: int
+    tau: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Tokens to compute again, and the blocks among them to compare: {index in the run: hash}."""
+
+    tokens: tuple[int, ...]
+    blocks: dict[int, BlockHash]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """What was read under a hash: `content` float32 [num_layers, 2, num_kv_heads, block_size_tokens, head_dim]. `places`: where."""
+
+    content: np.ndarray
+    digest: bytes
+    places: list[str] = field(default_factory=list)
+
+
+Copies = dict[BlockHash, list[Copy]]
+"""Workers that hold the same bits share a copy."""
+
+
+class CacheAuditor:
+    """The reference for one model directory. What was right once under a hash, bit by bit, is not computed again in a later audit."""
+
+    def __init__(self, model_dir: Path) -> None:
+        attention = "sdpa"
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+        )
+        self._model.eval().requires_grad_(False)
+        self._right: set[tuple[BlockHash, bytes]] = set()
+
+    async def audit(self, cluster: ProcessCluster) -> CacheAudit:
+        """Every ready worker of a cluster that is idle and whose workers all serve this model."""
+        reports = await ready_reports(cluster)
+        layout = _layout(reports)
+        num_cached, num_compared = Counter[str](), Counter[str]()
+        comparison = Comparison(self._model, layout, self._right)
+        async with cache_reader(layout, transfer=cluster.settings.get("transfer", "nixl")) as reader:
+            listed = {report.worker: _by_hash(await reader.life_table(report.worker)) for report in reports}
+            histories = dict.fromkeys(tokens for got in cluster.history for tokens in got.token_chains())
+            runs = plan_runs(layout, histories, wanted=frozenset().union(*listed.values()))
+            for batch in _batches(runs):
+                copies: Copies = {}
+                for worker, blocks in listed.items():
+                    asked = [block_hash for run in batch for block_hash in run.blocks.values() if block_hash in blocks]
+                    num_compared[worker.worker_id] += await _read(reader, worker, layout, asked, blocks, copies)
+                await asyncio.to_thread(comparison.check, batch, copies, runs)
+            known = {block_hash for run in runs for block_hash in run.blocks.values()}
+            for worker, blocks in listed.items():
+                unknown = await reader.read(worker, [block_hash for block_hash in blocks if block_hash not in known])
+                num_cached[worker.worker_id] = num_compared[worker.worker_id] + len(unknown)
+        await _until_reported(cluster, num_cached)
+        _check_coverage(num_cached, num_compared)
+        return CacheAudit(
+            num_cached=dict(num_cached),
+            num_compared=dict(num_compared),
+            num_tokens=comparison.num_tokens,
+            tau=comparison.tau,
+            worst=comparison.worst,
+        )
+
+
+class Comparison:
+    """Contents against the reference's. `right`: what need not be compared any more; grows."""
+
+    def __init__(self, model: torch.nn.Module, layout: KvLayout, right: set[tuple[BlockHash, bytes]]) -> None:
+        self._model = model
+        self._block_size = layout.block_size_tokens
+        self._right = right
+        self.num_tokens = 0
+        self.tau = 0.0
+        self.worst = 0.0
+
+    def check(self, batch: Sequence[Run], copies: Copies, runs: Sequence[Run]) -> None:
+        """`runs`: what tau is measured on, the first time. Raises WrongBlock for the first that is wrong."""
+        for run in batch:
+            doubtful = [
+                (index, block_hash, copy)
+                for index, block_hash in run.blocks.items()
+                for copy in copies.get(block_hash, ())
+                if (block_hash, copy.digest) not in self._right
+            ]
+            if not doubtful:
+                continue
+            if not self.tau:
+                self.tau = min(MAX_TAU, 10 * self._noise(runs))
+            expected = self._keys_and_values(run.tokens)
+            self.num_tokens += len(run.tokens)
+            for index, block_hash, copy in doubtful:
+                begin = index * self._block_size
+                self._compare(copy, expected[..., begin : begin + self._block_size, :], run, begin, block_hash)
+                self._right.add((block_hash, copy.digest))
+
+    def _compare(self, copy: Copy, expected: np.ndarray, run: Run, begin: int, block_hash: BlockHash) -> None:
+        differences = np.nan_to_num(np.abs(copy.content - expected), nan=np.inf)
+        worst = float(differences.max())
+        self.worst = max(self.worst, worst)
+        if worst > self.tau:
+            where = np.unravel_index(int(differences.argmax()), differences.shape)
+            layer, kind, head, token, element = (int(index) for index in where)
+            raise WrongBlock(
+                f"{' and '.join(copy.places)}, hash {block_hash.hex()}, tokens {begin} to {begin + self._block_size - 1} of a sequence: "
+                f"layer {layer}, {_KINDS[kind]}, head {head}, token {begin + token}, element {element} is {copy.content[where]:.6g} where "
+                f"the reference has {expected[where]:.6g} (tau {self.tau:.3g}); {int((differences > self.tau).sum())} of "
+                f"{differences.size} elements differ, in layers {sorted({int(i) for i in np.nonzero(differences > self.tau)[0]})}"
+            )
+
+    @torch.inference_mode()
+    def _keys_and_values(self, tokens: Sequence[int], pieces: Iterable[int] = ()) -> np.ndarray:
+        """float32 [num_layers, 2, num_kv_heads, num_tokens, head_dim]. `pieces`: lengths to compute one after the other; the rest, or all,
+        at once."""
+        ids, cache, done = torch.tensor([tokens]), DynamicCache(), 0  # without a configuration, so that no layer keeps only a window
+        for size in (*pieces, len(tokens)):
+            if done < len(tokens):
+                self._model(input_ids=ids[:, done : done + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                done += size
+        layers: Any = cache.layers
+        return torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers]).numpy()
+
+    def _noise(self, runs: Sequence[Run]) -> float:
+        """How far the reference is from itself: one pass against passes over a few tokens at a time, mostly single ones at the end, as in
+        decoding."""
+        rng = random.Random(0)
+        largest = 0.0
+        for run in runs[:: max(1, len(runs) // _MEASURED_RUNS)]:
+            left, pieces = len(run.tokens), []
+            while left > 0:
+                pieces.append(min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20))))
+                left -= pieces[-1]
+            apart, together = self._keys_and_values(run.tokens, pieces), self._keys_and_values(run.tokens)
+            largest = max(largest, float(np.abs(apart - together).max()))
+        return largest
+
+
+def plan_runs(layout: KvLayout, histories: Iterable[tuple[int, ...]], wanted: frozenset[BlockHash]) -> list[Run]:
+    """The fewest tokens that a simple rule finds: the longest histories first, each up to its last block that is wanted and that no longer
+    one has."""
+    size = layout.block_size_tokens
+    root = root_hash(model_fingerprint=layout.model_fingerprint, block_size_tokens=size)
+    candidates: list[tuple[int, tuple[int, ...], list[BlockHash]]] = []
+    for tokens in histories:
+        hashes = list(chain(root, token_ids(tokens), size))
+        while hashes and hashes[-1] not in wanted:
+            hashes.pop()
+        if hashes:
+            candidates.append((len(hashes), tokens, hashes))
+    runs: list[Run] = []
+    left = set(wanted)
+    for _length, tokens, hashes in sorted(candidates, key=lambda candidate: -candidate[0]):
+        blocks = {index: block_hash for index, block_hash in enumerate(hashes) if block_hash in left}
+        if blocks:
+            runs.append(Run(tokens=tokens[: (max(blocks) + 1) * size], blocks=blocks))
+            left.difference_update(blocks.values())
+    return runs
+
+
+def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """With about as many blocks as the reader reads at once; more in one run are possible."""
+    batch: list[Run] = []
+    for run in runs:
+        if batch and sum(len(r.blocks) for r in batch) + len(run.blocks) > NUM_BLOCKS:
+            yield batch
+            batch = []
+        batch.append(run)
+    if batch:
+        yield batch
+
+
+async def _read(
+    reader: CacheReader,
+    worker: WorkerRef,
+    layout: KvLayout,
+    asked: Sequence[BlockHash],
+    blocks: dict[BlockHash, list[int]],
+    copies: Copies,
+) -> int:
+    """Add to `copies` what of `asked` can be found at `worker`; how many blocks."""
+    component = layout.groups[0].components[0]
+    shape = (layout.num_layers, len(_KINDS), component.num_kv_heads, layout.block_size_tokens, component.head_dim)
+    found = await reader.read(worker, asked)
+    for block_hash, content in found.items():
+        digest = blake2b(content.tobytes(), digest_size=16).digest()
+        same = copies.setdefault(block_hash, [])
+        copy = next((copy for copy in same if copy.digest == digest), None)
+        if copy is None:
+            copy = Copy(content=content.view(np.float32).reshape(shape), digest=digest)
+            same.append(copy)
+        copy.places.append(f"{worker.worker_id} block {' or '.join(map(str, blocks[block_hash]))}")
+    return len(found)
+
+
+async def ready_reports(cluster: ProcessCluster) -> list[WorkerReport]:
+    """Reports of all ready workers that run, as the cluster's scheduler has them."""
+    network = GrpcNetwork(heartbeat_s=1.0)
+    try:
+        watch = await network.scheduler(cluster.children["scheduler"].address).watch()
+        update = await watch.receive()
+        await watch.aclose()
+    finally:
+        await network.aclose()
+    return [r for r in update.reports if r.state is WorkerState.READY and r.worker.worker_id in cluster.children]
+
+
+def _layout(reports: Sequence[WorkerReport]) -> KvLayout:
+    """Of all of them. Raises NotCovered if they differ, or hold something else than float32 keys and values of one shape."""
+    layouts = {report.layout for report in reports}
+    if len(layouts) != 1:
+        raise NotCovered(f"{len(reports)} workers with {len(layouts)} layouts")
+    (layout,) = layouts
+    parts = [(c.name, c.num_kv_heads, c.head_dim, c.dtype) for group in layout.groups for c in group.components]
+    if len(layout.groups) != 1 or parts != [(kind, *parts[0][1:3], "float32") for kind in _KINDS]:
+        raise NotCovered(f"the audit knows float32 keys and values of one shape, not {layout.groups}")
+    return layout
+
+
+def _by_hash(table: dict[int, BlockHash]) -> dict[BlockHash, list[int]]:
+    blocks: dict[BlockHash, list[int]] = {}
+    for block_id, block_hash in table.items():
+        blocks.setdefault(block_hash, []).append(block_id)
+    return blocks
+
+
+async def _until_reported(cluster: ProcessCluster, num_cached: Counter[str]) -> None:
+    """Every audited worker says that it caches exactly what could be pulled, and the audit's own leases have ended."""
+
+    def is_so(status: ClusterStatus) -> bool:
+        audited = [w for w in status.workers if w.worker.worker_id in num_cached]
+        return all(w.blocks.cached == num_cached[w.worker.worker_id] and not w.open_leases for w in audited)
+
+    await cluster.until(is_so, CALM_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}")
+
+
+def _check_coverage(num_cached: Counter[str], num_compared: Counter[str]) -> None:
+    if not num_cached.total():
+        raise NotCovered("nothing is cached anywhere")
+    for worker_id, cached in num_cached.items():
+        if num_compared[worker_id] < MIN_COVERAGE * cached:
+            raise NotCovered(f"the tokens of only {num_compared[worker_id]} of {cached} cached blocks of {worker_id} are known")

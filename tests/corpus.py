@@ -1,0 +1,383 @@
+"""Bad input for both public APIs: one table of cases, bodies that both can carry, and what may happen to bytes on their way."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from baton.core.limits import I32_MAX, I64_MIN, LIMITS, U32_MAX, U64_MAX, Kind, Limit
+from baton.gateway import fields
+from baton.v1.inference_pb2 import GenerateRequest
+from baton.wire.convert_front import from_generate_request, to_generate_request
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+JSON_HEADERS: Mapping[str, str] = {"content-type": "application/json"}
+HELLO: Mapping[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+LISTS = frozenset(("stop", "stop_token_ids"))
+GIVEN_ELSEWHERE = frozenset(
+    ("choices", "label", "metadata", "token_ids", "messages", "messages.name", "x-baton-timeout-ms", "top_logprobs"),
+)
+"""Entries of the table of limits that are no field of a completions body by that name."""
+FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if name not in GIVEN_ELSEWHERE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One bad request: `body` as a JSON value, or `raw` as the bytes of the HTTP body. `says`: words of the message. `code`: the answer's
+    machine-readable reason, where it is not just an invalid request."""
+
+    name: str
+    says: tuple[str, ...]
+    body: Any = None
+    raw: bytes | None = None
+    path: str = COMPLETIONS
+    headers: Mapping[str, str] = field(default_factory=lambda: JSON_HEADERS)
+    status: int = 400
+    code: str = "invalid_request"
+
+    @property
+    def content(self) -> bytes:
+        return json.dumps(self.body).encode() if self.raw is None else self.raw
+
+    @property
+    def message(self) -> GenerateRequest | None:
+        """The same request over gRPC; None where that has no room for it."""
+        is_json = self.raw is None and self.headers is JSON_HEADERS and isinstance(self.body, dict)
+        if not is_json or self.path != COMPLETIONS:
+            return None
+        return message_of(self.body)
+
+
+def message_of(body: Mapping[str, Any]) -> GenerateRequest | None:
+    """`body` over gRPC, if every value of it can be said there."""
+    try:
+        message = to_generate_request(body)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    said = from_generate_request(message)
+    return message if all(_is_same(said.get(name), value) for name, value in body.items()) else None
+
+
+def _is_same(said: Any, value: Any) -> bool:
+    """Equal, and of the same types all the way down; NaN is itself."""
+    if isinstance(said, dict) and isinstance(value, dict):
+        return said.keys() == value.keys() and all(_is_same(said[name], value[name]) for name in value)
+    if isinstance(said, list) and isinstance(value, list):
+        return len(said) == len(value) and all(map(_is_same, said, value))
+    return type(said) is type(value) and (said == value or value != value)
+
+
+def body_with(name: str, value: Any) -> dict[str, Any]:
+    """A completions body in which only this field may be wrong."""
+    body: dict[str, Any] = {"prompt": "x"}
+    if name == "logit_bias":
+        return body | {name: {"7": value}}
+    if "." in name:
+        outer, inner = name.split(".")
+        body |= {"stream": True} if outer == "stream_options" else {}
+        return body | {outer: {inner: value}}
+    return body | {name: [value] if name in LISTS else value}
+
+
+def beyond(limit: Limit) -> list[Any]:
+    """Values that JSON can carry and the limit forbids: of another kind, and just outside."""
+    wrong: list[Any] = [{}, [[]], "1" if limit.kind is not Kind.STRING else 1]
+    if limit.kind is Kind.BOOLEAN:
+        return [*wrong, 0, 1, "true", 1.0]
+    if limit.kind is Kind.STRING:
+        too_long = [] if limit.maximum is None else ["x" * int(limit.maximum + 1)]
+        return [*wrong, True, "", "\0", "a\0b", "\ud800", "x\udfffy", *too_long]
+    wrong += [True, False, 10**400, -(10**400)]
+    if limit.kind is Kind.INTEGER:
+        wrong += [1.5, 1.0]
+    wrong += [limit.maximum + 1] if limit.maximum is not None else []
+    wrong += [limit.minimum - 1] if limit.minimum is not None else []
+    wrong += [limit.above, limit.above - 1] if limit.above is not None else []
+    return wrong
+
+
+def absurd_parameters() -> Iterator[Case]:
+    """Each field of the table with everything that it may not be."""
+    for name, limit in sorted(FIELDS.items()):
+        for number, value in enumerate(beyond(limit)):
+            if name == "prompt" and value is True:
+                continue  # says what a prompt is instead
+            yield Case(name=f"{name}-{number}", says=(name.split(".")[0],), body=body_with(name, value))
+
+
+def unimplemented_fields() -> Iterator[Case]:
+    """Fields of OpenAI's and vLLM's APIs that would change the answer."""
+    for path, table, good in ((COMPLETIONS, fields.NOT_IN_COMPLETIONS, {"prompt": "x"}), (CHAT, fields.NOT_IN_CHAT, dict(HELLO))):
+        for name, its in sorted(table.items()):
+            body = good | {name: {"asks": "for something"}}
+            yield Case(name=f"{path}-{name}", says=(name, its.advice), body=body, path=path, code="unsupported_field")
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    COMPLETIONS: {
+        "best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "presence_penalty": 0,
+        "seed": None, "stop": None, "stream": False, "stream_options": None, "suffix": None, "temperature": 1, "top_p": 1,
+        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "spaces_between_special_tokens": True,
+        "skip_special_tokens": True,
+    },
+    CHAT: {
+        "frequency_penalty": 0, "logprobs": False, "n": 1, "parallel_tool_calls": True, "presence_penalty": 0, "service_tier": "auto",
+        "response_format": {"type": "text"}, "stream": False, "store": False, "temperature": 1, "tool_choice": "none", "tools": [],
+        "top_p": 1, "modalities": ["text"], "function_call": "none", "functions": [], "verbosity": "medium", "top_logprobs": 0,
+        "add_generation_prompt": True, "continue_final_message": False, "metadata": {}, "top_k": -1, "min_p": 0, "repetition_penalty": 1,
+    },
+}  # fmt: skip
+"""What OpenAI's and vLLM's documentation say that leaving a field out means."""
+
+
+def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, body) that ask for nothing that we lack: null, a field's default, and labels."""
+    labels = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    for path, table, known, good in (
+        (COMPLETIONS, fields.NOT_IN_COMPLETIONS, fields.COMPLETIONS, {"prompt": "x"}),
+        (CHAT, fields.NOT_IN_CHAT, fields.CHAT, dict(HELLO)),
+    ):
+        short = {"max_tokens": 3}
+        yield path, good | short | labels
+        for name, default in DEFAULTS[path].items():
+            yield path, good | short | {name: default}
+        yield path, good | short | dict.fromkeys(table)
+        yield path, good | dict.fromkeys(known - good.keys() - {"max_tokens"}) | short
+        for name, its in sorted(table.items()):
+            for default in its.defaults:
+                yield path, good | short | {name: default}
+
+
+NO_JSON: list[tuple[bytes, str]] = [
+    (b"", "not valid JSON"),
+    (b"{", "not valid JSON"),
+    (b"[]", "JSON object"),
+    (b'"text"', "JSON object"),
+    (b"\xff\xfe{}", "not UTF-8"),
+    (b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
+    (b'{"prompt": "\xc3\x28"}', "not UTF-8"),
+    (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
+    (b'{"prompt": "\\ud800"}', "lone surrogate"),
+    (b'{"prompt": "a\\u0000b"}', "NUL"),
+    (b'{"prompt": "a\x00b"}', "not valid JSON"),
+    (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+    (b'{"prompt": "x", "slo": {"ttft_ms": 1, "ttft_ms": 2}}', "'ttft_ms' twice"),
+    (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+    (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
+    (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "too long"),
+    (b"[" * 10_000 + b"]" * 10_000, "nested deeper"),
+    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested deeper"),
+    (b'{"prompt": "x", "metadata": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
+    (b'{"prompt": "x",}', "not valid JSON"),
+    (b"{'prompt': 'x'}", "not valid JSON"),
+    (b'{"prompt": [' + b"[]," * 40 + b'"' + b'\\"' * 100_000, "not valid JSON"),
+]
+"""Bodies that are no request, and words of the answer. The last is what a check of its depth could read for minutes."""
+
+WRONG_TYPES: list[Mapping[str, str]] = [
+    {},
+    {"content-type": "text/plain"},
+    {"content-type": "application/x-www-form-urlencoded"},
+    {"content-type": "application/json; charset=latin-1"},
+    {"content-type": "application/json", "content-encoding": "gzip"},
+]
+
+
+def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
+    """Prompts that are none, that are too long, or that no vocabulary has."""
+    too_long = "context_length_exceeded"
+    whole = [5] * (max_model_len - 10)
+    for prompt in ("", [], [[]], [""], ["a", [1]], [[1], 2], [[1], "a"], [1, "a"], [1, True], [1, 1.0], [-1], [2**32], None, 1, True, {}):
+        yield Case(name=f"prompt-{prompt!r}", says=("prompt",), body={"prompt": prompt})
+    yield Case(name="no-prompt", says=("prompt is missing",), body={})
+    for name, body in (
+        ("one-over", {"prompt": whole, "max_tokens": 11}),
+        ("one-over-by-min-tokens", {"prompt": whole, "min_tokens": 11}),
+        ("one-over-in-a-batch", {"prompt": [[5], whole], "max_tokens": 11}),
+    ):
+        says = (str(len(whole)), "11", str(max_model_len))
+        yield Case(name=name, says=says, body=body, code=too_long)
+    says = (str(max_model_len), "is 1", str(max_model_len))
+    yield Case(name="no-room-for-one", says=says, body={"prompt": [5] * max_model_len}, code=too_long)
+    yield Case(name="long-text", says=("at least", str(max_model_len)), body={"prompt": "word " * 100_000}, code=too_long)
+    long_chat = {"messages": [{"role": "user", "content": "word " * 100_000}]}
+    yield Case(name="long-chat", says=("at least", str(max_model_len)), body=long_chat, path=CHAT, code=too_long)
+    over = f"0 to {vocab_size - 1}"
+    for name, body in (
+        ("prompt", {"prompt": [5, vocab_size]}),
+        ("largest", {"prompt": [U32_MAX]}),
+        ("stop_token_ids", {"prompt": "x", "stop_token_ids": [vocab_size]}),
+        ("logit_bias", {"prompt": "x", "logit_bias": {str(vocab_size): 1.0}}),
+    ):
+        yield Case(name=f"vocabulary-{name}", says=(over,), body=body)
+    yield Case(name="vocabulary-detokenize", says=(over,), body={"tokens": [vocab_size]}, path=DETOKENIZE)
+    yield Case(name="too-much-to-detokenize", says=("one call takes",), raw=b'{"tokens":[%b1]}' % (b"1," * 70_000), path=DETOKENIZE)
+    yield Case(name="too-much-to-tokenize", says=("one call takes",), body={"prompt": "x" * (2**20 + 1)}, path=TOKENIZE)
+    yield Case(name="other-model", says=("gpt-4", "demo"), body={"prompt": "x", "model": "gpt-4"}, status=404, code="model_not_found")
+
+
+def together(max_num_seqs: int) -> Iterator[Case]:
+    """Fields that are each right, but not with one another; lists that are too long; senseless nesting."""
+    for name, body in (
+        ("n", {"prompt": ["x"] * 64, "n": max_num_seqs + 1}),
+        ("n", {"prompt": "x", "n": max_num_seqs + 1}),
+        ("n", {"prompt": ["x"] * 65, "n": 16}),
+        ("max_tokens", {"prompt": "x", "max_completion_tokens": 3, "max_tokens": 4}),
+        ("min_tokens", {"prompt": "x", "min_tokens": 5, "max_tokens": 4}),
+        ("stop", {"prompt": "x", "stop": ["x"] * 17}),
+        ("stop", {"prompt": "x", "stop": 5}),
+        ("stop_token_ids", {"prompt": "x", "stop_token_ids": [1] * 129}),
+        ("logit_bias", {"prompt": "x", "logit_bias": {str(i): 1.0 for i in range(1025)}}),
+        ("logit_bias", {"prompt": "x", "logit_bias": {"-1": 1.0}}),
+        ("logit_bias", {"prompt": "x", "logit_bias": {"\u0661": 1.0}}),
+        ("logit_bias", {"prompt": "x", "logit_bias": [1]}),
+        ("stream_options", {"prompt": "x", "stream_options": {"include_usage": True}}),
+        ("metadata", {"prompt": "x", "metadata": {str(i): "x" for i in range(17)}}),
+        ("user", {"prompt": "x", "user": "a\0"}),
+    ):
+        yield Case(name=f"together-{name}", says=(name,), body=body)
+    for name, body in (
+        ("temprature", {"prompt": "x", "temprature": 1}),
+        ("k", {"prompt": "x", "k" * 100_000: 1}),
+        ("ttft", {"prompt": "x", "slo": {"ttft": 5}}),
+        ("temp", {"prompt": "x", "temp\u20ac\ud800": 5}),
+    ):
+        yield Case(name=f"unknown-{name}", says=(name, "unknown field"), body=body, code="unsupported_field")
+
+
+def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Case]:
+    """The whole corpus, for a gateway with these limits."""
+    found = [
+        *prompts(max_model_len, vocab_size),
+        *together(max_num_seqs),
+        *absurd_parameters(),
+        *unimplemented_fields(),
+        *(Case(name=f"no-json-{i}", says=(says,), raw=raw) for i, (raw, says) in enumerate(NO_JSON)),
+        *(
+            Case(name=f"type-{i}", says=("application/json",), body={"prompt": "x"}, headers=headers, status=415)
+            for i, headers in enumerate(WRONG_TYPES)
+        ),
+    ]
+    return found
+
+
+def grpc_only() -> Iterator[tuple[str, bytes, str]]:
+    """(name, bytes of a GenerateRequest, words of the answer) that HTTP cannot say."""
+    for name, limit in sorted(FIELDS.items()):
+        for number in (math.nan, math.inf, -math.inf) if limit.kind is Kind.NUMBER else ():
+            message = to_generate_request(body_with(name, number))
+            yield f"{name}={number}", message.SerializeToString(), f"{name} must be"
+    yield "both-prompts", GenerateRequest(prompt="x", token_ids=[5]).SerializeToString(), "both prompt and token_ids"
+    for name, text in (("no-utf8", b"\xff\xfe"), ("surrogate", b"\xed\xa0\x80"), ("cut", b"\xe2\x82")):
+        yield f"prompt-{name}", b"\x12" + bytes([len(text)]) + text, ""
+    for name, raw in (("truncated", b"\x12\x7fabc"), ("no-field", b"\xff" * 9), ("group", b"\x13\x13"), ("pickle", b"\x80\x04\x95.")):
+        yield name, raw, ""
+
+
+# Bodies that both APIs can carry.
+
+OVER_GRPC = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name) - {"token_ids", "slo", "logit_bias", "prompt"}
+SCALARS: Mapping[str, Limit] = {name: LIMITS[name] for name in sorted(OVER_GRPC & set(LIMITS)) if LIMITS[name].kind is not Kind.STRING}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, *, numbers: st.SearchStrategy[float] | None = None, max_prompt: int = 30) -> dict[str, Any]:
+    """Bodies of the right types, with any values. `numbers`: where not every float can be sent."""
+    floats = st.floats() if numbers is None else numbers
+    texts, ids = st.text(max_size=max_prompt), st.lists(st.integers(0, U32_MAX), min_size=1, max_size=5)
+    body: dict[str, Any] = {"prompt": draw(st.one_of(texts, ids))}
+    for name in draw(st.sets(st.sampled_from(sorted(SCALARS)), max_size=4)):
+        limit = SCALARS[name]
+        if limit.kind is Kind.BOOLEAN:
+            value: Any = draw(st.booleans())
+        elif limit.kind is Kind.INTEGER:
+            near = [int(bound) + d for bound in (limit.minimum, limit.maximum) if bound is not None for d in (-1, 0, 1)]
+            value = draw(st.one_of(st.integers(I64_MIN, -I64_MIN - 1), st.sampled_from(near or [0]), st.integers(-2, 70)))
+            value = max(0, min(U32_MAX, value)) if name in LISTS else max(I64_MIN, min(-I64_MIN - 1, value))
+        else:
+            value = draw(st.one_of(floats, st.floats(-3, 3), st.sampled_from([0.0, 1.0, 2.0, -1.0])))
+        body[name] = [value] if name in LISTS else value
+    if draw(st.booleans()):
+        body["stop"] = draw(st.lists(st.text(max_size=3), min_size=1, max_size=18))
+    if draw(st.booleans()):
+        body["logit_bias"] = draw(st.dictionaries(st.integers(0, 400).map(str), floats, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        body["slo"] = draw(st.fixed_dictionaries({}, optional={"ttft_ms": floats, "tpot_ms": st.floats(0, 1e9)}))
+    return body
+
+
+# Mutations.
+
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 1.5, -0.0, 1e308, -1e308, I32_MAX + 1, U32_MAX + 1, U64_MAX + 1, 10**400, "", "\0", "\ud800", "x" * 5000,
+    "\u202e", [], {}, [[]], [{}], {"": ""}, [None], "NaN", "true", "1", "../../etc/passwd", {"role": "user"}, ["x"] * 300, [1] * 300,
+]  # fmt: skip
+NASTY_BYTES = [
+    b"\0",
+    b"\xff",
+    b"\xed\xa0\x80",
+    b'"',
+    b"\\",
+    b"{",
+    b"]",
+    b"\r\n",
+    b"\n",
+    b":",
+    b",",
+    b"\xf0\x9f\x98\x80",
+    b"9" * 400,
+    b"%00",
+]
+
+
+def mutated_value(rng: Random, value: Any) -> Any:
+    """`value` with one place of it replaced, doubled, renamed or left out."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        rest = {key: item for key, item in value.items() if key != name}
+        kind = rng.random()
+        if kind < 0.1:
+            return rest
+        if kind < 0.2:
+            return rest | {name + rng.choice(["", " ", "s", "\0", "\ud800"]): value[name]}
+        return rest | {name: mutated_value(rng, value[name])}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutated_value(rng, value[at]), *value[at + rng.randrange(2) :]]
+    return rng.choice(NASTY)
+
+
+def mutated_bytes(rng: Random, data: bytes) -> bytes:
+    """`data` cut, flipped, repeated or with something put into it, in a few places."""
+    out = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(out) + 1)
+        end = min(len(out), at + rng.randrange(1, 9))
+        kind = rng.randrange(6)
+        if kind == 0:
+            del out[at:]
+        elif kind == 1:
+            del out[at:end]
+        elif kind == 2:
+            out[at:at] = rng.choice(NASTY_BYTES)
+        elif kind == 3:
+            out[at:at] = rng.randbytes(rng.randrange(1, 9))
+        elif kind == 4:
+            out[at:at] = out[at:end] * rng.randrange(1, 50)
+        elif at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+    return bytes(out)

@@ -1,0 +1,208 @@
+"""Connections that speak no protocol, or speak it badly; pickles that would tell if anybody opened them."""
+
+import asyncio
+import pickle
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
+
+
+class Heard(NamedTuple):
+    """What came back, and whether the other side then closed the connection."""
+
+    data: bytes
+    was_closed: bool
+
+
+async def say(port: int, pieces: Iterable[bytes], *, listen_s: float = 5.0, quiet_s: float = 0.25, until: bytes = b"") -> Heard:
+    """Send these bytes over a new TCP connection, and listen until the other side closes it, or has said `until`, or nothing for `quiet_s`
+    after all was sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    heard = bytearray()
+    was_closed = False
+
+    async def send() -> None:
+        with suppress(OSError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+
+    sending = asyncio.create_task(send())
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + listen_s
+    try:
+        while not was_closed and not (until and until in heard) and loop.time() < end_s:
+            was_sent = sending.done()
+            try:
+                async with asyncio.timeout(quiet_s):
+                    data = await _read(reader)
+            except TimeoutError:
+                if was_sent:
+                    break
+                continue
+            heard += data
+            was_closed = not data
+    finally:
+        sending.cancel()
+        await asyncio.wait((sending,))
+        writer.transport.abort()
+    return Heard(bytes(heard), was_closed)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(65536)
+    except OSError:
+        return b""
+
+
+# HTTP/2, as far as it takes to get it wrong.
+
+
+def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0, length: int | None = None) -> bytes:
+    """`length`: what the frame says, where that is not the truth."""
+    said = len(payload) if length is None else length
+    return struct.pack(">I", said)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def field_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Header fields as HPACK literals that no table keeps."""
+    return b"".join(b"\0" + _string(name) + _string(value) for name, value in fields)
+
+
+def _string(text: bytes) -> bytes:
+    if len(text) < 127:
+        return bytes((len(text),)) + text
+    rest, out = len(text) - 127, bytearray(b"\x7f")
+    while rest >= 128:
+        out.append(rest % 128 + 128)
+        rest //= 128
+    return bytes((*out, rest)) + text
+
+
+def request_head(call: str, /, **changes: bytes | None) -> list[tuple[bytes, bytes]]:
+    """Header fields of a gRPC call, `call` being its path. `changes`: by name with `_` for `-`, pseudo-headers without their colon, None to
+    leave one out."""
+    fields: dict[str, bytes | None] = {
+        ":method": b"POST",
+        ":scheme": b"http",
+        ":path": call.encode(),
+        ":authority": b"localhost",
+        "te": b"trailers",
+        "content-type": b"application/grpc",
+    }
+    for name, value in changes.items():
+        fields[f":{name}" if f":{name}" in fields else name.replace("_", "-")] = value
+    return [(name.encode(), value) for name, value in fields.items() if value is not None]
+
+
+def grpc_message(payload: bytes, *, length: int | None = None, flag: int = 0) -> bytes:
+    return struct.pack(">BI", flag, len(payload) if length is None else length) + payload
+
+
+def grpc_call(call: str, message: bytes, /, *, stream: int = 1, **changes: bytes | None) -> bytes:
+    """One whole call, `message` being what stands in its DATA frames."""
+    frames = [frame(HEADERS, field_block(request_head(call, **changes)), flags=END_HEADERS, stream=stream)]
+    frames += [frame(DATA, message[at : at + 16384], stream=stream) for at in range(0, len(message), 16384)]
+    return b"".join([*frames, frame(DATA, flags=END_STREAM, stream=stream)])
+
+
+BEGIN = PREFACE + frame(SETTINGS)
+
+
+def broken_http2(method: str) -> Mapping[str, bytes]:
+    """Connections that are no gRPC, by what is wrong with them. `method`: one that exists, by its path."""
+    head = field_block(request_head(method))
+    opened = frame(HEADERS, head, flags=END_HEADERS, stream=1)
+    return {
+        "nothing-like-it": bytes(range(256)) * 40,
+        "http1": b"POST /baton HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+        "tls": bytes.fromhex("16030100050100000100") + bytes(300),
+        "preface-wrong": b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n" + frame(SETTINGS),
+        "no-settings": PREFACE + opened,
+        "settings-cut": PREFACE + frame(SETTINGS, b"12345"),
+        "settings-of-a-stream": PREFACE + frame(SETTINGS, stream=1),
+        "settings-ack-with-content": BEGIN + frame(SETTINGS, bytes(6), flags=ACK),
+        "settings-window": PREFACE + frame(SETTINGS, struct.pack(">HI", 4, 2**32 - 1)),
+        "settings-frame-size": PREFACE + frame(SETTINGS, struct.pack(">HI", 5, 1)),
+        "headers-of-no-stream": BEGIN + frame(HEADERS, head, flags=END_HEADERS),
+        "headers-even-stream": BEGIN + frame(HEADERS, head, flags=END_HEADERS, stream=2),
+        "headers-garbage": BEGIN + frame(HEADERS, b"\xff" * 100, flags=END_HEADERS, stream=1),
+        "headers-index": BEGIN + frame(HEADERS, b"\xff\xff\xff\xff\x7f", flags=END_HEADERS, stream=1),
+        "headers-table-size": BEGIN + frame(HEADERS, b"\x3f\xff\xff\xff\xff\x0f" + head, flags=END_HEADERS, stream=1),
+        "headers-interrupted": BEGIN + frame(HEADERS, head, stream=1) + frame(PING, bytes(8)),
+        "headers-too-large": BEGIN + frame(HEADERS, field_block([(b"x", b"y" * 1000)] * 15), stream=1)
+        + frame(CONTINUATION, field_block([(b"x", b"y" * 1000)] * 15), stream=1) * 100,
+        "continuation-of-nothing": BEGIN + frame(CONTINUATION, head, stream=1),
+        "continuations-for-ever": BEGIN + frame(HEADERS, head, stream=1) + frame(CONTINUATION, b"\0\1x\1y" * 3000, stream=1) * 150,
+        "data-of-no-stream": BEGIN + frame(DATA, b"x"),
+        "data-of-an-idle-stream": BEGIN + frame(DATA, b"x", stream=7),
+        "data-padding": BEGIN + opened + frame(DATA, b"\xff12", flags=PADDED, stream=1),
+        "frame-too-large": BEGIN + opened + frame(DATA, bytes(9), stream=1, length=2**24 - 1) + bytes(2**20),
+        "window-by-nothing": BEGIN + frame(WINDOW_UPDATE, bytes(4)),
+        "window-overflow": BEGIN + frame(WINDOW_UPDATE, struct.pack(">I", 2**31 - 1)) * 2,
+        "ping-cut": BEGIN + frame(PING, b"1234"),
+        "reset-cut": BEGIN + opened + frame(RST_STREAM, b"1", stream=1),
+        "goaway-cut": BEGIN + frame(GOAWAY, b"1"),
+        "push-from-a-client": BEGIN + opened + frame(PUSH_PROMISE, struct.pack(">I", 2) + head, flags=END_HEADERS, stream=1),
+        "depends-on-itself": BEGIN + frame(PRIORITY, struct.pack(">IB", 1, 1), stream=1),
+        "rapid-resets": BEGIN + b"".join(
+            frame(HEADERS, head, flags=END_HEADERS, stream=s) + frame(RST_STREAM, struct.pack(">I", 8), stream=s) for s in range(1, 1001, 2)
+        ),
+        "message-length": BEGIN + grpc_call(method, grpc_message(b"abc", length=2**32 - 1)),
+        "message-cut": BEGIN + grpc_call(method, grpc_message(b"abc", length=100)),
+        "message-flag": BEGIN + grpc_call(method, grpc_message(b"abc", flag=7)),
+        "message-compressed-by-nobody": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1)),
+        "message-no-gzip": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"gzip"),
+        "message-encoding": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"bogus"),
+        "messages-many": BEGIN + grpc_call(method, grpc_message(b"") * 1000),
+        "method-get": BEGIN + grpc_call(method, b"", method=b"GET"),
+        "path-none": BEGIN + grpc_call("/", grpc_message(b"")),
+        "path-weird": BEGIN + grpc_call("/%00/\u202e/../..", grpc_message(b"")),
+        "no-authority": BEGIN + grpc_call(method, grpc_message(b""), authority=None),
+        "no-path": BEGIN + grpc_call(method, grpc_message(b""), path=None),
+        "content-type": BEGIN + grpc_call(method, grpc_message(b""), content_type=b"text/html"),
+        "timeout": BEGIN + grpc_call(method, grpc_message(b""), grpc_timeout=b"99999999999999999999H"),
+        "timeout-negative": BEGIN + grpc_call(method, grpc_message(b""), grpc_timeout=b"-1S"),
+        "binary-header": BEGIN + grpc_call(method, grpc_message(b""), x_bin=b"\xff\xfe!!"),
+        "header-with-nul": BEGIN + grpc_call(method, grpc_message(b""), x=b"a\0b\r\nc: d"),
+        "unknown-frames": BEGIN + frame(99, b"?" * 1000, stream=3) * 10,
+        "pings": BEGIN + frame(PING, bytes(8)) * 500,
+    }  # fmt: skip
+
+
+# Pickles.
+
+
+class _Touch:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self._file), "w")
+
+
+class Canary:
+    """A file that exists once somebody has unpickled one of `payloads`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "canary"
+        self.payloads = tuple(pickle.dumps(_Touch(self.file), protocol) for protocol in (0, 2, 5))
+
+    def check(self) -> None:
+        assert not self.file.exists(), "somebody has opened a pickle from the network"
+
+    def check_trap(self) -> None:
+        """The payloads are what they say."""
+        for payload in self.payloads:
+            pickle.loads(payload).close()
+            assert self.file.exists()
+            self.file.unlink()

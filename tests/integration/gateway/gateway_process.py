@@ -1,0 +1,148 @@
+"""A gateway as a process of its own, with stub workers in another: what is sent to its ports meets what clients meet."""
+
+import asyncio
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import psutil
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.front import ChoiceDelta
+from baton.fleet.supervisor import Child, ChildSpec, baton_command
+from baton.runtime.network import choose_port
+from baton.wire.channel import channel_options
+from baton.wire.inference import InferenceClient
+from tests.integration.gateway.http_gateway import request_bytes
+from tests.unit.gateway.fakes import token_at
+
+GOOD_PROMPT = [5, 6, 7]
+GOOD_TOKENS = [token_at(GOOD_PROMPT, 0, index) for index in range(8)]
+TIMES = {"heartbeat_s": 0.5, "detection_s": 10.0, "scheduler_wait_s": 20.0, "drain_s": 5.0}
+"""Nothing here dies, and nobody is to be taken for dead on a machine that is busy."""
+
+
+class GatewayProcess:
+    """Its ports, its health, and one good request through each of them."""
+
+    def __init__(self, child: Child, url: str, grpc_port: int, directory: Path) -> None:
+        self.url = url
+        self.http_port = int(url.rsplit(":", 1)[1])
+        self.grpc_port = grpc_port
+        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", channel_options(1.0, 2**30))
+        self._asking = asyncio.Lock()
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._child = child
+        self._directory = directory
+        self._process = psutil.Process(child.pid)
+
+    @property
+    def rss_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "logs" / "gateway.log").read_text()
+
+    @property
+    def output(self) -> str:
+        return (self._directory / "gateway.out").read_text()
+
+    async def check(self) -> None:
+        """It lives, and a good request over HTTP is answered exactly."""
+        assert self._child.exit_code is None, self.output
+        async with self._asking:
+            answer = await self._ask()
+        (choice,) = json.loads(answer)["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == (GOOD_TOKENS, "length")
+
+    async def _ask(self) -> bytes:
+        """The good request's answer, over one connection that stays open from check to check; without the cost of a whole client."""
+        if self._connection is None:
+            self._connection = await asyncio.open_connection("127.0.0.1", self.http_port)
+        reader, writer = self._connection
+        writer.write(request_bytes("/v1/completions", json.dumps(good_body()).encode()))
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))  # type: ignore[index]
+        assert head.startswith(b"HTTP/1.1 200 "), body
+        return body
+
+    async def check_grpc(self) -> None:
+        generation = await InferenceClient(self.channel, "gateway").generate(good_body(return_token_ids=None), timeout_s=20)
+        choices: list[ChoiceDelta] = []
+        while True:
+            chunk = await generation.receive()
+            choices += chunk.choices
+            if chunk.is_last:
+                break
+        await generation.aclose()
+        assert [token for choice in choices for token in choice.token_ids] == GOOD_TOKENS
+
+    async def requests(self) -> Counter[tuple[str, str]]:
+        """How many requests ended, by endpoint and code."""
+        text = (await self.http.get("/metrics")).text
+        found: Counter[tuple[str, str]] = Counter()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "baton_requests_total":
+                    found[sample.labels["endpoint"], sample.labels["code"]] += int(sample.value)
+        return found
+
+    async def aclose(self) -> None:
+        if self._connection is not None:
+            self._connection[1].close()
+        await self.http.aclose()
+        await self.channel.close()
+
+
+def good_body(**more: Any) -> dict[str, Any]:
+    body = {"prompt": GOOD_PROMPT, "max_tokens": len(GOOD_TOKENS), "return_token_ids": True} | more
+    return {name: value for name, value in body.items() if value is not None}
+
+
+@asynccontextmanager
+async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
+    """A running, ready gateway; afterwards it must end by itself, as after any SIGTERM."""
+    with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        stub = _child("stub", [sys.executable, "-m", "tests.integration.gateway.stub_cluster"], directory)
+        made: GatewayProcess | None = None
+        gateway: Child | None = None
+        try:
+            config = {
+                "http_port": 0,
+                "grpc_port": choose_port("127.0.0.1", 0, flag="--grpc-port"),
+                "schedulers": [await stub.start()],
+                "log_dir": str(directory / "logs"),
+                **TIMES,
+                **settings,
+            }
+            (directory / "gateway.yaml").write_text(yaml.safe_dump(config))
+            gateway = _child("gateway", baton_command("gateway", directory / "gateway.yaml"), directory)
+            made = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory)
+            async with asyncio.timeout(30):
+                while (await made.http.get("/ready")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            yield made
+        finally:
+            if made is not None:
+                await made.aclose()
+            if gateway is not None:
+                await gateway.stop(grace_s=10)
+            await stub.stop(grace_s=5)
+        assert gateway.exit_code == 0, (directory / "gateway.out").read_text()
+
+
+def _child(name: str, argv: list[str], directory: Path) -> Child:
+    return Child(ChildSpec(name=name, argv=argv, output=directory / f"{name}.out"))

@@ -1,0 +1,381 @@
+"""Bad input on the real ports of a real gateway: the corpus through both doors, and whatever else bytes can be (faults.md 36 to 38).
+
+After each case the gateway lives, answers a good request exactly, and has grown by less than a bound; no mistake of a client's is a 5xx.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.core.limits import MAX_HEAD_BYTES
+from baton.gateway.openai_api.http import TIMEOUT_HEADER
+from tests import grpc_methods
+from tests.corpus import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    HELLO,
+    JSON_HEADERS,
+    TOKENIZE,
+    Case,
+    accepted_bodies,
+    bodies,
+    cases,
+    grpc_only,
+    message_of,
+    mutated_bytes,
+    mutated_value,
+)
+from tests.grpc_methods import OK, OURS_TO_SAY, Method, call
+from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, say
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
+from tests.scale import sized
+from tests.unit.wire.strategies import messages
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+VOCAB_SIZE = 4096
+MAX_BODY_BYTES = 2**21
+RECEIVE_DEADLINE_S = 2.0
+MAX_GROWTH_BYTES = 200 * 2**20
+"""Where nothing bounds it, each of the larger inputs here costs more."""
+FUZZ = settings(
+    max_examples=sized(50, 1000),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+GENERATE = "/baton.v1.Inference/Generate"
+CASES = cases(max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, vocab_size=VOCAB_SIZE)
+PUBLIC = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
+
+
+class Checked:
+    """A gateway, and what must be true of it after each case."""
+
+    def __init__(self, process: GatewayProcess) -> None:
+        self.process = process
+        self.http = process.http
+        self.before_bytes = process.rss_bytes
+
+    async def check(self) -> None:
+        await self.process.check()
+        grown = self.process.rss_bytes - self.before_bytes
+        assert grown < MAX_GROWTH_BYTES, f"grown by {grown >> 20} MiB"
+
+    async def post(self, path: str, content: bytes, headers: Any = None) -> tuple[int, dict[str, Any]]:
+        """Status and error object of the answer, which must be a good one or say that the client is wrong."""
+        answer = await self.http.post(path, content=content, headers=JSON_HEADERS if headers is None else headers)
+        assert answer.status_code in (200, 400, 404, 405, 413, 415), (content[:200], answer.text)
+        if answer.status_code == 200:
+            return 200, {}
+        error = answer.json()["error"]
+        assert error["status"] == answer.status_code
+        assert error["type"] == "invalid_request_error"
+        return answer.status_code, error
+
+    async def generate(self, message: bytes) -> grpc_methods.Answered:
+        return await call(self.process.channel, GENERATE, [message], wait_s=20, max_replies=10_000)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Checked]:
+    async with gateway_process(
+        max_body_bytes=MAX_BODY_BYTES, receive_deadline_s=RECEIVE_DEADLINE_S, log_level="warning", max_open_requests=4096
+    ) as process:
+        for _ in range(20):
+            await process.check()
+        await process.check_grpc()
+        yield Checked(process)
+        await process.check_grpc()
+        errors = [line for line in process.log.splitlines() if '"level": "error"' in line or '"level": "critical"' in line]
+        assert errors == [], "no mistake of a client's is an error of ours"
+        assert "Traceback" not in process.output
+
+
+# The corpus.
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_a_bad_request_is_refused_alike_at_both_doors(gateway: Checked, case: Case) -> None:
+    status, error = await gateway.post(case.path, case.content, case.headers)
+    assert (status, error.get("code")) == (case.status, case.code)
+    assert all(words in error["message"] for words in case.says), error["message"]
+    if (message := case.message) is not None:
+        answered = await gateway.generate(message.SerializeToString())
+        expected = grpc.StatusCode.NOT_FOUND if case.status == 404 else grpc.StatusCode.INVALID_ARGUMENT
+        assert (answered.code, answered.details) == (expected, error["message"])
+    await gateway.check()
+
+
+async def test_what_only_grpc_can_say_is_refused_too(gateway: Checked) -> None:
+    for name, raw, says in grpc_only():
+        answered = await gateway.generate(raw)
+        assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answered)
+        assert says in answered.details, name
+        await gateway.check()
+
+
+async def test_what_asks_for_nothing_is_accepted(gateway: Checked) -> None:
+    for path, body in accepted_bodies():
+        assert (await gateway.post(path, json.dumps(body).encode()))[0] == 200, body
+    await gateway.check()
+
+
+async def test_a_prompt_that_just_fits_is_answered(gateway: Checked) -> None:
+    body = {"prompt": [5] * (MAX_MODEL_LEN - 10), "max_tokens": 10}
+    assert (await gateway.post(COMPLETIONS, json.dumps(body).encode()))[0] == 200
+    assert (await gateway.generate(message_of(body).SerializeToString())).code is OK  # type: ignore[union-attr]
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@FUZZ
+@given(body=bodies(numbers=NUMBERS, max_prompt=60))
+async def test_any_parameters_get_one_answer_at_both_doors(gateway: Checked, body: dict[str, Any]) -> None:
+    status, error = await gateway.post(COMPLETIONS, json.dumps(body).encode())
+    message = message_of(body)
+    assert message is not None
+    answered = await gateway.generate(message.SerializeToString())
+    if status == 200:
+        assert answered.code is OK
+    else:
+        assert (answered.code, answered.details) == (grpc.StatusCode.INVALID_ARGUMENT, error["message"])
+    await gateway.check()
+
+
+# Sizes and times.
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(gateway: Checked) -> None:
+    before_bytes = gateway.process.rss_bytes
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    mib = b" " * 2**20
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield mib
+
+    for content in (b" " * (MAX_BODY_BYTES + 1), chunks()):
+        answer = await gateway.http.post(COMPLETIONS, content=content, headers=JSON_HEADERS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    for pieces in (
+        [head + b"content-length: %d\r\n\r\n" % 10**15],  # nothing is sent of what is announced
+        [head + b"content-length: 104857600\r\n\r\n", *[mib] * 100],
+        [head + b"transfer-encoding: chunked\r\n\r\n", *[b"100000\r\n" + mib + b"\r\n"] * 100],
+    ):
+        assert status_of((await say(gateway.process.http_port, pieces, until=b'"status": 413')).data) == 413
+    answered = await gateway.generate(b"\x12" + bytes(100 * 2**20))
+    assert answered.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert gateway.process.rss_bytes - before_bytes < 16 * 2**20
+    assert (await gateway.post(COMPLETIONS, json.dumps(good_body(user="x" * 500)).encode().ljust(MAX_BODY_BYTES)))[0] == 200
+    await gateway.check()
+
+
+async def test_a_message_that_is_small_until_it_is_unpacked_is_refused(gateway: Checked) -> None:
+    bomb = message_of({"prompt": "x" * (20 * 2**20)})
+    assert bomb is not None
+    generate = gateway.process.channel.unary_stream(GENERATE, request_serializer=type(bomb).SerializeToString)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await generate(bomb, compression=grpc.Compression.Gzip).read()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await gateway.check()
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (COMPLETIONS, b'{"prompt": [' + b"1," * 500_000 + b"1]}"),
+        (COMPLETIONS, b'{"prompt": [' + b"[]," * 300_000 + b"[]]}"),
+        (COMPLETIONS, b'{"prompt": "x", "stop": [' + b'"",' * 300_000 + b'""]}'),
+        (COMPLETIONS, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d": 1' % i for i in range(60_000)) + b"}}"),
+        (COMPLETIONS, json.dumps({"prompt": "\u20ac" * 150_000}).encode()),
+        (COMPLETIONS, json.dumps({f"key{i}": i for i in range(50_000)}).encode()),
+        (CHAT, json.dumps({"messages": [{"role": "user", "content": "ab " * 300_000}]}).encode()),
+        (CHAT, json.dumps({"messages": [{"role": "user", "content": "x"}] * 20_000}).encode()),
+        (DETOKENIZE, b'{"tokens": [' + b"7," * 400_000 + b"7]}"),
+    ],
+)
+async def test_the_largest_bodies_hold_nobody_up(gateway: Checked, path: str, content: bytes) -> None:
+    """Each is refused; while it is, others are answered."""
+    assert len(content) <= MAX_BODY_BYTES
+    large = asyncio.create_task(gateway.post(path, content))
+    while not large.done():
+        assert (await gateway.http.get("/health")).status_code == 200
+        await asyncio.sleep(0.01)
+    assert (await large)[0] == 400
+    await gateway.check()
+
+
+async def test_refusals_are_counted_as_what_they_are(gateway: Checked) -> None:
+    before = await gateway.process.requests()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    port = gateway.process.http_port
+    heard = await asyncio.gather(
+        say(port, [head], listen_s=10, quiet_s=10),
+        say(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
+        say(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
+        say(port, [b"nonsense\r\n\r\n"]),
+        say(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
+    )
+    statuses = [status_of(each.data) for each in heard]
+    assert statuses[:4] == [408, 408, 400, 400]
+    assert statuses[4] in (413, None), "the answer may be lost with the connection that closes on unread bytes"
+    await gateway.post(COMPLETIONS, b"{")
+    await gateway.post(COMPLETIONS, b" " * (MAX_BODY_BYTES + 1))
+    await gateway.post(COMPLETIONS, b"{}", {"content-type": "text/plain"})
+    assert await gateway.process.requests() - before == {
+        ("", "408"): 1,
+        ("", "400"): 1,
+        ("", "413"): 1,
+        ("completions", "408"): 1,
+        ("completions", "400"): 2,
+        ("completions", "413"): 1,
+        ("completions", "415"): 1,
+    }
+    await gateway.check()
+
+
+def status_of(answer: bytes) -> int | None:
+    found = re.match(rb"HTTP/1\.1 (\d\d\d) ", answer)
+    return int(found[1]) if found else None
+
+
+# Fuzz: structures and bytes.
+
+GOOD: list[tuple[str, Any]] = [
+    (COMPLETIONS, good_body(temperature=0.5, stop=["x"], logit_bias={"7": 1}, slo={"ttft_ms": 5000}, stream=True, seed=1)),
+    (COMPLETIONS, {"prompt": ["one", "two"], "n": 2, "max_tokens": 3, "logprobs": 2, "metadata": {"a": "b"}}),
+    (CHAT, HELLO | {"max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream_options": None, "tools": []}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "bob"}], "max_tokens": 3}),
+    (TOKENIZE, {"prompt": "hello", "add_special_tokens": False, "model": "demo"}),
+    (TOKENIZE, dict(HELLO)),
+    (DETOKENIZE, {"tokens": [5, 6, 7]}),
+]
+
+
+@pytest.mark.parametrize("seed", range(sized(50, 1000)))
+async def test_bodies_that_were_changed_are_answered_or_refused(gateway: Checked, seed: int) -> None:
+    rng = Random(seed)
+    path, body = rng.choice(GOOD)
+    content = json.dumps(mutated_value(rng, body)).encode()
+    await gateway.post(path, content)
+    await gateway.post(path, mutated_bytes(rng, content))
+    await gateway.check()
+
+
+def requests_to_break() -> Iterator[bytes]:
+    """Whole requests, of which bytes will be changed."""
+    body = json.dumps(good_body()).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    yield head + b"content-length: %d\r\n\r\n" % len(body) + body
+    yield head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    yield head + b"expect: 100-continue\r\nx-baton-timeout-ms: 5000\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    yield b"GET /v1/models/demo?x=%41#y HTTP/1.1\r\nhost: localhost\r\ncookie: a=b\r\n\r\n" * 2
+    yield b"GET /debug/decisions/00112233445566778899aabbccddeeff HTTP/1.0\r\n\r\n"
+    yield b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: eA==\r\n\r\n"
+
+
+BAD_HTTP = [
+    b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET / ",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: " + b"9" * 30 + b"\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 0x10\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n",
+    b"GET /health HTTP/1.1\nhost: x\n\n",
+    b"GET /health HTTP/9.9\r\n\r\n",
+    b"GET \xff\xfe HTTP/1.1\r\n\r\n",
+    b"GET /%ff%00%zz HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /debug/decisions/%20%0a HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /debug/decisions/" + b"ab" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET //v1/models/../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET http://[::1/health HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"CONNECT localhost:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"BREW /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"\r\n" * 1000,
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+]  # fmt: skip
+
+
+async def test_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
+    rng, canary = Random(37), Canary(tmp_path)
+    canary.check_trap()
+    good = list(requests_to_break())
+    broken = [mutated_bytes(rng, rng.choice(good)) for _ in range(sized(70, 2000))]
+    slots = asyncio.Semaphore(16)
+
+    async def one(data: bytes) -> None:
+        async with slots:
+            heard = await say(gateway.process.http_port, [data], quiet_s=0.15)
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", heard.data)]
+            assert all(status < 500 for status in statuses), (data, heard.data)
+            await gateway.check()
+
+    await asyncio.gather(*[one(data) for data in (*BAD_HTTP, *canary.payloads, *broken)])
+    canary.check()
+
+
+async def test_bad_timeouts_are_refused(gateway: Checked) -> None:
+    for text in ("0", "-1", "1.5", "abc", "", "9" * 30, "1_000", "\u0661".encode()):
+        status, error = await gateway.post(COMPLETIONS, json.dumps(good_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text})
+        assert (status, error["param"]) == (400, TIMEOUT_HEADER), text
+
+
+# Fuzz: HTTP/2 and messages on the gRPC port.
+
+
+async def test_broken_http2_ends_its_own_connection_only(gateway: Checked) -> None:
+    rng = Random(38)
+    good = BEGIN + grpc_call(GENERATE, grpc_message(message_of(good_body(return_token_ids=None)).SerializeToString()))  # type: ignore[union-attr]
+    broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, good) for _ in range(sized(40, 1000)))]
+    slots = asyncio.Semaphore(16)
+
+    async def one(data: bytes) -> None:
+        async with slots:
+            await say(gateway.process.grpc_port, [data], quiet_s=0.15)
+            await gateway.check()
+
+    await asyncio.gather(*[one(data) for data in broken])
+    await gateway.process.check_grpc()
+
+
+@pytest.mark.parametrize("method", PUBLIC, ids=[method.path for method in PUBLIC])
+@settings(FUZZ, max_examples=sized(10, 200))
+@given(data=st.data())
+async def test_any_message_of_any_method_is_answered_or_refused(gateway: Checked, method: Method, data: st.DataObject) -> None:
+    raw = data.draw(st.one_of(st.binary(max_size=60), messages(method.message).map(lambda message: message.SerializeToString())))
+    answered = await call(gateway.process.channel, method.path, [raw], wait_s=20, max_replies=10_000)
+    assert answered.code in OURS_TO_SAY | {OK}, answered
+    await gateway.check()
+
+
+async def test_a_pickle_for_every_method_is_not_opened(gateway: Checked, tmp_path: Path) -> None:
+    canary = Canary(tmp_path)
+    for method in PUBLIC:
+        for payload in canary.payloads:
+            answered = await call(gateway.process.channel, method.path, [payload], wait_s=20)
+            assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (method, answered)
+    for payload in canary.payloads:
+        assert (await gateway.post(COMPLETIONS, payload))[0] == 400
+        await gateway.post(COMPLETIONS, json.dumps(good_body(user=payload.decode("latin-1").replace("\0", ""))).encode())
+    canary.check()
+    await gateway.check()

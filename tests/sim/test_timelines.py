@@ -1,0 +1,76 @@
+"""What a cluster says of where the time went, held against what its clients saw; over slow messages, so that legs overtake each other."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.core.front import Caller, ChoiceDelta, Timeline
+from baton.gateway.call import Endpoint
+from baton.gateway.service import GatewayService
+from baton.sim import virtual_time
+from baton.sim.cluster import SimCluster, SimModel
+from baton.sim.network import Delays
+from tests.sim.test_storm import config
+
+pytestmark = pytest.mark.sim
+
+SLOW = SimModel(delays=Delays(mean_s=0.02))
+NUM_REQUESTS = 40
+
+
+@dataclass(slots=True)
+class Seen:
+    """A client: when it got how many tokens."""
+
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    def put(self, choice: ChoiceDelta) -> None:
+        if choice.token_ids:
+            self.arrivals.append((asyncio.get_running_loop().time(), len(choice.token_ids)))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """From its own clock."""
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+async def ask(gateway: GatewayService, number: int, max_tokens: int) -> tuple[Seen, Timeline, int]:
+    """(what the client saw, the timeline, cached tokens)"""
+    loop, seen = asyncio.get_running_loop(), Seen()
+    prompt = [1 + (number * 7 + index) % 200 for index in range(30)]
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "timeline": True}
+    call = await gateway.validator.call(Endpoint.COMPLETIONS, body, Caller(), received_s=loop.time())
+    ending = await gateway.run(call, seen)
+    return seen, ending.timeline[0], ending.usage.num_cached_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
+def test_every_answer_has_both_legs_and_the_pace_that_its_client_saw(max_tokens: int) -> None:
+    async def main() -> None:
+        cluster = SimCluster(config(), SLOW, seed=max_tokens)
+        await cluster.start()
+        await asyncio.sleep(2.0)
+        answers = await asyncio.gather(*(ask(cluster.gateway, number, max_tokens) for number in range(NUM_REQUESTS)))
+        await asyncio.sleep(10.0)  # until the scheduler has heard of all
+        for seen, timeline, _ in answers:
+            roles = [leg.worker_id.split("-")[0] for leg in timeline.legs]
+            assert roles == (["prefill", "decode"] if max_tokens > 1 else ["prefill"])
+            assert (timeline.attempts, seen.num_tokens) == (1, max_tokens)
+            assert timeline.tpot_s == pytest.approx(seen.tpot_s)
+            assert timeline.ttft_s is not None
+            assert 0 < timeline.placed_s < timeline.ttft_s <= timeline.total_s
+            (record,) = await cluster.gateway.schedulers.explain(bytes.fromhex(timeline.request_id))
+            assert [leg["worker_id"] for leg in record.actuals["legs"]] == [leg.worker_id for leg in timeline.legs]
+            assert (record.actuals["tpot_s"], record.actuals["num_output_tokens"]) == (timeline.tpot_s, max_tokens)
+        repeated = [await ask(cluster.gateway, 0, max_tokens) for _ in range(3)]  # of two workers one has it twice
+        cached = [(num_cached, timeline.legs[0].num_cached_tokens) for _, timeline, num_cached in repeated]
+        assert (24, 24) in cached
+        assert all(counted == computed for counted, computed in cached)
+        await cluster.aclose()
+
+    virtual_time.run(main())

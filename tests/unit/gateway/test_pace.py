@@ -1,0 +1,88 @@
+"""TTFT and TPOT: one definition, for any number of tokens, samples, repeats and attempts."""
+
+import asyncio
+
+import pytest
+
+from baton.core.ids import JobId
+from baton.core.request import LegTimeline, TokenDelta, Usage
+from baton.gateway.pace import Pace
+from baton.gateway.progress import Progress
+from tests.unit.gateway.fakes import cluster, until
+from tests.unit.gateway.virtual import virtual
+
+JOB = JobId(request_id=b"r", attempt=0)
+
+
+def delta(begin: int, *tokens: int, sample: int = 0, **fields: object) -> TokenDelta:
+    return TokenDelta(job=JOB, sample_index=sample, output_index=begin, token_ids=tokens, **fields)  # type: ignore[arg-type]
+
+
+def test_without_two_tokens_there_is_no_pace() -> None:
+    pace = Pace()
+    assert (pace.ttft_s(1.0), pace.tpot_s) == (None, None)
+    pace.took(0, 1, 3.0)
+    assert (pace.ttft_s(1.0), pace.tpot_s) == (2.0, None)
+    pace.took(0, 0, 9.0)
+    assert (pace.tpot_s, pace.last_s) == (None, 3.0)
+
+
+def test_the_pace_is_the_mean_gap_after_the_first_token() -> None:
+    pace = Pace()
+    for num_tokens, now_s in ((1, 3.0), (1, 5.0), (2, 6.0)):
+        pace.took(0, num_tokens, now_s)
+    assert (pace.tpot_s, pace.num_tokens) == (1.0, 4)
+
+
+def test_two_tokens_that_come_at_once_have_no_gap_between_them() -> None:
+    pace = Pace()
+    pace.took(0, 2, 3.0)
+    assert pace.tpot_s == 0.0
+
+
+def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
+    pace = Pace()
+    for sample, now_s in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 5.0), (1, 6.0), (2, 50.0)):
+        pace.took(sample, 1, now_s)
+    assert pace.tpot_s == pytest.approx((1 + 5) / 3)
+
+
+@virtual
+async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
+    progress = Progress([0])
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    progress.take(delta(0, 7))
+    await asyncio.sleep(1)
+    assert progress.take(delta(0, 7)) is None
+    assert (progress.pace.tpot_s, progress.pace.last_s) == (None, began_s)
+    await asyncio.sleep(1)
+    progress.take(delta(0, 7, 8, 9))
+    assert progress.pace.tpot_s == pytest.approx(1.0)
+
+
+@virtual
+async def test_what_the_prefill_leg_said_and_who_decodes_repeats_counts_once() -> None:
+    timeline = LegTimeline(worker_id="p0", pid=1, num_computed_tokens=5)
+    usage = Usage(num_prompt_tokens=5, num_cached_tokens={"device": 4})
+    progress = Progress([0])
+    for _ in range(2):
+        progress.take(delta(0, 7, timeline=timeline, usage=usage))
+    assert progress.legs == {JOB: [timeline]}
+    assert (progress.num_cached_tokens, progress.num_cached_tokens_of(JobId(request_id=b"r", attempt=1))) == (4, 0)
+
+
+@virtual
+async def test_a_decision_is_told_of_its_own_attempt_and_the_client_of_all() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+        h0.before_token = lambda worker, _job, _sample, index: worker.die() if index == 1 else None
+        h1.prefill_s = 5.0
+        timeline = await c.timeline("hello", max_tokens=4)
+        await until(lambda: len(c.scheduler.actuals) == 2)
+        lost, finished = c.scheduler.actuals
+        assert (lost.num_output_tokens, lost.tpot_s, lost.legs) == (1, None, ())
+        assert (finished.num_output_tokens, [leg.worker_id for leg in finished.legs]) == (3, ["h1"])
+        assert finished.tpot_s == pytest.approx(0.01, abs=0.001)
+        assert timeline.tpot_s == pytest.approx((5.0 + 0.03) / 3, rel=0.05)
+        assert timeline.attempts == 2

@@ -1,0 +1,150 @@
+"""Who is to blame when workers die under a request: one that kills them is stopped, and nobody else pays for it."""
+
+import asyncio
+
+import pytest
+
+from baton.core.errors import Code, Reason, Refused
+from baton.core.ids import JobId
+from baton.gateway.suspects import Suspects
+from tests import builders
+from tests.unit.gateway.fakes import Cluster, StubWorker, answer_to, cluster, placement
+from tests.unit.gateway.virtual import virtual
+
+POISON = b"poison"
+OTHERS = [f"other {i}" for i in range(6)]
+
+
+def prompt_of(worker: StubWorker, job: JobId) -> bytes:
+    found = next(each for each in worker.jobs if each.job == job)
+    return bytes(list(found.token_ids[: found.num_prompt_tokens]))
+
+
+def killed_by(prompt: bytes, *, from_index: int = 0):
+    """A hook: that prompt's request kills whoever is about to make its token `from_index`, or a later one."""
+
+    def hook(worker: StubWorker, job: JobId, _sample: int, index: int) -> None:
+        if index >= from_index and prompt_of(worker, job) == prompt:
+            worker.die()
+
+    return hook
+
+
+def dies_at(index: int):
+    """A hook: the worker dies by itself when that token is due."""
+
+    def hook(worker: StubWorker, _job: JobId, _sample: int, at: int) -> None:
+        if at == index:
+            worker.die()
+
+    return hook
+
+
+def num_dead(c: Cluster) -> int:
+    return sum(worker.is_dead for worker in c.scheduler.workers)
+
+
+async def ask_all(c: Cluster, num_tokens: int = 8) -> list[object]:
+    """The poison and all others at once; the others' answers are checked. Returns what came of the poison, then of the others."""
+    prompts = [POISON.decode(), *OTHERS]
+    answers = await asyncio.gather(*(c.ask(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True)
+    for prompt, got in zip(OTHERS, answers[1:], strict=True):
+        assert not isinstance(got, BaseException), (prompt, got)
+        assert got.texts[0].encode() == answer_to(prompt.encode(), num_tokens)
+    return answers
+
+
+def assert_poison(got: object) -> None:
+    assert isinstance(got, Refused)
+    assert (got.failure.code, got.failure.reason, got.failure.retriable) == (Code.INTERNAL, Reason.POISON, False)
+
+
+@virtual
+async def test_a_long_answer_outlives_any_number_of_workers_that_had_brought_it_further() -> None:
+    async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
+        for worker, index in zip(c.scheduler.workers, (2, 6, 9, 30), strict=False):
+            worker.before_token = dies_at(index)
+        got = await c.ask("hello", max_tokens=40)
+        assert got.texts[0].encode() == answer_to(b"hello", 40)
+        assert num_dead(c) == 4
+
+
+@virtual
+async def test_a_first_token_from_prefill_is_no_step_of_the_decode_worker() -> None:
+    """Each attempt gets one token further, but no decode worker has made it."""
+    async with cluster(("p0", "prefill"), *((f"d{i}", "decode") for i in range(4))) as c:
+        for worker in c.scheduler.workers[1:]:
+            worker.before_token = lambda worker, job, sample, index: worker.die() if index > worker.first_index(job) else None
+        with pytest.raises(Refused) as refused:
+            await c.ask("hello", max_tokens=12)
+        assert_poison(refused.value)
+        assert num_dead(c) == 2
+
+
+@virtual
+async def test_those_who_were_under_one_death_only_are_not_in_doubt() -> None:
+    """Row 10: two deaths, and the others are resumed."""
+    async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
+        h0, h1 = c.scheduler.workers[:2]
+        for worker in c.scheduler.workers:
+            worker.before_token = killed_by(POISON)
+
+        def place(query):
+            """The poison first goes to h0, the others to h1."""
+            is_poison = query.num_prompt_tokens == len(POISON)
+            return placement(None, (h0 if is_poison else h1).ref) if query.attempt == 0 else None
+
+        c.scheduler.answer = place
+        assert_poison((await ask_all(c))[0])
+        assert num_dead(c) == 2
+
+
+@pytest.mark.parametrize("from_index", [0, 3])
+@virtual
+async def test_those_who_were_under_the_same_deaths_are_told_apart_one_by_one(from_index: int) -> None:
+    async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
+        for worker in c.scheduler.workers:
+            worker.before_token = killed_by(POISON, from_index=from_index)
+        assert_poison((await ask_all(c))[0])
+        assert num_dead(c) == 3
+
+
+@virtual
+async def test_samples_of_one_request_do_not_hide_behind_each_other() -> None:
+    async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
+        for worker in c.scheduler.workers:
+            worker.before_token = killed_by(POISON, from_index=3)
+        with pytest.raises(Refused) as refused:
+            await c.ask(POISON.decode(), n=4)
+        assert_poison(refused.value)
+        assert num_dead(c) == 2
+
+
+@virtual
+async def test_a_worker_that_was_dead_before_it_had_the_job_did_not_die_of_it() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid"), ("h2", "hybrid")) as c:
+        h0, h1, h2 = c.scheduler.workers
+        await asyncio.sleep(1)
+        for worker in (h0, h1):
+            worker.die()
+        await asyncio.sleep(5)  # the gateway's sessions with them have ended
+        answers = [h0, h1, h2]
+        c.scheduler.answer = lambda _: placement(None, answers.pop(0).ref)
+        assert (await c.ask("hello")).texts[0].encode() == answer_to(b"hello", 8)
+        assert answers == []
+
+
+def test_every_suspect_of_a_death_hears_the_same_whoever_asks_first() -> None:
+    w0, w1 = builders.worker_ref("w0"), builders.worker_ref("w1")
+    for order in ([b"a", b"b"], [b"b", b"a"]):
+        suspects = Suspects()
+        for request_id in order:
+            suspects.enter(request_id, w0)
+        suspects.enter(b"a", w1)
+        for request_id in order:
+            assert not suspects.was_only_one(request_id, w0)
+            suspects.leave(request_id)
+        suspects.enter(b"c", w0)  # by a scheduler that does not know of the death yet
+        assert not suspects.was_only_one(b"a", w0)
+        suspects.enter(b"a", w1)
+        assert suspects.was_only_one(b"a", w1)

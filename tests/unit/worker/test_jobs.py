@@ -1,0 +1,60 @@
+"""Jobs that this worker must not take, whatever a gateway says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from baton.core.errors import Code, Reason
+from baton.core.jobs import DecodeJob, PrefillJob
+from baton.core.kv_layout import SAMPLER_VERSION
+from baton.core.request import Sampling
+from baton.worker import leg
+from tests.unit.worker.harness import expected_tokens, pair
+from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.virtual import virtual
+
+OTHER = Sampling(max_tokens=8, ignore_eos=True, sampler_version=SAMPLER_VERSION + 1)
+
+
+@pytest.mark.parametrize("make", [prefill_job, decode_job])
+@virtual
+async def test_a_job_of_another_sampler_version_is_for_other_workers(make: Callable[..., PrefillJob | DecodeJob]) -> None:
+    async with pair() as made:
+        job = make(30, sampling=OTHER)
+        made.to_d.send(job)
+        failure = await made.to_d.failed(job.job)
+        assert (failure.code, failure.reason, failure.retriable) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH, True)
+        assert failure.message.startswith(f"sampler_version: {SAMPLER_VERSION} here, {SAMPLER_VERSION + 1} asked for")
+        assert made.d.executor.plans == []
+        same = decode_job(30, request=b"same")
+        made.to_d.send(same)
+        await made.to_d.ended(same.job)
+        assert made.to_d.tokens(same.job) == expected_tokens(same)
+        await made.until_clean()
+
+
+@virtual
+async def test_the_version_is_that_of_the_workers_own_layout() -> None:
+    """What it says of itself at pairing is what it holds jobs to."""
+    async with pair() as made:
+        parts = made.d.worker.jobs._parts
+        made.d.worker.jobs._parts = replace(parts, sampler_version=SAMPLER_VERSION + 1)
+        assert parts.sampler_version == made.d.layout.sampler_version
+        job = decode_job(30, sampling=OTHER)
+        made.to_d.send(job)
+        await made.to_d.ended(job.job)
+
+
+@virtual
+async def test_a_prompt_that_is_far_too_long_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chain(*_: object) -> None:
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr(leg, "chain", chain)
+    async with pair() as made:
+        job = decode_job(4096)
+        made.to_d.send(job)
+        failure = await made.to_d.failed(job.job)
+        assert (failure.code, failure.reason) == (Code.INVALID_ARGUMENT, Reason.CONTEXT_LENGTH_EXCEEDED)
+        assert "4096 tokens" in failure.message
