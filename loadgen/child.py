@@ -67,9 +67,8 @@ class Job:
         return cls(**{**data, "target": Target.from_json(data["target"]), "slos": slos})
 
     def terms(self, plan: Plan) -> Terms:
-        """What its answers are held against. A server that cannot be told to ignore the end of a text may end before the planned length."""
-        can_be_told = self.target.protocol == "grpc" or self.target.takes.ignore_eos
-        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and can_be_told)
+        """What its answers are held against."""
+        return self.target.terms(plan)
 
 
 async def serve(job: Job, parent: Parent) -> None:

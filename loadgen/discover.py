@@ -51,6 +51,11 @@ def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False)
     )
 
 
+def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> int:
+    """What a path such as `/ready` answers. Raises Unreachable."""
+    return _get(url, path, headers, is_insecure)[0]
+
+
 def ask_grpc(target: str, headers: Mapping[str, str]) -> Server:
     """Raises Unreachable, LoadgenError."""
     import grpc

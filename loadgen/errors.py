@@ -9,6 +9,10 @@ class BadPlan(LoadgenError):
     """A plan, trace or arguments for one that cannot be used; names the file and the line."""
 
 
+class NothingArrives(BadPlan):
+    """Arguments are fine, but by chance (or for lack of time) not one request comes of them."""
+
+
 class BadRecords(LoadgenError):
     """A result directory or record that cannot be read; names the file and the line."""
 

@@ -194,7 +194,7 @@ class _Child:
         for task in (self._reader, self._errors):
             if task is not None:
                 await asyncio.wait((task,))
-        if self._ready.done():
+        if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # seen
 
     async def _read(self) -> None:
@@ -210,7 +210,8 @@ class _Child:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "ready" in message:
-            self._ready.set_result(message["ready"])
+            if not self._ready.done():  # the user may have been quicker
+                self._ready.set_result(message["ready"])
         elif "counts" in message:
             self.counts = Counts.from_json(message["counts"])
         elif "done" in message:

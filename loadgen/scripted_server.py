@@ -16,62 +16,14 @@ import os
 import socket
 import ssl
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Self
 
 import httptools
 
+from loadgen.script import Ending, Script, Served
 from loadgen.timers import Alarm, new_alarm, now_s
-
-
-class Ending(Enum):
-    """How an answer ends, after its tokens."""
-
-    DONE = "done"
-    NO_DONE = "no_done"  # the response ends properly, without `[DONE]`
-    CLOSE = "close"  # the server closes the connection
-    RESET = "reset"  # … with a reset
-    NOTHING = "nothing"  # it closes the connection instead of answering
-    SILENCE = "silence"  # nothing comes any more
-    ERROR = "error"  # an error event
-    GARBAGE = "garbage"  # an event that is no JSON
-    LONG_LINE = "long_line"  # a line that does not end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """What becomes of one request. `gaps_s`: after each token but the last, the last entry again and again. `num_tokens` None: as many as
-    asked for. With a `status` other than 200 the answer is `body`, after `ttft_s`."""
-
-    ttft_s: float = 0.0
-    gaps_s: Sequence[float] = (0.0,)
-    num_tokens: int | None = None
-    tokens_per_event: int = 1
-    ending: Ending = Ending.DONE
-    status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    finish_reason: str = "length"
-    usage: bool = True
-    token_ids: bool = True
-    is_compressed: bool = False
-    salt: int = 0
-    """Another salt, other tokens."""
-
-
-@dataclass(slots=True)
-class Served:
-    """One request as the server saw it; `sent_s` of each event with tokens. Times are `now_s()`."""
-
-    number: int
-    body: dict[str, Any]
-    headers: dict[str, str]
-    received_s: float
-    sent_s: list[float] = field(default_factory=list)
-    hung_up_s: float | None = None
-
 
 Scripts = Callable[[Served], Script]
 
@@ -90,13 +42,17 @@ class ScriptedServer:
         max_model_len: int = 1 << 20,
         keeps: bool = True,
         tls: ssl.SSLContext | None = None,
+        slots: int | None = None,
     ) -> None:
-        """`stalls`: (from, to) in seconds after the first request: what is due within happens at its end, as if the server stood still."""
+        """`stalls`: (from, to) in seconds after the first request: what is due within happens at its end, as if the server stood still.
+        `slots`: so many answers at a time; other requests wait in line, and their scripts begin when it is their turn."""
         self.tls = tls
         self._script_of: Scripts = script if callable(script) else lambda _: script
         self._stalls = stalls
         self._port = port
         self._keeps = keeps
+        self._free_slots = slots
+        self._line: deque[_Answer] = deque()
         self.models = {"object": "list", "data": [{"id": model, "object": "model", "owned_by": owned_by, "max_model_len": max_model_len}]}
         self.served: list[Served] = []
         self.num_served = 0
@@ -133,6 +89,28 @@ class ScriptedServer:
         if self._keeps:
             self.served.append(served)
         return served, self._script_of(served)
+
+    def admit(self, answer: _Answer, at_s: float) -> None:
+        """Starts it, now or when it is its turn."""
+        if self._free_slots is None:
+            answer.start(at_s)
+        elif self._free_slots:
+            self._free_slots -= 1
+            answer.start(at_s)
+        else:
+            self._line.append(answer)
+
+    def over(self, answer: _Answer, at_s: float) -> None:
+        """It has ended, or its client has gone."""
+        if answer.is_over or self._free_slots is None:
+            return
+        answer.is_over = True
+        if not answer.is_started:
+            self._line.remove(answer)
+        elif self._line:
+            self._line.popleft().start(at_s)
+        else:
+            self._free_slots += 1
 
     def at(self, due_s: float, do: Callable[[], None]) -> None:
         """Later, or now if it is time and the server does not stand still."""
@@ -183,7 +161,7 @@ class _Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         if self._answer is not None:
             self._answer.served.hung_up_s = now_s()
-            self._answer = None
+            self.ended()
 
     def data_received(self, data: bytes) -> None:
         self._at_s = now_s()
@@ -207,10 +185,12 @@ class _Connection(asyncio.Protocol):
             return
         served, script = self._server.arrived(json.loads(b"".join(self._body)), self._headers, self._at_s)
         self._answer = _Answer(self, self._server, served, script, is_chat=b"chat" in self._url)
-        self._server.at(self._at_s + script.ttft_s, self._answer.begin)
+        self._server.admit(self._answer, self._at_s)
 
     def ended(self) -> None:
-        self._answer = None
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._server.over(answer, now_s())
 
     def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
@@ -261,11 +241,20 @@ class _Answer:
         self._prompt = body.get("prompt") or [ord(c) for message in body.get("messages", ()) for c in message["content"]]
         self._num_tokens = int(body.get("max_tokens", 16)) if script.num_tokens is None else script.num_tokens
         self._num_sent = 0
-        self._due_s = served.received_s + script.ttft_s
+        self._due_s = 0.0
+        self.is_started = False
+        self.is_over = False
         self._first_id = (sum(map(ord, self._prompt)) if isinstance(self._prompt, str) else sum(self._prompt)) + script.salt
         self._deflate = zlib.compressobj(wbits=31) if script.is_compressed else None
 
+    def start(self, at_s: float) -> None:
+        self.is_started = True
+        self._due_s = at_s + self._script.ttft_s
+        self._server.at(self._due_s, self.begin)
+
     def begin(self) -> None:
+        if self.is_over:
+            return
         script = self._script
         if script.ending is Ending.NOTHING:
             self._connection.ended()
@@ -285,7 +274,8 @@ class _Answer:
             self._end()
 
     def _next(self) -> None:
-        self._tokens(b"")
+        if not self.is_over:
+            self._tokens(b"")
 
     def _tokens(self, head: bytes) -> None:
         script = self._script
@@ -365,6 +355,7 @@ def main() -> None:
     parser.add_argument("--ttft", type=seconds, default=0.02, help="from request to first token, such as 20ms")
     parser.add_argument("--gap", type=seconds, default=0.01, help="between tokens")
     parser.add_argument("--stall", type=seconds, nargs=2, action="append", default=[], metavar=("FROM", "TO"), help="stand still then")
+    parser.add_argument("--slots", type=int, help="answers at a time; others wait in line")
     parser.add_argument("--owned-by", default="baton", help="what /v1/models says, from which loadgen sees how to ask")
     parser.add_argument("--core", type=int, help="run on this core only")
     parser.add_argument("--priority", type=Priority, default=Priority.NORMAL, help="normal, high or realtime, where it is allowed")
@@ -377,7 +368,9 @@ def main() -> None:
     async def serve() -> None:
         script = Script(ttft_s=given.ttft, gaps_s=(given.gap,))
         stalls = [(begin, end) for begin, end in given.stall]
-        async with ScriptedServer(script, stalls=stalls, port=given.port, owned_by=given.owned_by, keeps=False) as server:
+        async with ScriptedServer(
+            script, stalls=stalls, port=given.port, owned_by=given.owned_by, keeps=False, slots=given.slots
+        ) as server:
             gc.collect()
             gc.freeze()
             gc.disable()

@@ -21,7 +21,7 @@ import numpy as np
 
 from loadgen import draws, options
 from loadgen.arrivals import arrivals, gamma_gaps, steady, weibull_gaps
-from loadgen.errors import BadPlan
+from loadgen.errors import BadPlan, NothingArrives
 from loadgen.files import numbered_lines
 from loadgen.lengths import Distribution, draw_lengths
 from loadgen.plan import Generated, PlannedRequest
@@ -145,7 +145,7 @@ def replay_servegen(
     times_s = np.round(np.concatenate(times), 6)
     order = np.lexsort((np.concatenate(clients), times_s))[:limit]
     if not len(order):
-        raise BadPlan("no request arrives: take more clients, a longer time or a higher `rate_scale`")
+        raise NothingArrives("no request arrives: take more clients, a longer time or a higher `rate_scale`")
     num_inputs = draw_lengths(inputs, draws.stream(seed, "input"), len(order)).tolist()
     num_outputs = draw_lengths(outputs, draws.stream(seed, "output"), len(order)).tolist()
     client_of = np.concatenate(clients)[order].tolist()

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 from loadgen.client import Client
 from loadgen.dialects import DIALECTS, Dialect
+from loadgen.metrics import Terms
+from loadgen.plan import Plan
 
 TABLE_FILES = 32_768
 MAX_FILES_KEPT = 64
@@ -36,6 +38,11 @@ class Target:
     @property
     def takes(self) -> Dialect:
         return DIALECTS[self.dialect]
+
+    def terms(self, plan: Plan) -> Terms:
+        """What its answers are held against. A server that cannot be told to ignore the end of a text may end before the planned length."""
+        can_be_told = self.protocol == "grpc" or self.takes.ignore_eos
+        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and can_be_told)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

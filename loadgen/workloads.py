@@ -15,7 +15,7 @@ import numpy as np
 from loadgen import draws
 from loadgen.arrivals import poisson
 from loadgen.draws import Floats
-from loadgen.errors import BadPlan
+from loadgen.errors import BadPlan, NothingArrives
 from loadgen.lengths import Distribution, Fixed, draw_lengths
 from loadgen.plan import AnswerOf, Generated, Plan, PlannedRequest, Segment, Vocabulary
 from loadgen.slo import Slo
@@ -174,7 +174,7 @@ def first_look(
     """Poisson arrivals of random prompts of one length, for `seconds`. Raises BadPlan if not one request arrives."""
     times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
     if not len(times_s):
-        raise BadPlan(
+        raise NothingArrives(
             f"no request arrives in {seconds:g} s at {rate_rps:g} requests a second with seed {seed}: give more time or a higher rate"
         )
     requests = random_prompts(times_s, inputs=Fixed(input_tokens), outputs=Fixed(output_tokens), seed=seed)

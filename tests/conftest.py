@@ -4,11 +4,16 @@ import os
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
+
+# A property is right or wrong, however slow the machine is at the moment.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)

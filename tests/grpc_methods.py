@@ -53,7 +53,7 @@ def all_methods() -> Iterator[Method]:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How a call ended; None: it had not, when the caller left. `replies`: the first few of them."""
+    """How a call ended; None: it had not when the caller left, or nobody knows. `replies`: the first few of them."""
 
     code: grpc.StatusCode | None
     details: str
@@ -68,8 +68,8 @@ async def call(
     for _ in range(10):
         answered = await _call(channel, path, tuple(messages), wait_s, max_replies, stays)
         if answered.details != LOST_STATUS:
-            break
-    return answered
+            return answered
+    return Answered(None, "", answered.replies)
 
 
 LOST_STATUS = "Internal error from Core"

@@ -62,6 +62,12 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
+def our_errors(log: Iterable[str]) -> list[str]:
+    """Lines of a process's log that tell of an error of ours. grpc calls it one when it cannot read a message or a header."""
+    errors = (line for line in log if '"level": "error"' in line or '"level": "critical"' in line)
+    return [line for line in errors if '"logger": "grpc.' not in line]
+
+
 # HTTP/2, as far as it takes to get it wrong.
 
 
@@ -165,6 +171,7 @@ def broken_http2(method: str) -> Mapping[str, bytes]:
         "method-get": BEGIN + grpc_call(method, b"", method=b"GET"),
         "path-none": BEGIN + grpc_call("/", grpc_message(b"")),
         "path-weird": BEGIN + grpc_call("/%00/\u202e/../..", grpc_message(b"")),
+        "path-no-text": BEGIN + grpc_call(method, grpc_message(b""), path=b"/\xff/\xfe"),
         "no-authority": BEGIN + grpc_call(method, grpc_message(b""), authority=None),
         "no-path": BEGIN + grpc_call(method, grpc_message(b""), path=None),
         "content-type": BEGIN + grpc_call(method, grpc_message(b""), content_type=b"text/html"),

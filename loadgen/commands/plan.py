@@ -14,7 +14,7 @@ from loadgen.arrivals import arrivals, parse_gaps, parse_rate, read_times, trace
 from loadgen.commands.plan_options import LENGTHS, arrival_options, cut_options, length_options, plan_options, prefix_options
 from loadgen.commands.values import Above, Seconds
 from loadgen.draws import Floats
-from loadgen.errors import BadPlan
+from loadgen.errors import BadPlan, NothingArrives
 from loadgen.files import sha256_of
 from loadgen.lengths import parse_lengths, parse_times
 from loadgen.mixes import Mixes, apply_mixes, parse_classes, parse_priorities, parse_tenants
@@ -227,7 +227,7 @@ def _times(given: Mapping[str, Any]) -> Floats:
         if count is not None and until_s is None and len(times_s) < count:
             raise BadPlan(f"only {len(times_s)} of {count} arrive before the rate `{rate}` ends")
     if not len(times_s):
-        raise BadPlan("nothing arrives in that time: make it longer, or the rate higher")
+        raise NothingArrives("nothing arrives in that time: make it longer, or the rate higher")
     return times_s
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,10 +13,8 @@ from typing import Any
 import click
 
 from loadgen import calibration
-from loadgen.commands.values import Above, Bodies, Headers, Seconds, SloOf
-from loadgen.dialects import DIALECTS, dialect_of
-from loadgen.discover import Server, ask_grpc, ask_http
-from loadgen.errors import LoadgenError
+from loadgen.commands.target_options import flags_of, processes_of, sending_options, server_facts, slos_of, target_of, target_options
+from loadgen.commands.values import Above, Seconds
 from loadgen.live import LiveView
 from loadgen.machine import usable_cores
 from loadgen.metrics import Terms, lag_limit_s
@@ -27,14 +25,10 @@ from loadgen.processes import Interrupted
 from loadgen.records_file import write_run
 from loadgen.running import Finished, Order, run
 from loadgen.schedule import peak_rates
-from loadgen.slo import Slo
-from loadgen.target import Target
 
 EXIT_INVALID = 3
 EXIT_DIFFERS = 4
 EXIT_INTERRUPTED = 130
-HTTP_URL = "http://127.0.0.1:8000"
-GRPC_URL = "127.0.0.1:8001"
 
 
 @click.command("run")
@@ -45,30 +39,9 @@ GRPC_URL = "127.0.0.1:8001"
 @click.option("--output-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each answer.  [default: 32]")
 @click.option("--seed", type=int, help="Without PLAN: another seed makes another workload.  [default: 0]")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one.")
-@click.option(
-    "--url", "urls", multiple=True, metavar="URL", help=f"The server; several take turns.  [default: {HTTP_URL}, gRPC {GRPC_URL}]"
-)
-@click.option("--protocol", type=click.Choice(["http", "grpc"]), default="http", show_default=True, help="grpc: Baton's own.")
-@click.option("--api", type=click.Choice(["completions", "chat"]), default="completions", show_default=True, help="Over HTTP.")
-@click.option("--prompts", type=click.Choice(["ids", "text"]), help="What prompts are sent as.  [default: ids, for a chat text]")
-@click.option("--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]")
-@click.option("--model", help="The model's name.  [default: the first of /v1/models]")
-@click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token; also the variable OPENAI_API_KEY.")
-@click.option("--header", "headers", multiple=True, type=Headers(), metavar="NAME:VALUE", help="One more header. Repeatable.")
-@click.option("--body", "bodies", multiple=True, type=Bodies(), metavar="FIELD=JSON", help="One more field of each body. Repeatable.")
-@click.option("--insecure", is_flag=True, help="Take any TLS certificate.")
-@click.option(
-    "--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's."
-)
-@click.option("--timeout", type=Seconds(), default="600s", show_default=True, help="The client's patience for one request.")
+@target_options
 @click.option("--out", type=click.Path(path_type=Path), help="Where the result goes.  [default: loadgen-DATE-NAME]")
-@click.option("--label", default="", help="What reports call this run.")
-@click.option("--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker.")
-@click.option("--processes", default="1", show_default=True, metavar="N|auto", help="That send. One does some hundred requests a second.")
-@click.option(
-    "--priority", type=click.Choice([p.value for p in Priority]), default="high", show_default=True, help="Of the processes that send."
-)
-@click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Requests before, which share no token with the plan.")
+@sending_options
 @click.option("--check", "checks", is_flag=True, help="Afterwards ask again, one at a time, and count answers whose tokens differ.")
 @click.option("--quiet", is_flag=True, help="No live view.")
 @click.pass_context
@@ -121,25 +94,20 @@ def _exit_code(finished: Finished) -> int:
 def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
     """Raises LoadgenError."""
     plan = _plan(ctx, given)
-    target, server = _target(given)
-    slos = _slos(plan, given["slos"])
+    target, server = target_of(given)
+    slos = slos_of(plan, given["slos"])
     plan = replace(plan, slos=slos)
-    facts = dict(server.facts)
-    if given["workers"]:
-        facts["workers"] = given["workers"]
-    if server.max_model_len is not None:
-        facts["max_model_len"] = server.max_model_len
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in plan.name)[:60]
     return Order(
         plan=plan,
         plan_file=given["plan"],
         target=target,
         out=given["out"] or Path(f"loadgen-{datetime.now():%Y%m%d-%H%M%S}-{name}"),
-        processes=_processes(given["processes"], plan),
+        processes=processes_of(given["processes"], plan),
         warm_ups=given["warmup"],
         priority=Priority(given["priority"]),
-        server=facts,
-        flags=_flags(given, target, slos),
+        server=server_facts(given, server),
+        flags=flags_of(given, target, slos),
     )
 
 
@@ -166,81 +134,6 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
         seed=made.get("seed", 0),
         vocabulary=vocabulary,
     )
-
-
-def _target(given: Mapping[str, Any]) -> tuple[Target, Server]:
-    """Asks the server what it is."""
-    is_grpc = given["protocol"] == "grpc"
-    urls = given["urls"] or (GRPC_URL if is_grpc else HTTP_URL,)
-    headers = dict(given["headers"])
-    if given["api_key"]:
-        headers["Authorization"] = f"Bearer {given['api_key']}"
-    if is_grpc:
-        if given["api"] == "chat" or given["dialect"]:
-            raise click.UsageError("--protocol grpc has one API and one dialect, Baton's")
-        server = ask_grpc(urls[0], headers)
-    else:
-        server = ask_http(urls[0], headers, is_insecure=given["insecure"])
-    model = given["model"] or next(iter(server.models), "")
-    if not model:
-        raise LoadgenError(f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model")
-    dialect = DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
-    is_text = given["api"] == "chat" or not dialect.token_prompts
-    if given["prompts"] == "ids" and is_text:
-        raise click.UsageError("--prompts ids: neither a chat nor a server that takes text only can be sent token ids")
-    return Target(
-        urls=tuple(urls),
-        model=model,
-        protocol=given["protocol"],
-        api=given["api"],
-        tokenizer=str(given["tokenizer"].resolve()) if given["tokenizer"] else None,
-        prompts=given["prompts"] or ("text" if is_text else "ids"),
-        dialect=dialect.name,
-        headers=headers,
-        more=dict(given["bodies"]),
-        timeout_s=given["timeout"],
-        is_insecure=given["insecure"],
-    ), server
-
-
-def _slos(plan: Plan, given: Sequence[tuple[str | None, Slo]]) -> dict[str, Slo]:
-    """One without a class is for all of them."""
-    slos = dict(plan.slos)
-    for name, slo in sorted(given, key=lambda entry: entry[0] is not None):
-        if name is None:
-            slos = dict.fromkeys(slos, slo)
-        elif name in slos:
-            slos[name] = slo
-        else:
-            raise LoadgenError(f"--slo {name}:…: the plan has no class of that name; it has {', '.join(slos)}")
-    return slos
-
-
-def _processes(text: str, plan: Plan) -> int:
-    if text == "auto":
-        return min(usable_cores(), calibration.processes_for(*peak_rates(plan.requests), calibration.load()))
-    if not text.isdigit() or not 1 <= int(text) <= 256:
-        raise click.BadParameter("must be a number from 1 to 256, or auto", param_hint="--processes")
-    return int(text)
-
-
-def _flags(given: Mapping[str, Any], target: Target, slos: Mapping[str, Slo]) -> dict[str, Any]:
-    """The effective arguments, as they may be shown: names of headers, not their values."""
-    kept = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in given.items()
-        if name not in ("api_key", "headers", "bodies", "slos", "urls", "checks", "quiet") and value is not None and value != ""
-    }
-    return {
-        **kept,
-        "urls": list(target.urls),
-        "model": target.model,
-        "prompts": target.prompts,
-        "dialect": target.dialect,
-        "headers": sorted(target.headers),
-        "body": dict(target.more),
-        "slo": {name: str(slo) for name, slo in slos.items()},
-    }
 
 
 # Words.

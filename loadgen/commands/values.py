@@ -94,3 +94,28 @@ class Above(click.ParamType):
         if not self._above < number < float("inf"):
             self.fail(f"`{value}` must be above {self._above:g}", param, ctx)
         return number
+
+
+class Numbers(click.ParamType):
+    """`90,99`: numbers between two bounds (excluded), each divided by `of`; as a tuple, none twice."""
+
+    name = "numbers"
+
+    def __init__(self, above: float, below: float = float("inf"), of: float = 1.0) -> None:
+        self._above = above
+        self._below = below
+        self._of = of
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        found: list[float] = []
+        for part in str(value).split(","):
+            try:
+                number = float(part)
+            except ValueError:
+                self.fail(f"`{part}` is no number", param, ctx)
+            if not self._above < number < self._below:
+                self.fail(f"`{part.strip()}` must be above {self._above:g} and below {self._below:g}", param, ctx)
+            found.append(number / self._of)
+        return tuple(dict.fromkeys(found))

@@ -33,6 +33,7 @@ ON_THE_LOOPS_TIME = ("core", "prefix", "engine", "scheduler", "gateway", "worker
 LEAVES = (
     "baton.engine.model",
     "baton.transfer.*_backend",
+    "baton.transfer.touching",
     "baton.gateway.main",
     "baton.scheduler.main",
     "baton.worker.main",

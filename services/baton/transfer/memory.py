@@ -106,11 +106,18 @@ def segment_bytes(num_blocks: int, block_bytes: int) -> int:
 
 def allocate_private(num_blocks: int, block_bytes: int) -> HostMemory:
     """Memory that only this process maps. Raises OSError when there is not enough."""
-    return HostMemory(anonymous(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes)
+    return HostMemory(_promised(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes)
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
-    """Private, page-aligned, zeroed; huge pages where the kernel gives them, which makes copies between processes cheaper."""
+    """Private, page-aligned, zeroed, every page of it real."""
+    segment = _promised(num_bytes)
+    np.frombuffer(segment, dtype=np.uint8).fill(0)
+    return segment
+
+
+def _promised(num_bytes: int) -> mmap.mmap:
+    """Private, page-aligned, zeroed when touched; huge pages where the kernel gives them, which makes copies between processes cheaper."""
     segment = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them

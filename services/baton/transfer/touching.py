@@ -8,12 +8,15 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later: as if every page were written, without changing what is in it."""
-_STEP_BYTES = 4 * 2**20
+_STEP_BYTES = 2 * 2**20
 _LOWEST_PRIORITY = 19
+_REST = 5.0
+"""Times what a step took, before the next one: a virtual machine's core stands still while its host looks for memory."""
 
 
 def touch_in_background(address: int, num_bytes: int) -> Callable[[], None]:
@@ -36,6 +39,8 @@ def _touch(address: int, num_bytes: int, stopped: threading.Event) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the interpreter's lock meanwhile
     for offset in range(0, num_bytes, _STEP_BYTES):
-        step = ctypes.c_size_t(min(_STEP_BYTES, num_bytes - offset))
-        if stopped.is_set() or madvise(ctypes.c_void_p(address + offset), step, _MADV_POPULATE_WRITE) != 0:
+        step, began_s = ctypes.c_size_t(min(_STEP_BYTES, num_bytes - offset)), time.monotonic()
+        if madvise(ctypes.c_void_p(address + offset), step, _MADV_POPULATE_WRITE) != 0:
+            return
+        if stopped.wait(_REST * (time.monotonic() - began_s)):
             return

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # the stubs lack it
 from grpc_reflection.v1alpha import reflection
@@ -14,6 +13,7 @@ from baton.runtime.health import Health
 from baton.runtime.network import choose_port, join_address
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.wire import admin, inference, peer, scheduler, worker
+from baton.wire.aio_server import aio_server
 from baton.wire.channel import MAX_MESSAGE_BYTES, server_options
 from baton.wire.network import DEFAULT_LIMITS
 from baton.wire.status import RefuseGarbage
@@ -29,7 +29,7 @@ class GrpcServer:
     and for "", which stands for all of them; all serve from the start unless `follow` is given a Health."""
 
     def __init__(self, *, heartbeat_s: float, limits: StreamLimits = DEFAULT_LIMITS, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._server = grpc.aio.server(interceptors=(RefuseGarbage(),), options=server_options(heartbeat_s, max_message_bytes))
+        self._server = aio_server((RefuseGarbage(),), server_options(heartbeat_s, max_message_bytes))
         self._limits = limits
         self._health_servicer = health_aio.HealthServicer()
         self._health: Health | None = None

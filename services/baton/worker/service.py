@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from random import Random
 
 from baton.core.apis import Duplex, Member, MemberKind, Membership, Network
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.cluster import Command, CommandKind, WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StoreUnavailable
 from baton.core.ids import DecisionId, WorkerRef
@@ -249,11 +248,6 @@ class Worker:
         )
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
-
-    def cached_blocks(self) -> list[tuple[int, BlockHash]]:
-        """(block_id, hash) of every block whose content can be found here, for a cache audit."""
-        hashes = ((block_id, self.pool.hash_of(block_id)) for block_id in range(self.pool.num_blocks))
-        return [(block_id, block_hash) for block_id, block_hash in hashes if block_hash != NO_HASH]
 
     # -- inside --------------------------------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class GatewayProcess:
         return body
 
     async def check_grpc(self) -> None:
+        """As `check`, over gRPC."""
         generation = await InferenceClient(self.channel, "gateway").generate(good_body(return_token_ids=None), timeout_s=20)
         choices: list[ChoiceDelta] = []
         while True:

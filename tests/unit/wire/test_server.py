@@ -11,14 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.core.errors import ConfigError, StreamBroken
-from baton.core.jobs import Ack
+from baton.core.jobs import Ack, Step
 from baton.runtime.health import Health
 from baton.wire import inference, peer, scheduler, worker
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
 from baton.wire.streams import ACCEPTED
 from baton.wire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
-from tests import builders
+from tests import builders, hostile
 from tests.contract.networks import StubScheduler, StubWorker, echo, eventually, until_broken
 from tests.unit.wire.front_stubs import StubInference
 
@@ -312,3 +312,25 @@ async def test_garbage_from_a_server_breaks_the_clients_stream(network: GrpcNetw
     with pytest.raises(StreamBroken):
         session.send(Ack(seq=1))
     await liar.stop(0)
+
+
+async def test_a_path_that_is_no_text_does_not_end_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
+    """grpc's own server would stop for good, and leave a process that lives and serves nobody."""
+    server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
+    address = await started(server)
+    no_text = hostile.BEGIN + hostile.grpc_call("/", hostile.grpc_message(b""), path=b"/\xff/\xfe")
+    for _ in range(3):
+        assert not (await hostile.say(int(address.rsplit(":", 1)[1]), [no_text])).was_closed
+    session = await network.open_session(address)
+    session.send(Ack(seq=7))
+    assert await session.receive() == Step(seq=7)
+    await session.aclose()
+
+
+async def test_a_call_for_nobody_is_told_so(server: GrpcServer) -> None:
+    server.add_scheduler(StubScheduler(()))
+    async with grpc.aio.insecure_channel(await started(server)) as channel:
+        for path in ("/", "/x", "/baton.wire.v1.Scheduler/Nothing", "/baton.wire.v1.Worker/Session", "/\u20ac/y"):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await channel.unary_unary(path)(b"", timeout=5)
+            assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED

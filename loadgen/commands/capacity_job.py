@@ -1,0 +1,290 @@
+"""What `loadgen capacity` does: a search on each server that it is given or starts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from loadgen.capacity import Limits, Proposal
+from loadgen.capacity_file import PointFound, write_capacity
+from loadgen.commands.capacity_plans import FirstLook, maker_of
+from loadgen.commands.capacity_text import trial_line
+from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, server_facts, slos_of, target_of
+from loadgen.errors import LoadgenError
+from loadgen.idle import IdleWatch
+from loadgen.live import LiveView
+from loadgen.machine import loadgen_version
+from loadgen.metrics import Terms, lag_limit_s
+from loadgen.plan import Plan
+from loadgen.priority import Priority
+from loadgen.running import Order
+from loadgen.searching import Found, find
+from loadgen.serving import Command, Point, free_port, grpc_probe, http_probe, parse_sweep, served
+from loadgen.trials import Goal, PlanMaker, Trial, Trials, min_rps, trial_seed
+from loadgen.workloads import DEFAULT_VOCABULARY
+
+TRIALS = "trials"
+_LENGTHS = ("input", "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityJob:
+    """All that was asked for. `given`: the command's arguments. `plan`: one of the workload's, for what all of them have. `head`: of
+    capacity.json."""
+
+    given: Mapping[str, Any]
+    out: Path
+    maker: PlanMaker
+    plan: Plan
+    goals: tuple[Goal, ...]
+    limits: tuple[Limits, ...]
+    confidence: float
+    points: tuple[Point, ...]
+    command: Command | None
+    seed: int
+    head: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> CapacityJob:
+        """Checks all that can be checked before a server is asked, and makes the directory. Raises LoadgenError, click.UsageError."""
+        if given["sweep"] and not given["template"]:
+            raise click.UsageError("--sweep needs --command, which starts the server of each point")
+        if len(given["confidence"]) > 1 or len(given["resolution"]) > 1:
+            raise click.UsageError("--confidence and --resolution take one number each")
+        points = tuple(parse_sweep(given["sweep"])) if given["sweep"] else (Point(values={}),)
+        started = Command.parse(given["template"], points) if given["template"] else None
+        seconds = given["seconds"]
+        maker = _maker(given)
+        goals = tuple(Goal(target=target, slo_scale=scale) for scale in given["slo_scale"] for target in given["attainment"])
+        limits = [
+            Limits(
+                start_rps=given["start_rate"],
+                min_rps=min_rps(seconds, goal.target),
+                max_rps=min(given["max_rate"] or math.inf, maker.max_rps(seconds)),
+                resolution=given["resolution"][0],
+                max_trials=given["max_trials"],
+            )
+            for goal in goals
+        ]
+        for goal, limit in zip(goals, limits, strict=True):
+            if limit.max_rps <= limit.min_rps:
+                raise LoadgenError(
+                    f"trials of {seconds:g} s tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no more than "
+                    f"{limit.max_rps:.3g} are allowed: give longer --seconds"
+                )
+        seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
+        plan = maker.make(min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits)), seconds, trial_seed(seed, 0))
+        plan = replace(plan, slos=slos_of(plan, given["slos"]))
+        return cls(
+            given=given,
+            out=_new_directory(given["out"] or Path(f"loadgen-capacity-{datetime.now():%Y%m%d-%H%M%S}")),
+            maker=maker,
+            plan=plan,
+            goals=goals,
+            limits=tuple(limits),
+            confidence=given["confidence"][0],
+            points=points,
+            command=started,
+            seed=seed,
+            head={
+                "version": loadgen_version(),
+                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "workload": list(given["workload"])
+                or ["random", *(f"--{name}-tokens={plan.made_by[name]}" for name in ("input", "output"))],
+                "unit": maker.unit,
+                "slos": {name: slo.to_json() for name, slo in plan.slos.items()},
+                "confidence": given["confidence"][0],
+                "resolution": given["resolution"][0],
+                "seconds": seconds,
+                "seed": seed,
+            },
+        )
+
+    def run(self) -> list[PointFound]:
+        """Point after point; what goes wrong at one does not keep the others from being tried. Raises LoadgenError if the file cannot be
+        written."""
+        if not any(slo.to_json() for slo in self.plan.slos.values()):
+            click.secho("warning: nothing is promised (--slo): every whole answer counts as kept", fg="yellow", err=True)
+        done: list[PointFound] = []
+        with _Terminations() as terminations:
+            for point in self.points:
+                progress = _Progress(self, point, done)
+                error, is_interrupted = "", False
+                try:
+                    self._at(progress, terminations)
+                except LoadgenError as raised:
+                    error = str(raised)
+                except KeyboardInterrupt:
+                    is_interrupted = True
+                done.append(progress.ended(error, is_interrupted=is_interrupted))
+                write_capacity(self.out, self.head, done)
+                known = done[-1].found
+                if known is not None and known.is_interrupted:
+                    break
+        return done
+
+    def place(self, point: Point) -> Path:
+        return self.out / point.name.replace("/", "_") if point.values else self.out
+
+    def _at(self, progress: _Progress, terminations: _Terminations) -> None:
+        """Raises LoadgenError, KeyboardInterrupt."""
+        given = dict(self.given)
+        point, place = progress.point, self.place(progress.point)
+        place.mkdir(exist_ok=True)
+        given["label"] = given["label"] or point.name
+        with contextlib.ExitStack() as stack:
+            if self.command is not None:
+                port = free_port()
+                default = GRPC_URL if given["protocol"] == "grpc" else HTTP_URL
+                fresh = f"{default.rpartition(':')[0]}:{port}" if self.command.has_port else default
+                given["urls"] = tuple(url.replace("{port}", str(port)) for url in given["urls"]) or (fresh,)
+                progress.arguments = tuple(self.command.at(point, port))
+                self.tell(f"starting {' '.join(progress.arguments)}")
+                stack.enter_context(served(progress.arguments, _probe(given), place / "server.log", ready_s=given["ready_within"]))
+            target, server = target_of(given)
+            progress.facts = {"url": ",".join(target.urls), "model": target.model, "server": dict(server.facts)}
+            order = Order(
+                plan=self.plan,
+                target=target,
+                out=place / TRIALS,
+                processes=processes_of(given["processes"], self.plan),
+                warm_ups=given["warmup"],
+                priority=Priority(given["priority"]),
+                server=server_facts(given, server),
+                flags=flags_of(given, target, self.plan.slos),
+            )
+            trials = Trials(
+                order,
+                self.maker,
+                self.goals,
+                IdleWatch(target, self.plan.vocabulary, limit_s=given["drain"]),
+                seconds=given["seconds"],
+                seed=self.seed,
+                slos_of=lambda plan: replace(plan, slos=slos_of(plan, given["slos"])),
+                show=lambda plan: self._view(plan, target.urls),
+            )
+            progress.found = find(
+                self.goals,
+                self.limits,
+                _Guarded(trials, terminations),
+                confidence=self.confidence,
+                time_limit_s=given["time_limit"],
+                told=progress.told,
+            )
+
+    def tell(self, text: str) -> None:
+        if not self.given["quiet"]:
+            click.echo(text, err=True)
+
+    def _view(self, plan: Plan, urls: tuple[str, ...]) -> LiveView:
+        """A picture on a terminal; elsewhere a line a trial says enough."""
+        return LiveView(
+            name=plan.name,
+            url=", ".join(urls),
+            num_requests=len(plan.requests),
+            planned_s=max((request.at_s or 0.0 for request in plan.requests), default=0.0),
+            lag_limit_s=lag_limit_s(Terms(slos=plan.slos)),
+            is_quiet=self.given["quiet"] or not sys.stderr.isatty(),
+        )
+
+
+class _Progress:
+    """What is known of a point; the file has it after each trial."""
+
+    def __init__(self, job: CapacityJob, point: Point, done: list[PointFound]) -> None:
+        self.point = point
+        self.arguments: tuple[str, ...] = ()
+        self.facts: Mapping[str, Any] = {}
+        self.found: Found | None = None
+        self._job = job
+        self._done = done
+
+    def told(self, found: Found) -> None:
+        self.found = found
+        self._job.tell(trial_line(found.trials[-1], self._job.maker.unit, found.goals))
+        write_capacity(self._job.out, self._job.head, [*self._done, self.ended("")])
+
+    def ended(self, error: str, *, is_interrupted: bool = False) -> PointFound:
+        found = self.found
+        if is_interrupted:
+            found = replace(found or Found(goals=(), answers=(), trials=()), is_interrupted=True)
+        return PointFound(point=self.point, found=found, command=self.arguments, facts=self.facts, error=error)
+
+
+class _Terminations:
+    """While it is entered SIGTERM is a Ctrl-C: what was started must be stopped, and what was measured be kept."""
+
+    def __enter__(self) -> _Terminations:
+        self._before = signal.getsignal(signal.SIGTERM)
+        self.again()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def again(self) -> None:
+        """A run has handlers of its own, and leaves none."""
+        signal.signal(signal.SIGTERM, self._came)
+
+    @staticmethod
+    def _came(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+
+class _Guarded:
+    """Implements `searching.Runner`."""
+
+    def __init__(self, trials: Trials, terminations: _Terminations) -> None:
+        self._trials = trials
+        self._terminations = terminations
+
+    def run(self, proposal: Proposal, goal: int) -> Trial:
+        try:
+            return self._trials.run(proposal, goal)
+        finally:
+            self._terminations.again()
+
+
+def _maker(given: Mapping[str, Any]) -> PlanMaker:
+    """Raises LoadgenError, click.UsageError."""
+    simple = [name for name in ("input_tokens", "output_tokens") if given[name] is not None]
+    if given["workload"]:
+        if simple:
+            raise click.UsageError(f"--{simple[0].replace('_', '-')} stands before the WORKLOAD, which says that itself: put it behind")
+        return maker_of(given["workload"], given["seconds"])
+    vocabulary = DEFAULT_VOCABULARY
+    if given["tokenizer"]:
+        from loadgen.vocabulary import vocabulary_of
+
+        vocabulary = vocabulary_of(given["tokenizer"])
+    return FirstLook(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
+
+
+def _probe(given: Mapping[str, Any]) -> Any:
+    headers = dict(given["headers"])
+    if given["api_key"]:
+        headers["Authorization"] = f"Bearer {given['api_key']}"
+    url = given["urls"][0]
+    return grpc_probe(url, headers) if given["protocol"] == "grpc" else http_probe(url, headers, is_insecure=given["insecure"])
+
+
+def _new_directory(out: Path) -> Path:
+    """Raises LoadgenError if it holds something."""
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise LoadgenError(f"{out} exists and is not an empty directory; a result is written once: give another --out")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error
+    return out

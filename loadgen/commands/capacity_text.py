@@ -1,0 +1,117 @@
+"""What `loadgen capacity` says: a line a trial, a table of what was measured, and a line with each capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.capacity import Answer, State
+from loadgen.capacity_file import PointFound
+from loadgen.searching import Found
+from loadgen.trials import Goal, Trial
+from loadgen.verdicts import Judgement, Verdict
+
+STYLES = {Verdict.HELD: "green", Verdict.BROKE: "red", Verdict.UNDECIDED: ""}
+
+
+def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
+    """As soon as it has ended; its verdict is that of the goal that asked for it."""
+    judgement = trial.judgements[trial.goal]
+    goal = f" ({goals[trial.goal].name})" if len(goals) > 1 else ""
+    said = "interrupted" if trial.is_interrupted else _said(judgement)
+    if trial.invalid:
+        said = f"INVALID: {trial.invalid[0].partition(';')[0]}"
+    notes = "".join(f"; {note}" for note in trial.notes)
+    early = ", ended early" if trial.is_cut and trial.duration_s < trial.seconds else ""
+    return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {_share(judgement)} of {judgement.num_judged}{goal}  {said}{early}{notes}"
+
+
+def trials_table(found: Found, unit: str) -> Table:
+    """Valid whole trials by rate, with the share of each goal."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(f"{unit}/s", justify="right")
+    for goal in found.goals:
+        table.add_column(f"share for {goal.name}", justify="right")
+        table.add_column("95 % of its requests", justify="center")
+        table.add_column("")
+    table.add_column("in flight", justify="right")
+    table.add_column("trial", style="dim")
+    trials = [trial for trial in found.trials if not trial.is_scout and not trial.invalid and not trial.is_interrupted]
+    for trial in sorted(trials, key=lambda trial: trial.rate_rps):
+        cells: list[str | Text] = [f"{trial.rate_rps:g}"]
+        for judgement in trial.judgements:
+            cells += [_share(judgement), _interval(judgement), Text(_said(judgement), style=STYLES[judgement.verdict])]
+        table.add_row(*cells, f"{trial.judgements[0].growth_rps:+.2f}/s", trial.directory)
+    return table
+
+
+def points_table(points: list[PointFound], unit: str) -> Table:
+    """The capacities of a sweep beside each other."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    goals = next((point.found.goals for point in points if point.found), ())
+    for goal in goals:
+        table.add_column(f"{unit}/s at {goal.name}", justify="right")
+        table.add_column("interval", justify="center")
+    for point in points:
+        cells = [point.point.name]
+        for answer in point.found.answers if point.found else ():
+            low_high = f"[{answer.interval.low:.3g}, {answer.interval.high:.3g}]" if answer.interval else ""
+            cells += ["-" if answer.capacity_rps is None else f"{answer.capacity_rps:.3g}", low_high]
+        table.add_row(*cells)
+    return table
+
+
+def answer_lines(point: PointFound, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
+    """Each with its style. The line that begins with `capacity` is the answer to a goal."""
+    where = f"{point.point.name}: " if point.point.values else ""
+    if point.error:
+        yield f"{where}{point.error}", "red"
+    if point.found is None:
+        return
+    if point.found.error:
+        yield f"{where}the search ended early: {point.found.error}", "red"
+    for goal, answer in zip(point.found.goals, point.found.answers, strict=True):
+        for text, style in _of_goal(goal, answer, unit, confidence, resolution):
+            yield where + text, style
+
+
+def _of_goal(goal: Goal, answer: Answer, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
+    unit = {"requests": "req", "sessions": "sessions"}[unit]
+    at = f"at {goal.target * 100:g} % joint attainment" + ("" if goal.slo_scale == 1 else f" of the SLO x {goal.slo_scale:g}")
+    if answer.state is State.WIDE and answer.interval and answer.interval.high:
+        width = answer.interval.high / answer.interval.low - 1
+        yield (
+            f"the interval is {width:.0%} wide, not {resolution:.0%}: trials scatter. More --max-trials or longer --seconds narrow it",
+            "yellow",
+        )
+    if answer.state is State.STOPPED:
+        yield f"stopped: {answer.why}", "yellow"
+    if answer.state is State.ABOVE:
+        yield f"capacity above {answer.held_rps:.3g} {unit}/s {at}: the highest rate that could be tried held", ""
+    elif answer.state is State.BELOW:
+        yield f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the lowest rate that trials so short can judge broke", ""
+    elif answer.capacity_rps is not None and answer.interval is not None:
+        yield (
+            f"capacity {answer.capacity_rps:.3g} {unit}/s [{answer.interval.low:.3g}, {answer.interval.high:.3g}] {at} "
+            f"({confidence * 100:g} % confidence, {answer.num_trials} trials)",
+            "bold",
+        )
+    else:
+        sides = [("held", answer.held_rps), ("broke", answer.broke_rps)]
+        known = ", ".join(f"{rate:.3g} {unit}/s {word}" for word, rate in sides if rate is not None)
+        yield f"capacity unknown {at}: " + (known or "no whole trial was measured"), "red"
+
+
+def _share(judgement: Judgement) -> str:
+    return f"{judgement.share:6.1%}" if judgement.num_judged else "     -"
+
+
+def _interval(judgement: Judgement) -> str:
+    return f"[{judgement.interval.low:.1%}, {judgement.interval.high or 1.0:.1%}]"
+
+
+def _said(judgement: Judgement) -> str:
+    return judgement.verdict.value + (", backlog grew" if judgement.is_overloaded else "")

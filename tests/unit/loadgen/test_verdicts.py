@@ -1,0 +1,226 @@
+"""What a trial says of its rate, at its end and before: shares, backlogs, answers that are still out, errors that are spent once."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from loadgen.metrics import Terms
+from loadgen.plan import AnswerOf, Generated, Plan, PlannedRequest
+from loadgen.records import Record
+from loadgen.slo import Slo
+from loadgen.verdicts import LOOKS, TrialJudge, Verdict, latest_good_s, look_errors, student_tail
+from loadgen.workloads import DEFAULT_VOCABULARY
+from tests.loadgen_queues import OUTPUT_TOKENS, SYSTEMS, plan_at, slots, trial, whole
+
+
+def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
+    return TrialJudge(plan, Terms(slos=plan.slos), target)
+
+
+def answered(plan: Plan, ttft_s: Callable[[int], float], length_s: float = 0.1) -> list[Record]:
+    """Each request's first token so long after it was due, its last one `length_s` later."""
+    return [
+        whole(request, (request.at_s or 0.0) + ttft_s(request.index), (request.at_s or 0.0) + ttft_s(request.index) + length_s)
+        for request in plan.requests
+    ]
+
+
+def ended_by(records: Sequence[Record], now_s: float) -> list[Record]:
+    return [record for record in records if record.ended_s <= now_s]
+
+
+# At the end.
+
+
+@pytest.mark.parametrize(
+    ("late_every", "verdict"), [(10**9, Verdict.HELD), (40, Verdict.HELD), (10, Verdict.UNDECIDED), (4, Verdict.BROKE)]
+)
+def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every: int, verdict: Verdict) -> None:
+    plan = plan_at(10, 60, seed=1)
+    judgement = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % late_every == 1 else 0.1))
+    assert judgement.verdict is verdict
+    assert judgement.share == pytest.approx(1 - 1 / late_every, abs=0.01)
+    assert judgement.interval.low <= judgement.share <= (judgement.interval.high or 0)
+    assert not judgement.is_overloaded
+
+
+def test_requests_of_the_ramp_are_not_judged() -> None:
+    """Answers take 3 s, so the first 3 s of arrivals are the ramp; what is late there does not count."""
+    plan = plan_at(10, 60, seed=2)
+    due_s = [request.at_s or 0.0 for request in plan.requests]
+    judgement = judge_of(plan).judge(answered(plan, lambda index: 0.9 if due_s[index] < due_s[0] + 3 else 0.1, length_s=3.0))
+    assert judgement.share == 1
+    assert judgement.num_judged == sum(at_s >= due_s[0] + 3.1 for at_s in due_s)
+
+
+def test_failures_and_requests_without_an_answer_break_promises() -> None:
+    plan = plan_at(10, 60, seed=3)
+    records = answered(plan, lambda _: 0.1)
+    half = [record if record.index % 2 else replace(record, status=500, error="broken") for record in records]
+    judge = judge_of(plan)
+    assert judge.judge(half).share == pytest.approx(0.5, abs=0.01)
+    lost = judge.judge([record for record in records if record.index % 2])
+    assert (lost.num_judged, lost.num_open) == (judge.judge(records).num_judged, 0)
+    assert lost.share == pytest.approx(0.5, abs=0.01)
+
+
+def test_bad_stretches_count_as_few_observations() -> None:
+    """As many late ones in one piece say less than spread over the trial."""
+    plan = plan_at(10, 60, seed=4)
+    total = len(plan.requests)
+    spread = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % 7 == 0 else 0.1)).interval
+    piece = judge_of(plan).judge(answered(plan, lambda index: 0.9 if 0.5 < index / total < 0.5 + 1 / 7 * 0.8 else 0.1)).interval
+    assert (piece.high or 0) - piece.low > 2 * ((spread.high or 0) - spread.low)
+
+
+def test_an_empty_window_decides_nothing() -> None:
+    plan = plan_at(10, 60, seed=5)
+    early = judge_of(plan).judge([], 0.5, look=0)
+    assert (early.num_judged, early.verdict) == (0, Verdict.UNDECIDED)
+    assert math.isnan(early.share)
+
+
+# The backlog.
+
+
+def test_a_backlog_that_grows_is_overload_even_while_answers_are_in_time() -> None:
+    slo = "ttft=60s"
+    plan = plan_at(12, 60, seed=6, slo=slo)
+    judgement = judge_of(plan).judge(slots(8, 1.0)(plan, random.Random(1)))
+    assert judgement.share == 1
+    assert judgement.growth_rps == pytest.approx(12 - 8, rel=0.3)
+    assert (judgement.is_overloaded, judgement.verdict) == (True, Verdict.BROKE)
+
+
+def test_a_backlog_that_only_fluctuates_is_none() -> None:
+    """Half load and nine tenths of it: hardly ever, where the error is 2.5 %."""
+    for rate_rps, allowed in ((4.0, 1), (7.2, 3)):
+        grown = 0
+        for seed in range(40):
+            plan = plan_at(rate_rps, 60, seed=seed, slo="ttft=60s")
+            grown += judge_of(plan).judge(slots(8, 1.0)(plan, random.Random(seed))).is_overloaded
+        assert grown <= allowed, rate_rps
+
+
+def test_refusals_keep_the_backlog_short_and_break_promises() -> None:
+    plan = plan_at(10, 60, seed=7)
+    records = answered(plan, lambda _: 0.1)
+    shed = [
+        replace(record, arrivals=(), status=429, is_complete=False, num_output_tokens=None, ended_s=record.intended_s + 0.001)
+        if record.index % 3 == 0
+        else record
+        for record in records
+    ]
+    judgement = judge_of(plan).judge(shed)
+    assert (judgement.is_overloaded, judgement.verdict) == (False, Verdict.BROKE)
+    assert judgement.share == pytest.approx(2 / 3, abs=0.02)
+
+
+# Early.
+
+
+def test_a_hopeless_trial_is_broken_at_the_first_look() -> None:
+    plan = plan_at(20, 60, seed=8)
+    records = answered(plan, lambda _: 3.0)
+    judgement = judge_of(plan).judge(ended_by(records, 15.0), 15.0, look=0)
+    assert judgement.verdict is Verdict.BROKE
+    assert judgement.share == 0
+
+
+def test_no_early_look_says_held() -> None:
+    plan = plan_at(20, 60, seed=9)
+    records = answered(plan, lambda _: 0.01)
+    judge = judge_of(plan)
+    for look, part in enumerate(LOOKS[:-1]):
+        now_s = part * 60
+        assert judge.judge(ended_by(records, now_s), now_s, look=look).verdict is Verdict.UNDECIDED
+    assert judge.judge(records).verdict is Verdict.HELD
+
+
+def test_what_is_still_out_does_not_count_for_either_side() -> None:
+    """TTFT alone is promised, and answers take 20 s: at 15 s hardly any has ended, and that is no reason to call them late."""
+    plan = plan_at(20, 60, seed=10, slo="ttft=1s")
+    records = answered(plan, lambda _: 0.1, length_s=20.0)
+    judge = judge_of(plan)
+    for now_s, look in ((15.0, 0), (30.0, 1)):
+        judgement = judge.judge(ended_by(records, now_s), now_s, look=look)
+        assert judgement.verdict is Verdict.UNDECIDED
+        assert not judgement.is_overloaded
+    assert judge.judge(records).verdict is Verdict.HELD
+
+
+def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> None:
+    """e2e in 1 s is promised and nothing ever ends."""
+    plan = plan_at(20, 60, seed=11, slo="ttft=500ms,e2e=1s")
+    first = answered(plan, lambda _: 0.1)[:30]
+    judgement = judge_of(plan).judge(first, 30.0, look=1)
+    assert judgement.num_open == 0
+    assert judgement.verdict is Verdict.BROKE
+    waiting = judge_of(replace(plan, slos={"default": Slo(ttft_s=0.5)})).judge(first, 30.0, look=1)
+    assert waiting.num_open > 300
+
+
+def test_looks_err_together_as_often_as_one() -> None:
+    errors = look_errors(0.025)
+    assert sum(errors) == pytest.approx(0.025)
+    assert errors[0] < 1e-4
+    assert list(errors) == sorted(errors)
+
+
+def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
+    """Of a server at three quarters of its capacity, over 60 trials with three early looks each."""
+    system = SYSTEMS["8 slots"]
+    broken = [trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is Verdict.BROKE for seed in range(60)]
+    assert sum(broken) <= 3
+
+
+# Sessions and formulas.
+
+
+def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
+    """Three turns, 8 s apart: the first 16 s are the ramp, though answers take but 0.1 s. Later turns count from when they were due."""
+    requests: list[PlannedRequest] = []
+    for session in range(100):
+        at_s, before = session * 0.6, None
+        for turn in range(3):
+            index = len(requests)
+            prompt: tuple[Generated | AnswerOf, ...] = (Generated(segment_id=index, num_tokens=8),)
+            later = {"after": before, "think_s": 8.0} if before is not None else {"at_s": at_s}
+            requests.append(
+                PlannedRequest(index=index, segments=prompt, output_tokens=OUTPUT_TOKENS, session=f"s{session}", turn=turn, **later)  # type: ignore[arg-type]
+            )
+            before = index
+    plan = Plan(name="s", seed=0, vocabulary=DEFAULT_VOCABULARY, requests=tuple(requests), slos={"default": Slo(ttft_s=0.5)})
+    records = []
+    for request in requests:
+        due_s = (request.index // 3) * 0.6 + request.turn * 8.1
+        records.append(replace(whole(replace(request, at_s=due_s), due_s + 0.05, due_s + 0.1)))
+    judgement = judge_of(plan).judge(records)
+    assert judgement.num_judged == sum(16 <= record.intended_s <= 59.4 for record in records)
+    assert not judgement.is_overloaded
+    assert judgement.verdict is Verdict.HELD
+    now_s = 30.0
+    early = judge_of(plan).judge(ended_by(records, now_s), now_s, look=1)
+    assert 0 < early.num_judged < judgement.num_judged
+    assert early.share == 1
+
+
+def test_how_old_an_answer_can_be_and_still_become_good() -> None:
+    assert latest_good_s(Slo(), 8) == math.inf
+    assert latest_good_s(Slo(ttft_s=1.0), 8) == math.inf
+    assert latest_good_s(Slo(ttft_s=1.0), 1) == 1.0
+    assert latest_good_s(Slo(tpot_s=0.1), 8) == math.inf
+    assert latest_good_s(Slo(ttft_s=1.0, tpot_s=0.1), 8) == pytest.approx(1.7)
+    assert latest_good_s(Slo(ttft_s=1.0, tpot_s=0.1, e2e_s=1.5), 8) == 1.5
+
+
+def test_students_t_is_that_of_tables() -> None:
+    assert student_tail(0.0, 7) == pytest.approx(0.5)
+    assert student_tail(2.365, 7) == pytest.approx(0.025, abs=1e-4)
+    assert student_tail(3.499, 7) == pytest.approx(0.005, abs=1e-5)
+    assert student_tail(12.706, 1) == pytest.approx(0.025, abs=1e-5)
+    assert student_tail(3.182, 3) == pytest.approx(0.025, abs=1e-5)
+    assert student_tail(math.inf, 7) == pytest.approx(0.0, abs=1e-12)
