@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loadgen.stats import Interval
-from loadgen.threshold import Observation, locate
+from loadgen.threshold import Observation, Threshold, locate
 
 SCOUT_FACTOR = 2.0
 BRACKET_FACTOR = 1.3
@@ -87,6 +87,7 @@ class CapacitySearch:
         self._limits = limits
         self._scouted: list[Observation] = []
         self._observed: list[Observation] = []
+        self._located: Threshold | None = None  # of all that were observed; None: not yet
         self._num_asked = 0
         self._state = State.SEARCHING
         self._why = ""
@@ -107,12 +108,13 @@ class CapacitySearch:
     def told(self, observation: Observation, *, is_scout: bool = False, is_own: bool = True) -> None:
         """Of a trial, asked for or not. `is_own`: it was this search that asked."""
         (self._scouted if is_scout else self._observed).append(observation)
+        self._located = None
         self._num_asked += is_own and not is_scout
         if self.is_over or is_scout:
             return
         held, broke = self._sides(self._observed)
         if held and broke:
-            found = self._interval()
+            found = self._threshold().interval(self.confidence)
             is_narrow = found.high is not None and found.high <= found.low * (1 + self._limits.resolution)
             if is_narrow and len(self._observed) >= MIN_TRIALS:
                 self._end(State.FOUND)
@@ -130,8 +132,8 @@ class CapacitySearch:
         is_located = bool(held and broke)
         return Answer(
             state=self._state,
-            capacity_rps=locate(self._observed, self.target).quantile(0.5) if is_located else None,
-            interval=self._interval() if is_located else None,
+            capacity_rps=self._threshold().quantile(0.5) if is_located else None,
+            interval=self._threshold().interval(self.confidence) if is_located else None,
             held_rps=max(held, default=None),
             broke_rps=min(broke, default=None),
             num_trials=len(self._observed),
@@ -144,8 +146,10 @@ class CapacitySearch:
     def _end(self, state: State, why: str = "") -> None:
         self._state, self._why = state, why
 
-    def _interval(self) -> Interval:
-        return locate(self._observed, self.target).interval(self.confidence)
+    def _threshold(self) -> Threshold:
+        if self._located is None:
+            self._located = locate(self._observed, self.target)
+        return self._located
 
     def _sides(self, observations: list[Observation]) -> tuple[list[float], list[float]]:
         """(rates that held, rates that broke)."""
@@ -169,7 +173,7 @@ class CapacitySearch:
         held, broke = self._sides(self._observed)
         if held and broke:
             q = QUANTILES[len(self._observed) % len(QUANTILES)]
-            rate_rps = locate(self._observed, self.target).quantile(q)
+            rate_rps = self._threshold().quantile(q)
         elif held:
             rate_rps = max(held) * BRACKET_FACTOR
             if max(held) >= self._limits.max_rps * (1 - _ROUNDING):

@@ -6,13 +6,13 @@ So the spread is estimated from how the trials scatter around one falling curve,
 holds all of it:
 
     p(r) = (1 - lapse) * logistic(c - slope * ln(r / capacity))     c such that p(capacity) = target
-    variance of a trial's share = effect * p (1 - p) / judged requests
+    variance of a trial's share = effect * scatter * p (1 - p) / judged requests         scatter = sqrt((1 - p) / (1 - target))
 
-    D = 2 * sum judged * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))      the deviance
+    D = 2 * sum judged / scatter * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))      the deviance
     weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)              `effect` integrated out
 
 The prior of `effect` counts as N0 trials, so that a few trials which happen to agree do not make an interval narrow; E0 falls with the
-target as the effect itself does (near 100 % bad stretches are short), and with the size of a trial (a short one has no long stretches).
+target as the scatter does (near 100 % bad stretches are short), and with the size of a trial (a short one has no long stretches).
 The capacity's prior is flat in its logarithm within what was measured and a little beyond; the slope's is normal in its logarithm around
 8, within a factor of 2.2: a tenth more load takes 90 % to about 80 %. `lapse` is a share that breaks its promise at any rate; a trial
 with fewer broken promises speaks against it, as so many independent requests do.
@@ -32,7 +32,7 @@ import numpy as np
 from loadgen.stats import Floats, Interval
 
 N0 = 4.0
-E0, E0_HALF_REQUESTS = 60.0, 250.0
+E0, E0_HALF_REQUESTS = 75.0, 250.0
 """The effect of trials without end at a target of 90 %, and the size of a trial at which it is half of that."""
 BEYOND = 1.5
 """The capacity may lie outside of the measured rates by this factor; whoever looks for it measures there next."""
@@ -45,6 +45,7 @@ _LAPSES = np.array([0.0, 0.3, 0.6, 0.85])
 _LAPSE_WEIGHTS = np.array([0.55, 0.2, 0.15, 0.1])
 _NUM_RATES = 240
 _NEGLIGIBLE = 1e-6
+_SCATTER = (0.25, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,35 +88,37 @@ def locate(observations: Sequence[Observation], target: float) -> Threshold:
     """The capacity at which the share is `target`, in (0, 1). At least one observation."""
     rates = [observation.rate_rps for observation in observations]
     low, high = math.log(min(rates) / BEYOND), math.log(max(rates) * BEYOND)
-    found = np.zeros(0)
-    grid = np.zeros(0)
-    for _ in range(2):  # once over everything, once more closely where something is
+    counted = [observation for observation in observations if observation.num_judged and not _is_misleading(observation, target)]
+    scatter = np.ones(len(counted))
+    grid = found = np.zeros(0)
+    for _ in range(2):  # once over everything, once more closely where something is, and with the scatter that belongs to each share
         grid = np.linspace(low, high, _NUM_RATES)
-        found = _weights(grid, observations, target)
+        found, shares = _fitted(grid, counted, target, scatter)
+        for observation in observations:
+            if observation.is_overloaded:
+                found = np.where(grid < math.log(observation.rate_rps), found, found * OVERLOAD_ERROR)
         inside = np.flatnonzero(found > _NEGLIGIBLE * found.max())
         low, high = grid[max(inside[0] - 1, 0)], grid[min(inside[-1] + 1, grid.size - 1)]
-    return Threshold(np.exp(grid), found)
+        scatter = np.clip(np.sqrt((1 - shares) / (1 - target)), *_SCATTER)
+    return Threshold(np.exp(grid), found / found.sum())
 
 
-def _weights(grid: Floats, observations: Sequence[Observation], target: float) -> Floats:
-    """Of each logarithm of a capacity: [grid]."""
+def _fitted(grid: Floats, observations: Sequence[Observation], target: float, scatter: Floats) -> tuple[Floats, Floats]:
+    """(weight of each logarithm of a capacity: [grid], the mean of p at each observation's rate)."""
     lapses = _LAPSES * (1 - target)
     at_capacity = target / (1 - lapses)
     c = np.log(at_capacity / (1 - at_capacity))
-    counted = [observation for observation in observations if observation.num_judged and not _is_misleading(observation, target)]
-    deviance = np.full((grid.size, _SLOPES.size, lapses.size), N0 * _effect_before(counted, target))
-    for observation in counted:
+    total = np.full((grid.size, _SLOPES.size, lapses.size), N0 * _effect_before(observations, target))
+    curves: list[Floats] = []
+    for observation, more in zip(observations, scatter, strict=True):
         distance = math.log(observation.rate_rps) - grid
-        p = (1 - lapses) / (1 + np.exp(np.clip(_SLOPES[:, None] * distance[:, None, None] - c, -60, 60)))
-        deviance += _deviance(observation, p)
+        curves.append((1 - lapses) / (1 + np.exp(np.clip(_SLOPES[:, None] * distance[:, None, None] - c, -60, 60))))
+        total += _deviance(observation, curves[-1]) / more
     prior = np.log(_LAPSE_WEIGHTS) - ((np.log(_SLOPES / _SLOPE) / _SLOPE_FACTOR) ** 2 / 2)[:, None]
-    logs = prior + _lapse_logs(counted, lapses) - (len(counted) + N0) / 2 * np.log(deviance)
-    weights: Floats = np.exp(logs - logs.max()).sum(axis=(1, 2))
-    for observation in observations:
-        if observation.is_overloaded:
-            weights = np.where(grid < math.log(observation.rate_rps), weights, weights * OVERLOAD_ERROR)
-    weights = weights / weights.sum()
-    return weights
+    logs = prior + _lapse_logs(observations, lapses) - (len(observations) + N0) / 2 * np.log(total)
+    weights = np.exp(logs - logs.max())
+    weights /= weights.sum()
+    return weights.sum(axis=(1, 2)), np.array([float((weights * curve).sum()) for curve in curves])
 
 
 def _effect_before(observations: Sequence[Observation], target: float) -> float:

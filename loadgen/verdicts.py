@@ -27,7 +27,7 @@ import numpy as np
 from loadgen import metrics
 from loadgen.measures import Flags
 from loadgen.metrics import Outcome, Terms
-from loadgen.plan import Plan
+from loadgen.plan import Plan, PlannedRequest
 from loadgen.records import Record
 from loadgen.slo import Slo
 from loadgen.stats import Floats, Interval, effective_size, wilson
@@ -104,6 +104,7 @@ class TrialJudge:
         times = [request.at_s for request in plan.requests if request.at_s is not None]
         self._first_s, self._last_s = min(times, default=0.0), max(times, default=0.0)
         self._session_s = _session_s(plan)
+        self._latest_good_s = max((latest_good_s(self._slo_of(request), request.output_tokens) for request in plan.requests), default=0.0)
 
     @property
     def ends_s(self) -> float:
@@ -120,7 +121,8 @@ class TrialJudge:
         end_s = min(self._last_s, now_s if is_last else now_s - self._patience_s(records))
         rows = (cohort.due_s >= start_s) & (cohort.due_s <= end_s)
         good, is_open = cohort.is_good[rows], cohort.is_open[rows]
-        growth, is_overloaded = _growth(cohort, start_s, min(self._last_s, now_s), error)
+        filled_s = start_s if is_last else max(start_s, self._first_s + _oldest_s(cohort, now_s))
+        growth, is_overloaded = _growth(cohort, filled_s, min(self._last_s, now_s), error)
         low = _bounds(good, error)[0]
         high = _bounds(good | is_open, error)[1]
         verdict = Verdict.UNDECIDED
@@ -147,9 +149,12 @@ class TrialJudge:
         return max(ramp_s(np.array(e2e), span_s), min(self._session_s, span_s / 2))
 
     def _patience_s(self, records: Sequence[Record]) -> float:
-        """Requests younger than this are not judged early: most of them are in flight."""
+        """Requests younger than this are not judged early: most of them are in flight, and could still become good."""
         ages = [record.ended_s - record.intended_s for record in records]
-        return float(np.percentile(ages, 90)) if ages else math.inf
+        return min(float(np.percentile(ages, 90)) if ages else math.inf, self._latest_good_s)
+
+    def _slo_of(self, request: PlannedRequest) -> Slo:
+        return self._terms.slos.get(request.slo_class) or self._terms.slos.get("default") or Slo()
 
     def _cohort(self, records: Sequence[Record], now_s: float) -> _Cohort:
         ended = {record.index: record for record in records}
@@ -165,8 +170,7 @@ class TrialJudge:
                 before = ended.get(request.after)
                 due_s = before.ended_s + request.think_s if before is not None and metrics.is_whole(before, self._terms) else None
             if due_s is not None and due_s <= now_s:
-                slo = self._terms.slos.get(request.slo_class) or self._terms.slos.get("default") or Slo()
-                is_open = now_s < math.inf and now_s - due_s <= latest_good_s(slo, request.output_tokens)
+                is_open = now_s < math.inf and now_s - due_s <= latest_good_s(self._slo_of(request), request.output_tokens)
                 rows.append((due_s, math.inf, False, is_open))
         rows.sort()
         columns = list(zip(*rows, strict=True)) or [()] * 4
@@ -201,6 +205,12 @@ def _bounds(good: Flags, error: float) -> tuple[float, float]:
     effective = effective_size(flags)
     found = wilson(float(flags.mean()) * effective if flags.size else 0.0, effective, 1 - 2 * error)
     return found.low, 1.0 if found.high is None else found.high
+
+
+def _oldest_s(cohort: _Cohort, now_s: float) -> float:
+    """The age of the oldest request in flight: for so long after the start at least, there are more and more of them on any server."""
+    in_flight = cohort.due_s[np.isinf(cohort.ended_s)]
+    return now_s - float(in_flight[0]) if in_flight.size else 0.0
 
 
 def _growth(cohort: _Cohort, start_s: float, end_s: float, error: float) -> tuple[float, bool]:

@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from loadgen import draws
 from loadgen.commands.plan import command as plan_command
 from loadgen.errors import BadPlan, LoadgenError
@@ -142,8 +140,7 @@ def _planned(*arguments: str) -> Plan:
     with tempfile.TemporaryDirectory(prefix="loadgen-capacity-") as directory:
         path = Path(directory) / "plan.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
-            try:
-                plan_command.main(args=[*arguments, "-o", str(path)], prog_name="loadgen plan", standalone_mode=False)
-            except click.exceptions.Exit:
-                raise LoadgenError("--help is an option of `loadgen plan`") from None
+            plan_command.main(args=[*arguments, "-o", str(path)], prog_name="loadgen plan", standalone_mode=False)
+        if not path.exists():
+            raise LoadgenError(f"nothing was planned: see `loadgen plan {arguments[0]} --help`")
         return read_plan(path)

@@ -1,0 +1,123 @@
+"""The search: what it asks for, when it ends, and whether it finds the capacity of servers whose capacity is known."""
+
+import math
+
+import pytest
+
+from loadgen.capacity import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
+from loadgen.threshold import Observation
+from tests.loadgen_queues import SYSTEMS, search
+
+
+def answers(proposal: Proposal, capacity_rps: float, slope: float = 15.0, num: int = 400) -> Observation:
+    """Of a server without chance: 90 % at its capacity."""
+    share = 1 / (1 + math.exp(slope * math.log(proposal.rate_rps / capacity_rps) - math.log(9)))
+    return Observation(rate_rps=proposal.rate_rps, num_good=round(share * num), num_judged=num)
+
+
+def run(capacity_rps: float, limits: Limits) -> tuple[CapacitySearch, list[Proposal]]:
+    searched = CapacitySearch(0.9, limits)
+    asked: list[Proposal] = []
+    while (proposal := searched.next()) is not None:
+        asked.append(proposal)
+        searched.told(answers(proposal, capacity_rps), is_scout=proposal.is_scout)
+        assert len(asked) < 60
+    return searched, asked
+
+
+@pytest.mark.parametrize("capacity_rps", [0.7, 3.0, 11.0, 260.0])
+def test_it_scouts_brackets_and_closes_in(capacity_rps: float) -> None:
+    searched, asked = run(capacity_rps, Limits(start_rps=2.0))
+    scouts = [proposal.rate_rps for proposal in asked if proposal.is_scout]
+    assert scouts == [2.0 * 2.0 ** (step if capacity_rps > 2 else -step) for step in range(len(scouts))]
+    assert min(scouts[-2:]) <= capacity_rps <= max(scouts[-2:])
+    whole = [proposal.rate_rps for proposal in asked if not proposal.is_scout]
+    assert [proposal.is_scout for proposal in asked] == [True] * len(scouts) + [False] * len(whole)
+    assert all(capacity_rps / 2 < rate < 2 * capacity_rps for rate in whole)
+    answer = searched.answer
+    assert answer.state is State.FOUND
+    assert answer.capacity_rps == pytest.approx(capacity_rps, rel=0.05)
+    assert answer.interval is not None
+    assert answer.interval.high is not None
+    assert answer.interval.low < capacity_rps < answer.interval.high <= 1.1 * answer.interval.low
+    assert (answer.num_trials, answer.num_scouts) == (len(whole), len(scouts))
+    assert answer.num_trials >= MIN_TRIALS
+
+
+def test_it_ends_when_its_trials_are_used_up_and_says_that_the_interval_is_wide() -> None:
+    searched, asked = run(10.0, Limits(resolution=0.001, max_trials=8))
+    assert searched.answer.state is State.WIDE
+    assert sum(not proposal.is_scout for proposal in asked) == 8
+    assert searched.answer.interval is not None
+
+
+def test_a_proposal_stands_until_it_is_answered() -> None:
+    searched = CapacitySearch(0.9, Limits())
+    assert searched.next() == searched.next() == Proposal(rate_rps=1.0, is_scout=True)
+
+
+def test_nothing_above_the_limit_is_tried_and_holding_there_is_an_answer() -> None:
+    searched, asked = run(1000.0, Limits(max_rps=30.0))
+    assert max(proposal.rate_rps for proposal in asked) == 30.0
+    assert searched.answer.state is State.ABOVE
+    assert searched.answer.held_rps == 30.0
+    assert searched.answer.interval is None
+
+
+def test_a_server_that_never_keeps_its_promise() -> None:
+    searched, asked = run(1e-6, Limits(min_rps=0.2))
+    assert min(proposal.rate_rps for proposal in asked) == 0.2
+    assert searched.answer.state is State.BELOW
+    assert searched.answer.broke_rps == 0.2
+    assert searched.answer.capacity_rps is None
+
+
+def test_a_scout_that_was_wrong_is_corrected_by_whole_trials() -> None:
+    searched = CapacitySearch(0.9, Limits())
+    for rate, share in ((1.0, 1.0), (2.0, 0.0)):
+        proposal = searched.next()
+        assert proposal is not None
+        searched.told(Observation(rate_rps=rate, num_good=round(20 * share), num_judged=20), is_scout=True)
+    while (proposal := searched.next()) is not None:
+        searched.told(answers(proposal, 5.0))
+    assert searched.answer.capacity_rps == pytest.approx(5.0, rel=0.06)
+
+
+def test_stopping_keeps_what_is_known() -> None:
+    searched = CapacitySearch(0.9, Limits())
+    searched.stop("interrupted")
+    assert searched.next() is None
+    assert (searched.answer.state, searched.answer.why) == (State.STOPPED, "interrupted")
+    searched, _ = run(10.0, Limits())
+    searched.stop("too late")
+    assert (searched.answer.state, searched.answer.why) == (State.FOUND, "")
+
+
+def test_what_others_have_tried_saves_trials() -> None:
+    alone, _ = run(10.0, Limits())
+    helped = CapacitySearch(0.9, Limits())
+    for rate in (8.0, 9.0, 9.5, 10.5, 11.0, 12.0):
+        helped.told(answers(Proposal(rate_rps=rate, is_scout=False), 10.0), is_own=False)
+    num_asked = 0
+    while (proposal := helped.next()) is not None:
+        assert not proposal.is_scout
+        helped.told(answers(proposal, 10.0))
+        num_asked += 1
+    assert num_asked < alone.answer.num_trials
+    assert helped.answer.state is State.FOUND
+
+
+@pytest.mark.parametrize(("name", "num"), [("8 slots", 12), ("decode worker", 8)])
+def test_stated_intervals_hold_the_truth_and_overlap(name: str, num: int) -> None:
+    """At 95 % confidence; three of twelve fail by chance once in fifty times; the seeds are fixed."""
+    system = SYSTEMS[name]
+    found = [search(system, 60.0, 1000 + seed)[0] for seed in range(num)]
+    intervals = [answer.interval for answer in found if answer.interval is not None]
+    assert len(intervals) == num
+    bounds = [(interval.low, interval.high or math.inf) for interval in intervals]
+    holds = [low <= system.capacity_rps <= high for low, high in bounds]
+    assert sum(holds) >= num - 2, bounds
+    assert all(a[0] <= b[1] and b[0] <= a[1] for a, b in zip(bounds[::2], bounds[1::2], strict=True)), bounds
+    errors = [math.log(answer.capacity_rps / system.capacity_rps) for answer in found if answer.capacity_rps]
+    assert abs(sum(errors)) / num < 0.04
+    assert sorted(high / low for low, high in bounds)[num // 2] < 1.5

@@ -1,0 +1,216 @@
+"""A whole search, with trials that are made up: goals that share them, invalid ones, the user, time, and errors."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.capacity import Limits, Proposal, State
+from loadgen.capacity_file import NAME, PointFound, write_capacity
+from loadgen.commands.capacity_text import answer_lines, trial_line
+from loadgen.errors import LoadgenError
+from loadgen.processes import Interrupted
+from loadgen.searching import MAX_INVALID, Found, find, is_answered
+from loadgen.serving import Point
+from loadgen.stats import Interval
+from loadgen.trials import Goal, Trial
+from loadgen.verdicts import Judgement, Verdict
+
+ONE = (Goal(target=0.9),)
+
+
+def judged(share: float, num: int = 400) -> Judgement:
+    return Judgement(
+        num_good=round(share * num),
+        num_judged=num,
+        num_open=0,
+        interval=Interval(low=max(0.0, share - 0.03), high=min(1.0, share + 0.03)),
+        growth_rps=0.0,
+        is_overloaded=False,
+        verdict=Verdict.HELD if share > 0.93 else Verdict.BROKE if share < 0.87 else Verdict.UNDECIDED,
+    )
+
+
+class Server:
+    """Capacity 10 at a scale of 1; a laxer promise is kept at higher rates. `before`: what happens instead of a trial."""
+
+    def __init__(self, goals: tuple[Goal, ...] = ONE, before: Callable[[int, Trial], Trial] = lambda _, trial: trial) -> None:
+        self._goals = goals
+        self._before = before
+        self.asked: list[tuple[Proposal, int]] = []
+
+    def run(self, proposal: Proposal, goal: int) -> Trial:
+        self.asked.append((proposal, goal))
+
+        def share(goal: Goal) -> float:
+            return 1 / (1 + math.exp(15 * math.log(proposal.rate_rps / (10 * goal.slo_scale**0.25)) - math.log(9)))
+
+        trial = Trial(
+            directory=f"{len(self.asked):02d}",
+            rate_rps=proposal.rate_rps,
+            seconds=60.0,
+            is_scout=proposal.is_scout,
+            seed=len(self.asked),
+            judgements=tuple(judged(share(one)) for one in self._goals),
+            goal=goal,
+            duration_s=60.0,
+        )
+        return self._before(len(self.asked), trial)
+
+
+def search(server: Server, goals: tuple[Goal, ...] = ONE, **changes: Any) -> tuple[Found, list[Found]]:
+    heard: list[Found] = []
+    limits = changes.pop("limits", Limits(start_rps=4.0))
+    options: dict[str, Any] = {"confidence": 0.95, "time_limit_s": 1e9, "told": heard.append, **changes}
+    return find(goals, [limits] * len(goals), server, **options), heard
+
+
+def test_it_finds_the_capacity_and_tells_of_each_trial() -> None:
+    server = Server()
+    found, heard = search(server)
+    answer = found.answers[0]
+    assert answer.state is State.FOUND
+    assert answer.capacity_rps == pytest.approx(10, rel=0.05)
+    assert is_answered(answer)
+    assert [len(one.trials) for one in heard] == list(range(1, len(server.asked) + 1))
+    assert heard[-1].trials == found.trials
+
+
+def test_later_goals_use_the_trials_of_earlier_ones() -> None:
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=1.2), Goal(target=0.9, slo_scale=8.0))
+    server = Server(goals)
+    found, _ = search(server, goals)
+    near, far = 10 * 1.2**0.25, 10 * 8**0.25
+    assert [answer.capacity_rps for answer in found.answers] == pytest.approx([10, near, far], rel=0.05)
+    asked_by = [sum(goal == asking for _, asking in server.asked) for goal in range(3)]
+    assert asked_by[1] < asked_by[0] / 2
+    assert not any(proposal.is_scout for proposal, goal in server.asked if goal)
+    assert all(answer.num_trials == found.answers[0].num_trials for answer in found.answers)
+
+
+def test_an_invalid_trial_proves_nothing_and_is_tried_again() -> None:
+    server = Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number in (2, 5) else trial)
+    found, _ = search(server)
+    assert found.answers[0].state is State.FOUND
+    rates = [proposal.rate_rps for proposal, _ in server.asked]
+    assert rates[1] == rates[2]
+    assert rates[4] == rates[5]
+    assert found.answers[0].num_trials + found.answers[0].num_scouts == len(server.asked) - 2
+
+
+def test_a_generator_at_its_limit_ends_the_search_and_says_so() -> None:
+    server = Server(before=lambda _, trial: replace(trial, invalid=("the generator was late: more",)) if trial.rate_rps > 5 else trial)
+    found, _ = search(server)
+    assert len(server.asked) == 1 + MAX_INVALID
+    answer = found.answers[0]
+    assert answer.state is State.STOPPED
+    assert "the generator was late" in answer.why
+    assert not is_answered(answer)
+
+
+@pytest.mark.parametrize("error", [Interrupted("twice"), KeyboardInterrupt()])
+def test_the_user_ends_it_and_what_was_measured_is_kept(error: BaseException) -> None:
+    def before(number: int, trial: Trial) -> Trial:
+        if number == 9:
+            raise error
+        return trial
+
+    found, _ = search(Server(before=before))
+    assert found.is_interrupted
+    assert found.error == ""
+    assert len(found.trials) == 8
+    assert found.answers[0].state is State.STOPPED
+    assert found.answers[0].interval is not None
+
+
+def test_a_trial_that_the_user_cut_short_says_nothing() -> None:
+    server = Server(before=lambda number, trial: replace(trial, is_interrupted=number == 3))
+    found, _ = search(server)
+    assert found.is_interrupted
+    assert len(found.trials) == 3
+    assert found.answers[0].num_scouts == 2
+
+
+def test_an_error_ends_it_with_what_is_known() -> None:
+    def before(number: int, trial: Trial) -> Trial:
+        if number == 8:
+            raise LoadgenError("nothing answers")
+        return trial
+
+    found, _ = search(Server(before=before))
+    assert found.error == "nothing answers"
+    assert (found.answers[0].state, found.answers[0].why) == (State.STOPPED, "nothing answers")
+    assert len(found.trials) == 7
+
+
+def test_time_is_limited() -> None:
+    clock = iter(range(0, 10_000, 60))
+    found, _ = search(Server(), time_limit_s=300.0, clock=lambda: float(next(clock)))
+    assert found.answers[0].state is State.STOPPED
+    assert "time limit" in found.answers[0].why
+    assert 4 <= len(found.trials) <= 6
+
+
+# What is said of it.
+
+
+def lines(found: Found) -> list[str]:
+    return [text for text, _ in answer_lines(PointFound(point=Point(values={}), found=found), "requests", 0.95, 0.1)]
+
+
+def test_the_last_line_states_the_capacity() -> None:
+    found, _ = search(Server())
+    answer = found.answers[0]
+    assert answer.interval is not None
+    assert lines(found)[-1] == (
+        f"capacity {answer.capacity_rps:.3g} req/s [{answer.interval.low:.3g}, {answer.interval.high:.3g}] at 90 % joint attainment "
+        f"(95 % confidence, {answer.num_trials} trials)"
+    )
+    wide, _ = search(Server(), limits=Limits(start_rps=4.0, resolution=0.001, max_trials=6))
+    assert "wide" in lines(wide)[0]
+    assert lines(wide)[1].startswith("capacity ")
+    above, _ = search(Server(), limits=Limits(start_rps=4.0, max_rps=6.0))
+    assert lines(above) == ["capacity above 6 req/s at 90 % joint attainment: the highest rate that could be tried held"]
+    below, _ = search(Server(), limits=Limits(start_rps=40.0, min_rps=30.0))
+    assert lines(below)[0].startswith("capacity below 30 req/s at 90 % joint attainment")
+    stopped, _ = search(Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number > 4 else trial))
+    assert lines(stopped)[0].startswith("stopped: 3 trials in a row were invalid")
+    assert lines(stopped)[1].startswith("capacity unknown at 90 % joint attainment: ")
+
+
+def test_a_trial_is_one_line() -> None:
+    trial = Server().run(Proposal(rate_rps=9.0, is_scout=False), 0)
+    assert trial_line(trial, "requests", ONE).split() == ["01", "9", "requests/s", "97.8%", "of", "400", "held"]
+    broken = replace(trial, invalid=("the generator was late: 9 ms; do something",), notes=("not at rest",))
+    assert trial_line(broken, "requests", ONE).endswith("INVALID: the generator was late: 9 ms; not at rest")
+    several = (*ONE, Goal(target=0.99))
+    assert "(0.99)" in trial_line(replace(trial, goal=1, judgements=trial.judgements * 2), "requests", several)
+
+
+def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=2.0))
+    found, _ = search(Server(goals), goals)
+    point = PointFound(point=Point(values={"p": "1", "d": "2"}), found=found, command=("serve", "--p", "1"), facts={"url": "http://x"})
+    write_capacity(tmp_path, {"unit": "requests"}, [point])
+    write_capacity(tmp_path, {"unit": "requests"}, [point, PointFound(point=Point(values={"p": "2", "d": "1"}), error="did not start")])
+    data = json.loads((tmp_path / NAME).read_text())
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert (data["loadgen_capacity"], data["unit"]) == (1, "requests")
+    first, second = data["points"]
+    assert (first["name"], first["values"], first["command"], first["url"]) == (
+        "p=1,d=2",
+        {"p": "1", "d": "2"},
+        ["serve", "--p", "1"],
+        "http://x",
+    )
+    assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, 2.0]
+    for answer in first["answers"]:
+        assert answer["low_rps"] < answer["capacity_rps"] < answer["high_rps"]
+        assert answer["state"] in [state.value for state in State]
+    assert len(first["trials"]) == len(found.trials)
+    assert all(len(trial["judgements"]) == 2 and 0 <= trial["judgements"][0]["share"] <= 1 for trial in first["trials"])
+    assert (second["error"], second["answers"], second["trials"]) == ("did not start", [], [])

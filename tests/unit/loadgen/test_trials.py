@@ -1,0 +1,133 @@
+"""A trial as it is watched: looks at files that grow, the end that need not be waited for, seeds and tokens of its own."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from loadgen.metrics import Terms
+from loadgen.plan import Plan
+from loadgen.record_tail import RecordTail
+from loadgen.records import Record
+from loadgen.records_file import to_json
+from loadgen.tokens import tokens_of
+from loadgen.trials import STRAGGLERS_S, Goal, TrialWatch, trial_seed
+from loadgen.verdicts import TrialJudge, Verdict, scaled
+from loadgen.workloads import first_look
+from tests.loadgen_queues import plan_at, slots, whole
+
+
+def line(record: Record) -> bytes:
+    return json.dumps(to_json(record)).encode() + b"\n"
+
+
+def watch_of(plan: Plan, file: Path, goals: tuple[Goal, ...] = (Goal(target=0.9),), goal: int = 0) -> TrialWatch:
+    judges = [TrialJudge(plan, Terms(slos=scaled(plan.slos, one.slo_scale)), one.target) for one in goals]
+    return TrialWatch(plan, judges, [file], goal=goal)
+
+
+def play(watch: TrialWatch, file: Path, records: list[Record], until_s: float, step_s: float = 0.25) -> float | None:
+    """When the watch has had enough; records are written as they end."""
+    waiting = sorted(records, key=lambda record: record.ended_s)
+    with file.open("ab") as out:
+        elapsed_s = 0.0
+        while elapsed_s < until_s:
+            elapsed_s += step_s
+            while waiting and waiting[0].ended_s <= elapsed_s:
+                out.write(line(waiting.pop(0)))
+            out.flush()
+            if watch(elapsed_s):
+                return elapsed_s
+    return None
+
+
+def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) -> None:
+    plan = plan_at(24, 40, seed=1, slo="ttft=510ms,e2e=2s")
+    records = slots(8, 1.0)(plan, random.Random(1))
+    file = tmp_path / "records.jsonl"
+    watch = watch_of(plan, file)
+    ended_s = play(watch, file, records, 60)
+    assert ended_s is not None
+    assert 10 <= ended_s <= 11
+    judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
+    assert judgement.verdict is Verdict.BROKE
+    assert judgement.num_judged < 24 * 11
+
+
+def test_a_trial_that_holds_takes_all_its_time_and_no_more(tmp_path: Path) -> None:
+    """A straggler that has broken its promise already is not waited for."""
+    plan = plan_at(4, 40, seed=2, slo="ttft=510ms,e2e=3s")
+    *records, last = slots(8, 1.0)(plan, random.Random(2))
+    stuck = whole(plan.requests[last.index], last.intended_s + 500, last.intended_s + 501)
+    file = tmp_path / "records.jsonl"
+    watch = watch_of(plan, file)
+    ended_s = play(watch, file, [*records, stuck], 100)
+    assert ended_s is not None
+    assert last.intended_s + 3 <= ended_s <= last.intended_s + 4.5
+    judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
+    assert judgement.verdict is Verdict.HELD
+    assert judgement.num_judged - judgement.num_good == 1
+
+
+def test_stragglers_that_could_still_become_good_are_waited_for_only_so_long(tmp_path: Path) -> None:
+    plan = plan_at(4, 20, seed=3, slo="ttft=510ms")
+    *records, last = slots(8, 1.0)(plan, random.Random(3))
+    stuck = whole(plan.requests[last.index], last.intended_s + 0.1, last.intended_s + 501)
+    file = tmp_path / "records.jsonl"
+    watch = watch_of(plan, file)
+    ended_s = play(watch, file, [*records, stuck], 200)
+    assert ended_s is not None
+    assert last.intended_s + STRAGGLERS_S <= ended_s <= last.intended_s + STRAGGLERS_S + 1.5
+    judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
+    assert (judgement.num_judged - judgement.num_good, judgement.num_open) == (1, 0)
+
+
+def test_one_trial_speaks_of_every_goal_but_only_the_asking_one_ends_it(tmp_path: Path) -> None:
+    plan = plan_at(10, 40, seed=4)
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=20.0))
+    records = slots(8, 1.0)(plan, random.Random(4))
+    ends = []
+    for asking in (0, 1):
+        file = tmp_path / f"records.{asking}.jsonl"
+        watch = watch_of(plan, file, goals, asking)
+        ended_s = play(watch, file, records, 39)
+        ends.append(ended_s)
+        if ended_s is not None:
+            strict, lax = watch.judgements(finished=None)  # type: ignore[arg-type]
+            assert strict.verdict is Verdict.BROKE
+            assert strict.share < lax.share == 1
+    assert ends[0] is not None
+    assert ends[1] is None or ends[1] > ends[0]
+
+
+def test_the_tail_of_a_file_is_read_once_and_torn_lines_later(tmp_path: Path) -> None:
+    records = slots(8, 1.0)(plan_at(5, 4, seed=5), random.Random(5))
+    first, second = tmp_path / "records.0.jsonl", tmp_path / "records.1.jsonl"
+    tail = RecordTail([first, second])
+    assert list(tail.read()) == []
+    first.write_bytes(line(records[0]) + line(records[1])[:20])
+    assert list(tail.read()) == records[:1]
+    with first.open("ab") as file:
+        file.write(line(records[1])[20:])
+    second.write_bytes(line(records[2]))
+    assert list(tail.read()) == records[:3]
+    assert list(tail.read()) == records[:3]
+
+
+def test_trials_share_no_tokens_and_no_arrivals() -> None:
+    """Neither within a search nor between two of another seed, so nothing is in a cache because of an earlier trial."""
+    plans = [
+        first_look(rate_rps=5, seconds=10, input_tokens=64, output_tokens=4, seed=trial_seed(seed, number))
+        for seed in (0, 1)
+        for number in (1, 2)
+    ]
+    blocks = [{tokens_of(plan, request, {})[:16] for request in plan.requests} for plan in plans]
+    assert len(set.union(*blocks)) == sum(map(len, blocks))
+    assert len({plan.requests[0].at_s for plan in plans}) == len(plans)
+    assert trial_seed(7, 3) == trial_seed(7, 3) < 1 << 48
+
+
+@pytest.mark.parametrize(("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")])
+def test_goals_have_names(goal: Goal, name: str) -> None:
+    assert goal.name == name
