@@ -4,7 +4,7 @@ Requests are plain dicts, as a JSON body of the OpenAI API gives them, so that o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.core.apis import Source
@@ -49,7 +49,7 @@ class TotalUsage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Where a request's time went. `placed_s`, `ttft_s`: from receipt; `tpot_s`: the mean gap between a choice's tokens, (last - first) /
-    (tokens - 1), None where no choice has two."""
+    (tokens - 1), None where no choice has two. `cached_tokens_by_tier`: of the prompt, by where the KV lay."""
 
     request_id: str
     attempts: int
@@ -58,6 +58,7 @@ class Timeline:
     total_s: float
     ttft_s: float | None = None
     tpot_s: float | None = None
+    cached_tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
     legs: tuple[LegTimeline, ...] = ()
 
 

@@ -101,27 +101,30 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegTimeline:
-    """Where one leg's seconds went; every value a duration. A prefill leg fills the first row, a decode leg the second and third.
+    """Where one leg's seconds went; every value a duration by one clock of the worker's, None for what the leg did not do.
 
-    `kv_wait_s`: until the owner's first block was computed; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from the owner's
-    last block to the last one landed; `kv_admission_s`: from there to the start of the first step with it. `kv_early_bytes` of `kv_bytes`
-    had been read when the owner announced its last block.
+    Of the prompt: `queue_s` until memory was there, `compute_s` from then to its first token. Of a pull: `kv_wait_s` until the owner's
+    first block was computed; `kv_transfer_s` while a read was running; `kv_exposed_s` from the owner's last block to the last one landed;
+    `kv_admission_s` from there to the start of the first step with it. Of the answer: `first_decode_s`, that of the first step that made a
+    token after the prompt's own; `decode_s` from the first token to the last. `kv_early_bytes` of `kv_bytes` had been read when the owner
+    announced its last block.
     """
 
     worker_id: str
     pid: int
-    queue_s: float = 0.0
-    compute_s: float = 0.0
+    queue_s: float | None = None
+    compute_s: float | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    kv_wait_s: float = 0.0
-    kv_transfer_s: float = 0.0
-    kv_exposed_s: float = 0.0
-    kv_admission_s: float = 0.0
+    kv_wait_s: float | None = None
+    kv_transfer_s: float | None = None
+    kv_exposed_s: float | None = None
+    kv_admission_s: float | None = None
     kv_bytes: int = 0
     kv_early_bytes: int = 0
     transport: str = ""
-    decode_s: float = 0.0
+    first_decode_s: float | None = None
+    decode_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from baton.core.blocks import TokenIds
 from baton.core.ids import JobId
@@ -49,10 +49,14 @@ class Progress:
         return all(len(self.tokens[index]) > num_tokens for index in self.open & sample_indices)
 
     @property
+    def cached_tokens_by_tier(self) -> Mapping[str, int]:
+        """Of the prompt, at the first attempt that computed it: what the client did not wait for, by where it lay."""
+        first = next(iter(self.usages.values()), None)
+        return {} if first is None else first.num_cached_tokens
+
+    @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, at the first attempt that computed it: what the client did not wait for."""
-        first = next(iter(self.usages), None)
-        return 0 if first is None else self.num_cached_tokens_of(first)
+        return sum(self.cached_tokens_by_tier.values())
 
     def num_cached_tokens_of(self, job: JobId) -> int:
         usage = self.usages.get(job)

@@ -240,5 +240,6 @@ class _Carried:
             ttft_s=progress.pace.ttft_s(self.received_s),
             tpot_s=progress.pace.tpot_s,
             total_s=now_s - self.received_s,
+            cached_tokens_by_tier=progress.cached_tokens_by_tier,
             legs=tuple(chain.from_iterable(progress.legs.values())),
         )

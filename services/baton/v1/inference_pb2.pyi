@@ -134,7 +134,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("request_id", "attempts", "policy", "placed_s", "ttft_s", "tpot_s", "total_s", "legs")
+    __slots__ = ("request_id", "attempts", "policy", "placed_s", "ttft_s", "tpot_s", "total_s", "legs", "cached_tokens_by_tier")
+    class CachedTokensByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +150,7 @@ class Timeline(_message.Message):
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempts: int
     policy: str
@@ -151,10 +159,11 @@ class Timeline(_message.Message):
     tpot_s: float
     total_s: float
     legs: _containers.RepeatedCompositeFieldContainer[LegTimeline]
-    def __init__(self, request_id: _Optional[str] = ..., attempts: _Optional[int] = ..., policy: _Optional[str] = ..., placed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., legs: _Optional[_Iterable[_Union[LegTimeline, _Mapping]]] = ...) -> None: ...
+    cached_tokens_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, request_id: _Optional[str] = ..., attempts: _Optional[int] = ..., policy: _Optional[str] = ..., placed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., legs: _Optional[_Iterable[_Union[LegTimeline, _Mapping]]] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LegTimeline(_message.Message):
-    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes")
+    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +178,7 @@ class LegTimeline(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     KV_ADMISSION_S_FIELD_NUMBER: _ClassVar[int]
     KV_EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     queue_s: float
@@ -183,7 +193,8 @@ class LegTimeline(_message.Message):
     decode_s: float
     kv_admission_s: float
     kv_early_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ...) -> None: ...
+    first_decode_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt")

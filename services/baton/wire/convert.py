@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, Generic, NoReturn, TypeVar
 
+from google.protobuf.message import Message
+
 from baton.core.blocks import HASH_BYTES, BlockHash, TokenIds
 from baton.core.errors import Code, Failure, Reason, invalid
 from baton.core.ids import JobId, WorkerRef
@@ -239,42 +241,25 @@ def from_usage(message: pb.Usage) -> Usage:
     return Usage(num_prompt_tokens=message.num_prompt_tokens, num_cached_tokens=dict(message.num_cached_tokens))
 
 
+_LEG_FIELDS = tuple(field.name for field in pb.LegTimeline.DESCRIPTOR.fields)
+
+
 def to_leg_timeline(leg: LegTimeline) -> pb.LegTimeline:
-    return pb.LegTimeline(
-        worker_id=leg.worker_id,
-        pid=leg.pid,
-        queue_s=leg.queue_s,
-        compute_s=leg.compute_s,
-        num_computed_tokens=leg.num_computed_tokens,
-        num_cached_tokens=leg.num_cached_tokens,
-        kv_wait_s=leg.kv_wait_s,
-        kv_transfer_s=leg.kv_transfer_s,
-        kv_exposed_s=leg.kv_exposed_s,
-        kv_admission_s=leg.kv_admission_s,
-        kv_early_bytes=leg.kv_early_bytes,
-        kv_bytes=leg.kv_bytes,
-        transport=leg.transport,
-        decode_s=leg.decode_s,
-    )
+    return pb.LegTimeline(**{field: getattr(leg, field) for field in _LEG_FIELDS})
 
 
 def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
-    return LegTimeline(
-        worker_id=name(message.worker_id, "worker_id"),
-        pid=message.pid,
-        queue_s=message.queue_s,
-        compute_s=message.compute_s,
-        num_computed_tokens=message.num_computed_tokens,
-        num_cached_tokens=message.num_cached_tokens,
-        kv_wait_s=message.kv_wait_s,
-        kv_transfer_s=message.kv_transfer_s,
-        kv_exposed_s=message.kv_exposed_s,
-        kv_admission_s=message.kv_admission_s,
-        kv_early_bytes=message.kv_early_bytes,
-        kv_bytes=message.kv_bytes,
-        transport=name(message.transport, "transport"),
-        decode_s=message.decode_s,
-    )
+    name(message.worker_id, "worker_id")
+    name(message.transport, "transport")
+    return LegTimeline(**values_of(message))
+
+
+def values_of(message: Message) -> dict[str, Any]:
+    """The fields' values by their names; None where the sender left an optional one out."""
+    return {
+        field.name: getattr(message, field.name) if not field.has_presence or message.HasField(field.name) else None
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def to_kv_layout(layout: KvLayout) -> pb.KvLayout:

@@ -25,7 +25,7 @@ from baton.core.ids import WorkerRef
 from baton.core.plain import from_plain, to_plain
 from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
 from baton.v1 import admin_pb2, inference_pb2
-from baton.wire.convert import EnumMap
+from baton.wire.convert import EnumMap, values_of
 
 FINISH_REASONS = EnumMap(FinishReason, inference_pb2.FinishReason)
 ROLES = EnumMap(WorkerRole, admin_pb2.WorkerRole)
@@ -147,7 +147,8 @@ def _to_timeline(timeline: Timeline) -> inference_pb2.Timeline:
         ttft_s=timeline.ttft_s,
         tpot_s=timeline.tpot_s,
         total_s=timeline.total_s,
-        legs=[inference_pb2.LegTimeline(**{name: getattr(leg, name) for name in _LEG_FIELDS}) for leg in timeline.legs],
+        cached_tokens_by_tier=dict(timeline.cached_tokens_by_tier),
+        legs=[inference_pb2.LegTimeline(**{field: getattr(leg, field) for field in _LEG_FIELDS}) for leg in timeline.legs],
     )
 
 
@@ -160,7 +161,8 @@ def _from_timeline(message: inference_pb2.Timeline) -> Timeline:
         ttft_s=message.ttft_s if message.HasField("ttft_s") else None,
         tpot_s=message.tpot_s if message.HasField("tpot_s") else None,
         total_s=message.total_s,
-        legs=tuple(LegTimeline(**{name: getattr(leg, name) for name in _LEG_FIELDS}) for leg in message.legs),
+        cached_tokens_by_tier=dict(message.cached_tokens_by_tier),
+        legs=tuple(LegTimeline(**values_of(leg)) for leg in message.legs),
     )
 
 

@@ -16,6 +16,7 @@ class DecodeLeg(Leg):
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
         self._generating_since_s: float | None = None
+        self._first_decode_s: float | None = None
 
     def _owner_timeline(self) -> LegTimeline | None:
         """What the prompt took another worker; None if it was computed here."""
@@ -33,6 +34,8 @@ class DecodeLeg(Leg):
 
     def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
         now_s = self._loop.time()
+        if self._first_decode_s is None and self._is_of_a_decode_step(output):
+            self._first_decode_s = now_s - self._parts.engine.last_step_started_s
         if self._generating_since_s is None:
             self._generating_since_s = now_s
             usage, timeline = self._usage_of(output), self._owner_timeline()
@@ -41,6 +44,10 @@ class DecodeLeg(Leg):
         if is_last and timeline is None:
             timeline = self._timeline(now_s - self._generating_since_s)
         self._say(output, usage=usage, timeline=timeline)
+
+    def _is_of_a_decode_step(self, output: SequenceOutput) -> bool:
+        """The first token is the prompt's; the step that made the next one has just ended."""
+        return output.output_index > len(self._job.token_ids) - self._job.num_prompt_tokens
 
 
 class LocalDecodeLeg(DecodeLeg):
@@ -71,6 +78,7 @@ class LocalDecodeLeg(DecodeLeg):
             compute_s=first_token_s - self._admitted_s,
             num_computed_tokens=len(self._job.token_ids) - self._num_cached_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            first_decode_s=self._first_decode_s,
             decode_s=decode_s,
         )
 

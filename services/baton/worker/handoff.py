@@ -110,8 +110,7 @@ class PulledDecodeLeg(DecodeLeg):
             self._parts.engine.landed(self.seq_id, [_sampled(t) for t in first_tokens if t.sample_index in self._open_samples])
 
     def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
-        is_own = output.output_index > len(self._job.token_ids) - self._job.num_prompt_tokens
-        if is_own and self._admission_s is None:  # the first token that a step of ours has made; it has just ended
+        if self._admission_s is None and self._is_of_a_decode_step(output):
             self._admission_s = max(0.0, self._parts.engine.last_step_started_s - self._landed_s)
         super()._take(output, is_last=is_last)
 
@@ -131,13 +130,14 @@ class PulledDecodeLeg(DecodeLeg):
             worker_id=self._parts.worker.worker_id,
             pid=self._parts.pid,
             num_cached_tokens=self._num_cached_tokens,
-            kv_wait_s=result.kv_wait_s if result else 0.0,
-            kv_transfer_s=result.kv_transfer_s if result else 0.0,
-            kv_exposed_s=result.kv_exposed_s if result else 0.0,
-            kv_admission_s=self._admission_s or 0.0,
+            kv_wait_s=result.kv_wait_s if result else None,
+            kv_transfer_s=result.kv_transfer_s if result else None,
+            kv_exposed_s=result.kv_exposed_s if result else None,
+            kv_admission_s=self._admission_s,
             kv_bytes=result.transfer_bytes if result else 0,
             kv_early_bytes=result.early_bytes if result else 0,
             transport=result.transport if result else "",
+            first_decode_s=self._first_decode_s,
             decode_s=decode_s,
         )
 

@@ -150,6 +150,10 @@ async def test_request_id_timeline_and_token_ids(gateway: HttpGateway) -> None:
     assert answer.headers["x-request-id"] == body["baton"]["request_id"] == body["id"].removeprefix("cmpl-")
     assert (body["baton"]["prefill"], body["baton"]["decode"]) == ({"worker_id": "p0", "pid": 1}, {"worker_id": "d0", "pid": 2})
     assert (body["baton"]["kv_bytes"], body["baton"]["transport"], body["baton"]["attempts"]) == (640, "shared-memory", 1)
+    prefilled, decoded = body["baton"]["legs"]
+    assert "decode_s" not in prefilled, "what a leg did not do is absent, not zero"
+    assert decoded["decode_s"] == 1.0
+    assert body["baton"]["cached_tokens_by_tier"] == {"device": 4}
     assert 0 < body["baton"]["placed_s"] <= body["baton"]["ttft_s"] < body["baton"]["total_s"]
     (choice,) = body["choices"]
     assert choice["prompt_token_ids"] == list(b"hi")

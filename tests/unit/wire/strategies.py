@@ -4,7 +4,7 @@ tested, too."""
 import math
 import types
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -70,7 +70,7 @@ def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return st.lists(_of(arguments[0], name, owner), max_size=3).map(tuple)
         return st.tuples(*[_of(each, name, owner) for each in arguments])
-    if origin is dict:
+    if origin in (dict, Mapping):
         return st.dictionaries(TEXT, _of(arguments[1], name, owner), max_size=3)
     if origin is list:  # `TokenIds`, see _dataclass
         return st.lists(U32, max_size=5).map(lambda ids: array("I", ids))

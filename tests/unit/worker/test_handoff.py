@@ -36,12 +36,14 @@ async def test_each_leg_tells_where_its_seconds_went() -> None:
         assert first.timeline is not None
         assert (first.timeline.worker_id, first.timeline.num_computed_tokens) == ("p", 30)
         assert first.timeline.compute_s > 0
+        assert (first.timeline.kv_wait_s, first.timeline.first_decode_s, first.timeline.decode_s) == (None, None, None), "it did not"
         assert last.timeline is not None
         assert (last.timeline.worker_id, last.timeline.transport) == ("d", "simulated")
         assert last.timeline.kv_bytes == 8 * made.d.layout.block_bytes
         assert last.timeline.kv_wait_s > 0
         assert 0 < last.timeline.kv_exposed_s < 0.1
-        assert last.timeline.decode_s > 0
+        assert 0 < last.timeline.first_decode_s < last.timeline.decode_s
+        assert (last.timeline.queue_s, last.timeline.compute_s) == (None, None)
         assert [d.timeline for d in made.to_d.deltas[decode.job][1:-1]] == [None] * 6
 
 

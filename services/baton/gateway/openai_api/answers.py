@@ -47,7 +47,7 @@ def _request_object(timeline: Timeline) -> dict[str, Any]:
     """`prefill`: who computed the prompt, `decode`: who went on; `legs` has what every worker reported, also of attempts that were lost."""
     legs = timeline.legs
     prefill = next((leg for leg in reversed(legs) if leg.num_computed_tokens), None)
-    decode = next((leg for leg in reversed(legs) if leg.decode_s or leg.kv_wait_s or leg.kv_bytes), None)
+    decode = next((leg for leg in reversed(legs) if leg.decode_s is not None), None)
     return {
         "request_id": timeline.request_id,
         "attempts": timeline.attempts,
@@ -60,5 +60,6 @@ def _request_object(timeline: Timeline) -> dict[str, Any]:
         "ttft_s": timeline.ttft_s,
         "tpot_s": timeline.tpot_s,
         "total_s": timeline.total_s,
-        "legs": [asdict(leg) for leg in legs],
+        "cached_tokens_by_tier": timeline.cached_tokens_by_tier,
+        "legs": [{key: value for key, value in asdict(leg).items() if value is not None} for leg in legs],
     }
