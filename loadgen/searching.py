@@ -63,31 +63,39 @@ def find(
         for search in searches:
             search.stop(why)
 
-    num_invalid = 0
-    for asking, search in enumerate(searches):
-        while (proposal := search.next()) is not None:
-            if clock() - began_s > time_limit_s:
-                stop(f"the time limit of {time_limit_s:g} s was reached")
-                break
-            try:
-                trial = trials.run(proposal, asking)
-            except (LoadgenError, KeyboardInterrupt) as raised:
-                is_interrupted = isinstance(raised, Interrupted | KeyboardInterrupt)
-                error = "" if is_interrupted else str(raised)
-                stop("interrupted" if is_interrupted else error)
-                break
-            done.append(trial)
-            num_invalid = num_invalid + 1 if trial.invalid else 0
-            if trial.is_interrupted:
-                is_interrupted = True
-                stop("interrupted")
-            elif num_invalid >= MAX_INVALID:
-                stop(f"{num_invalid} trials in a row were invalid: {trial.invalid[0]}")
-            elif not trial.invalid:
-                for position, other in enumerate(searches):
-                    observation = trial.judgements[position].observation(trial.rate_rps)
-                    other.told(observation, is_scout=trial.is_scout, is_own=position == asking)
-            told(found())
+    def search_all() -> None:
+        nonlocal is_interrupted, error
+        num_invalid = 0
+        for asking, search in enumerate(searches):
+            while (proposal := search.next()) is not None:
+                if clock() - began_s > time_limit_s:
+                    stop(f"the time limit of {time_limit_s:g} s was reached")
+                    break
+                try:
+                    trial = trials.run(proposal, asking)
+                except Interrupted:
+                    raise
+                except LoadgenError as raised:
+                    error = str(raised)
+                    stop(error)
+                    break
+                done.append(trial)
+                num_invalid = num_invalid + 1 if trial.invalid else 0
+                if trial.is_interrupted:
+                    raise KeyboardInterrupt
+                if num_invalid >= MAX_INVALID:
+                    stop(f"{num_invalid} trials in a row were invalid: {trial.invalid[0]}")
+                elif not trial.invalid:
+                    for position, other in enumerate(searches):
+                        observation = trial.judgements[position].observation(trial.rate_rps)
+                        other.told(observation, is_scout=trial.is_scout, is_own=position == asking)
+                told(found())
+
+    try:
+        search_all()
+    except (Interrupted, KeyboardInterrupt):  # at any moment: in a trial, or while the last one's result is being written
+        is_interrupted = True
+        stop("interrupted")
     return found()
 
 

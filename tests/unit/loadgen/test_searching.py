@@ -127,6 +127,15 @@ def test_the_user_ends_it_and_what_was_measured_is_kept(error: BaseException) ->
     assert found.answers[0].interval is not None
 
 
+def test_the_user_ends_it_while_a_result_is_being_written() -> None:
+    def told(found: Found) -> None:
+        raise KeyboardInterrupt
+
+    found, _ = search(Server(), told=told)
+    assert found.is_interrupted
+    assert (len(found.trials), found.answers[0].state) == (1, State.STOPPED)
+
+
 def test_a_trial_that_the_user_cut_short_says_nothing() -> None:
     server = Server(before=lambda number, trial: replace(trial, is_interrupted=number == 3))
     found, _ = search(server)

@@ -1,0 +1,200 @@
+"""`loadgen capacity` as a user runs it: a server of so many slots, a search of a few seconds, servers that are started and stopped."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen import serving
+from loadgen.errors import LoadgenError
+from loadgen.records_file import read_result
+from loadgen.serving import served
+from tests.integration.loadgen.rig import LOADGEN, ROOT
+
+LIMIT_S = 150
+SLOTS_RPS = 4 / 0.09
+"""Of 4 slots with answers of 8 tokens: 20 ms, and 7 gaps of 10 ms."""
+SCRIPTED = [sys.executable, "-m", "loadgen.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+QUICK = ["--slo", "ttft=5s,e2e=300ms", "--output-tokens", "8", "--seconds", "1s", "--max-trials", "6", "--start-rate", "40"]
+"""A lax TTFT, so that a busy machine may send late by 50 ms; the e2e is what breaks."""
+AS_SERVER = shlex.join(["sh", "-c", "sleep 600 | (" + shlex.join(SCRIPTED) + " --slots {s} --port {port}; kill 0)"])
+"""It serves until its input ends; if it ends before, all ends."""
+
+
+@pytest.fixture(autouse=True)
+def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with subprocess.Popen([*SCRIPTED, "--slots", "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.kill()
+
+
+def capacity(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LOADGEN, "capacity", *arguments], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+
+
+def read(out: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((out / "capacity.json").read_text())
+    return data
+
+
+def test_it_finds_the_capacity_of_a_server_with_slots(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    done = capacity("--url", server, *QUICK, "--out", str(out), "--api-key", "secret-key")
+    assert done.returncode in (0, 3), done.stderr
+    point = read(out)["points"][0]
+    trials = point["trials"]
+    assert [line.split()[0] for line in done.stderr.splitlines()] == [trial["directory"] for trial in trials]
+    results = [read_result(out / "trials" / trial["directory"]) for trial in trials]
+    assert len({result.run.plan_hash for result in results}) == len(trials)
+    assert [float(result.run.flags["rate"]) for result in results] == [trial["rate_rps"] for trial in trials]
+    assert len({trial["seed"] for trial in trials}) == len(trials)
+    assert "secret" not in (out / "capacity.json").read_text() + (out / "trials" / trials[0]["directory"] / "run.json").read_text()
+    report = subprocess.run(
+        [*LOADGEN, "report", *(str(result.path) for result in results), "--out", str(tmp_path / "report")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=ROOT,
+    )
+    assert report.returncode == 0, report.stderr
+    if done.returncode == 3:  # on a busy machine the generator may be late again and again, and says so
+        assert "trials in a row were invalid" in done.stdout
+        return
+    last = done.stdout.strip().splitlines()[-1]
+    match = re.fullmatch(r"capacity (\S+) req/s \[(\S+), (\S+)\] at 90 % joint attainment \(95 % confidence, \d+ trials\)", last)
+    assert match, done.stdout
+    found, low, high = map(float, match.groups())
+    assert low < found < high
+    assert SLOTS_RPS / 3 < found < 2 * SLOTS_RPS, "in one second not much more than the slots can pile up"
+    answer = point["answers"][0]
+    assert answer["state"] in ("found", "wide")
+    assert answer["capacity_rps"] == pytest.approx(found, rel=0.01)
+    broke = [trial for trial in trials if trial["rate_rps"] > 2.5 * SLOTS_RPS and not (trial["invalid"] or trial["is_scout"])]
+    assert all(trial["judgements"][0]["verdict"] == "broke" for trial in broke)
+
+
+def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> None:
+    """The second one cannot start; that does not undo the first."""
+    out = tmp_path / "sweep"
+    done = capacity("--command", AS_SERVER, "--sweep", "s=4,x", "--slo-scale", "1,2", *QUICK, "--time-limit", "6s", "--out", str(out))
+    assert done.returncode == 2, done.stderr
+    first, second = read(out)["points"]
+    assert (first["name"], first["error"]) == ("s=4", "")
+    assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, 2.0]
+    assert all(len(trial["judgements"]) == 2 for trial in first["trials"])
+    assert (out / "s=4" / "trials" / first["trials"][0]["directory"] / "records.jsonl").exists()
+    assert "before it was ready" in second["error"]
+    assert "invalid int value" in second["error"]
+    assert (second["answers"], second["trials"]) == ([], [])
+    assert "s=4: " in done.stdout
+    assert "s=x: the server ended with code" in done.stdout
+    port = re.search(r":(\d+)$", first["url"])
+    assert port is not None
+    assert not processes_with(f"--port {port[1]}")
+
+
+def processes_with(text: str) -> list[str]:
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in listed if text in line and "ps -eo" not in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_the_server_and_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+    out = tmp_path / "stopped"
+    command = [*LOADGEN, "capacity", "--command", AS_SERVER.replace("{s}", "4"), *QUICK, "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("01-"):
+                break
+        process.send_signal(number)
+        stdout, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    point = read(out)["points"][0]
+    assert point["interrupted"]
+    assert point["answers"][0]["state"] == "stopped"
+    assert len(point["trials"]) >= 1
+    assert "stopped: interrupted" in stdout
+    port = re.search(r":(\d+)$", point["url"])
+    assert port is not None
+    assert not processes_with(f"--port {port[1]}")
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_started(server: str, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "x").touch()
+    for number, (arguments, message) in enumerate(
+        (
+            (["--url", "http://127.0.0.1:1"], "nothing answers at"),
+            (["--url", server, "nonsense"], "`nonsense` is no workload"),
+            (["--url", server, "random", "--rate", "5"], "--rate has no place in the workload"),
+            (["--url", server, "--sweep", "p=1"], "--sweep needs --command"),
+            (["--command", "serve {q}"], "which no --sweep gives"),
+            (["--command", "no-such-program-anywhere"], "cannot be started"),
+            (["--url", server, "--out", str(taken)], "written once"),
+            (["--url", server, "--attainment", "100"], "below 100"),
+            (["--url", server, "--attainment", "99.9", "--max-rate", "1"], "give longer --seconds"),
+            (["--url", server, "--slo", "chat:ttft=1s"], "no class of that name"),
+            (["--command", "sleep {port}", "--url", server], "something answers there already"),
+        )
+    ):
+        out = tmp_path / str(number)
+        given = arguments if "--out" in arguments else ["--out", str(out), *arguments]
+        done = capacity(*given)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert message in done.stderr + done.stdout, (arguments, done.stderr, done.stdout)
+        assert "Traceback" not in done.stderr
+        assert not list(out.glob("trials/*"))
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    time.sleep(600)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "PATIENCE_S", ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 10.0)))
+    is_up = tmp_path / "up"
+    program = tmp_path / "stubborn.py"
+    program.write_text(STUBBORN)
+    with served([sys.executable, str(program), str(is_up)], lambda: 200 if is_up.exists() else None, tmp_path / "log", ready_s=60):
+        assert len(processes_with(str(program))) == 2
+    deadline_s = time.monotonic() + 20  # orphans are collected by somebody else
+    while [line for line in processes_with(str(program)) if "<defunct>" not in line]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "idle.py"
+    program.write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
+    with (
+        pytest.raises(LoadgenError, match=r"not ready within 1 s; its last words .*\nloading"),
+        served([sys.executable, str(program)], lambda: None, tmp_path / "log", ready_s=1.0),
+    ):
+        raise AssertionError
+    assert not processes_with(str(program))
+    assert os.path.getsize(tmp_path / "log") > 0
