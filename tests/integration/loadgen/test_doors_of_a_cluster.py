@@ -1,0 +1,55 @@
+"""One plan through HTTP and through gRPC, each time on a fresh float32 cluster of real processes: the same tokens and cache hits."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from loadgen.metrics import Outcome
+from loadgen.plan import Plan, PlannedRequest
+from loadgen.target import Target
+from loadgen.timeline import Stages
+from tests.cluster import process_cluster
+from tests.integration.loadgen.rig import Measured, measure
+from tests.unit.loadgen.plans import plan, request
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+BLOCK = 16
+PROMPTS = (
+    ((0, 300), (10, 40)),  # new
+    ((0, 300), (11, 25)),  # shares 300 tokens
+    ((1, 130), (12, 9)),  # new
+    ((0, 300), (10, 40), 0, (13, 30)),  # goes on from the first one's answer
+    ((1, 130), (12, 9), 2, (14, 12)),
+    ((0, 300), (10, 40)),  # all of it was there
+)
+
+
+def one_after_the_other() -> Plan:
+    """No two requests overlap: each goes out when the one before has ended."""
+
+    def nth(index: int) -> PlannedRequest:
+        return request(index, *PROMPTS[index], output=12, session="s", turn=index, **({"after": index - 1} if index else {}))
+
+    return plan(*map(nth, range(len(PROMPTS))))
+
+
+async def through(protocol: str) -> Measured:
+    async with process_cluster(prefill=1, decode=1, transfer="nixl", dtype="float32") as cluster:
+        url = cluster.url if protocol == "http" else cluster.grpc_address
+        target = Target(urls=(url,), model=Path(cluster.settings["model"]).name, dialect="baton", protocol=protocol)
+        return await measure(one_after_the_other(), target)
+
+
+async def test_the_same_tokens_and_cache_hits_through_both_doors_of_a_cluster() -> None:
+    http, grpc = await through("http"), await through("grpc")
+    for run in (http, grpc):
+        assert run.outcomes == [Outcome.GOOD] * len(PROMPTS)
+        ends = [(record.sent_s, record.ended_s) for record in run.records]
+        assert all(ended_s <= sent_s for (_, ended_s), (sent_s, _) in pairwise(ends)), "none overlap"
+        assert all(Stages.of(record.timeline).is_handed_off for record in run.records)
+    assert [record.token_ids for record in http.records] == [record.token_ids for record in grpc.records]
+    cached = [record.num_cached_tokens for record in http.records]
+    assert cached == [record.num_cached_tokens for record in grpc.records]
+    assert cached == [0, 300 // BLOCK * BLOCK, 0, 340 // BLOCK * BLOCK, 139 // BLOCK * BLOCK, 339 // BLOCK * BLOCK]
