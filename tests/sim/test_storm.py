@@ -1,11 +1,14 @@
 """500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every token right, nothing leaked."""
 
+import asyncio
+
 import pytest
 
 from baton.runtime.settings import ClusterConfig, settings_of
 from baton.sim import virtual_time
-from baton.sim.chaos import Storm, StormReport, run_storm
-from baton.sim.cluster import SimModel
+from baton.sim.chaos import Storm, StormReport, audit_caches, run_storm
+from baton.sim.clients import SimRequest, run_client
+from baton.sim.cluster import SimCluster, SimModel
 from baton.sim.transfer_backend import LinkModel
 from tests.scale import sized
 from tests.times import TEST_TIMES
@@ -41,6 +44,8 @@ def test_one_seed_gives_the_same_bytes_twice() -> None:
     assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
     assert first.faults["cut"] > 5
     assert first.faults["kill"] > 2
+    assert first.num_lost > 0
+    assert first.num_audited > 100
 
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS))
@@ -49,4 +54,24 @@ def test_a_storm_passes_and_leaves_nothing_behind(seed: int) -> None:
     assert sum(report.outcomes.values()) == STORM.num_requests
     assert report.outcomes.keys() <= {"finished", "cancelled", "poison"}, report.outcomes
     assert report.outcomes["finished"] > STORM.num_requests * 0.7
+    assert report.num_audited > 0
     assert report.outcomes.get("poison", 0) <= 3, "only those that two killed workers had in a step"
+
+
+def test_the_audit_names_a_cached_block_that_is_not_what_its_hash_says() -> None:
+    async def one_request() -> None:
+        cluster = SimCluster(config(), MODEL, 0)
+        await cluster.start()
+        await asyncio.sleep(1.0)
+        request = SimRequest(number=0, start_s=0.0, prompt=tuple(range(1, 40)), max_tokens=4)
+        await run_client(request, cluster.gateway)
+        assert audit_caches(cluster, [request]) >= 39 // 8
+        name = next(name for name in sorted(cluster.workers) if cluster.workers[name].pool.hashes())
+        pool, memory = cluster.workers[name].pool, cluster.memories[name]
+        (block_id,) = pool.lookup(pool.hashes()[:1])
+        memory.write_block(block_id, [*memory.block(block_id)[:-1], 7])
+        with pytest.raises(AssertionError, match=f"{name}: block {block_id} does not hold"):
+            audit_caches(cluster, [request])
+        await cluster.aclose()
+
+    virtual_time.run(one_request())

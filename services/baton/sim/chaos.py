@@ -6,13 +6,16 @@ The transcript of a run is a list of lines; two runs of one seed give the same b
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from baton.core.blocks import BlockHash, chain, root_hash, token_ids
 from baton.core.cluster import WorkerRole
 from baton.runtime.settings import ClusterConfig
-from baton.sim.clients import SimAnswer, SimRequest, run_client
-from baton.sim.cluster import SimCluster, SimModel
+from baton.sim.clients import SimAnswer, SimRequest, expected_answer, run_client
+from baton.sim.cluster import SimCluster, SimModel, sim_layout
+from baton.sim.memory import contents
 
 CALM_S = 20.0
 """After the last request and the last fault: longer than every lease, grace, deadline and stuck read."""
@@ -43,6 +46,10 @@ class StormReport:
     transcript: list[str] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    num_lost: int = 0
+    """Messages that were under way in a stream that was cut."""
+    num_audited: int = 0
+    """Cached blocks that were compared with what their hash stands for."""
 
     def fault(self, kind: str, what: str) -> None:
         self.faults[kind] = self.faults.get(kind, 0) + 1
@@ -50,7 +57,7 @@ class StormReport:
 
 
 async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: int) -> StormReport:
-    """Run one storm to its calm and check the invariants of I1, I2 and I4.
+    """Run one storm to its calm and check the invariants I1 (answers), I2 (nothing left), I3 (each cached block) and I4 (in time).
 
     Raises AssertionError naming what does not hold, or whatever a process that nobody killed died of.
     """
@@ -75,6 +82,8 @@ async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: 
         if counts.quarantined:
             raise AssertionError(f"{name}: {counts.quarantined} blocks are still quarantined {CALM_S:g} s after the last fault")
         report.transcript.append(f"{name} {counts}")
+    report.num_audited = audit_caches(cluster, requests)
+    report.num_lost = cluster.network.messages_lost
     await cluster.aclose()
     left = [f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if left:
@@ -101,6 +110,29 @@ def plan_requests(storm: Storm, rng: Random, start_s: float) -> list[SimRequest]
             )
         )
     return requests
+
+
+def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
+    """Compare each cached block of each worker with what it must hold, computed from the requests alone (I3); how many there were. Raises
+    AssertionError naming a block of other content, or of a hash that nobody's tokens have."""
+    size = next(iter(cluster.memories.values())).block_size_tokens
+    root = root_hash(model_fingerprint=sim_layout(size).model_fingerprint, block_size_tokens=size)
+    right: dict[BlockHash, tuple[int, ...]] = {}
+    for request in requests:
+        for index in range(request.num_samples):
+            tokens = [*request.prompt, *expected_answer(request, index, cluster.model.vocab_size)]
+            slots = contents(tokens)
+            for number, block_hash in enumerate(chain(root, token_ids(tokens), size)):
+                right[block_hash] = tuple(slots[number * size : (number + 1) * size])
+    num_audited = 0
+    for name in sorted(cluster.workers):
+        pool, memory = cluster.workers[name].pool, cluster.memories[name]
+        for block_hash in pool.hashes():
+            (block_id,) = pool.lookup([block_hash])
+            if memory.block(block_id) != right.get(block_hash):
+                raise AssertionError(f"{name}: block {block_id} does not hold what its hash {block_hash.hex()} stands for")
+            num_audited += 1
+    return num_audited
 
 
 async def _nemesis(cluster: SimCluster, storm: Storm, rng: Random, report: StormReport) -> None:

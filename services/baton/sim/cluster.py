@@ -39,6 +39,8 @@ class SimCluster(LocalCluster):
         self.model = model
         self.network = SimNetwork(Random(rng.getrandbits(64)), model.delays)
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
+        self.memories: dict[str, SimMemory] = {}
+        """Of each worker's present life."""
         super().__init__(
             config=config,
             switchboard=self.network,
@@ -53,6 +55,7 @@ class SimCluster(LocalCluster):
         model = self.model
         layout = sim_layout(config.block_size_tokens)
         memory = SimMemory(model.num_blocks, config.block_size_tokens)
+        self.memories[worker.worker_id] = memory
         lives = MemoryLifeTable(bytearray(ENTRY_BYTES * model.num_blocks), worker.worker_epoch)
         pool = BlockPool(model.num_blocks, config.block_size_tokens, lives)
         backend = SimTransferBackend(fabric=self.fabric, worker=worker, layout=layout, memory=memory, lives=lives)

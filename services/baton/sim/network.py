@@ -113,8 +113,10 @@ class SimStream:
         return self._network.draw_delay()
 
     def cut(self, why: str = "the connection was cut") -> None:
-        """Both ends break at once; what was under way is lost."""
+        """Both ends break at once; what was under way is lost, and counted."""
         for end in self.ends:
+            if not end.is_broken:
+                self._network.messages_lost += len(end._arrived) + len(end._under_way)
             end._arrived.clear()
             end.break_off(StreamBroken(why))
 
@@ -132,6 +134,7 @@ class SimNetwork:
         self._services: dict[str, WorkerService | SchedulerService] = {}
         self._handlers: dict[str, dict[asyncio.Task[None], None]] = {}  # dicts, not sets: a set's order is not the seed's
         self.streams: dict[int, SimStream] = {}
+        self.messages_lost = 0
         self._opened = 0
 
     def draw_delay(self) -> float:
