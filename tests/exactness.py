@@ -56,14 +56,14 @@ class Exactness:
 
 
 class ExactnessChecker:
-    """The reference for one model directory: transformers' own attention, one sequence at a time."""
+    """The reference for one model directory: transformers' own attention, one sequence at a time, on the device whose answers it checks."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, device: str = "cpu") -> None:
         attention = "sdpa"
         self._model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation=attention, local_files_only=True
         )
-        self._model.eval().requires_grad_(False)
+        self._model.to(device).eval().requires_grad_(False)
         self._eos = eos_token_ids(model_dir)
 
     def check(self, answers: Sequence[Answer]) -> Exactness:
@@ -87,10 +87,10 @@ class ExactnessChecker:
     @torch.inference_mode()
     def _logits(self, answer: Answer) -> torch.Tensor:
         """Of each output's position, [num_tokens, vocab_size], from one pass over prompt and answer."""
-        tokens = torch.tensor([answer.prompt + answer.tokens[:-1]])
-        rows = torch.arange(len(answer.prompt) - 1, tokens.shape[1])
+        tokens = torch.tensor([answer.prompt + answer.tokens[:-1]], device=self._model.device)
+        rows = torch.arange(len(answer.prompt) - 1, tokens.shape[1], device=self._model.device)
         logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits[0]
-        return logits[: len(answer.tokens)]
+        return logits[: len(answer.tokens)].cpu()
 
     @torch.inference_mode()
     def _noise(self, answers: Sequence[Answer]) -> float:
@@ -100,7 +100,7 @@ class ExactnessChecker:
         step = max(1, len(by_length) // _MEASURED_ANSWERS)
         largest = 0.0
         for answer in by_length[::step]:
-            whole = torch.tensor([answer.prompt + answer.tokens])
+            whole = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
             at_once = self._model(input_ids=whole, use_cache=False).logits[0]
             cache, done = DynamicCache(config=self._model.config), 0
             while done < whole.shape[1]:

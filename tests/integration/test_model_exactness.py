@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.init import init_model
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.ways import Way, choose_way
 from baton.engine.sequence import SequenceRequest
 from baton.engine.step import StepPlan
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
@@ -56,16 +58,33 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+WAYS: dict[int, Way] = {}
+"""How each loaded model is run, by its `id`."""
+
+
+def loaded_for(path: Path, kernels: str) -> LoadedModel:
+    loaded = load_model(path, dtype="float32", device="cpu")
+    WAYS[id(loaded)] = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK)
+    return loaded
+
+
+@pytest.fixture(scope="module", params=["torch", "auto"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Every way to run a model on a CPU. Where there is no compiler both are one."""
+    chosen: str = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def demo() -> tuple[LoadedModel, ExactnessChecker]:
-    return load_model(DEMO_DIR, dtype="float32", device="cpu"), ExactnessChecker(DEMO_DIR)
+def demo(kernels: str) -> tuple[LoadedModel, ExactnessChecker]:
+    return loaded_for(DEMO_DIR, kernels), ExactnessChecker(DEMO_DIR)
 
 
 @pytest.fixture(scope="module", params=list(TINY_MODELS))
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, ExactnessChecker]:
+def tiny(request: pytest.FixtureRequest, kernels: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, ExactnessChecker]:
     path = tmp_path_factory.mktemp(request.param) / "model"
     init_model(TINY_MODELS[request.param](), path, seed=1)
-    return load_model(path, dtype="float32", device="cpu"), ExactnessChecker(path)
+    return loaded_for(path, kernels), ExactnessChecker(path)
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ class Worker:
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, max_num_seqs: int = 32, chunk: int = CHUNK) -> None:
         self.layout = loaded.layout(BLOCK)
-        self.cache = KvCache.over(memoryview(bytearray(self.layout.block_bytes * num_blocks)), self.layout)
+        self.cache = KvCache.zeros(self.layout, num_blocks, loaded.device)
         self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
         pool = BlockPool(num_blocks, BLOCK, MemoryLifeTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
         config = EngineConfig(
@@ -91,7 +110,7 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
         )
         self.engine = Engine(config, pool)
-        self.executor = TorchExecutor(loaded.model, self.cache, num_threads=1)
+        self.executor = TorchExecutor(loaded.model, self.cache, num_threads=1, way=WAYS.get(id(loaded)))
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 

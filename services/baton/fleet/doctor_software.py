@@ -57,7 +57,7 @@ def cuda_of_pytorch() -> str | None:
 def compiler() -> Iterator[Finding]:
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if found is None:
-        yield warn("compiler", "no C++ compiler", "PyTorch cannot compile kernels for this CPU; install g++ or clang++")
+        yield warn("compiler", "no C++ compiler", "the model runs through torch, slower; install g++ or clang++")
     else:
         yield ok("compiler", found)
 

@@ -142,6 +142,10 @@ class ComputeSettings(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", help="type of weights and KV; auto is what the checkpoint says"
     )
+    kernels: Literal["auto", "torch"] = setting(
+        "auto",
+        help="what computes on a CPU: auto is our kernels, compiled at the first start, where there is a C++ compiler; or torch alone",
+    )
     kv_memory: int | None = setting(
         None, help="memory for KV blocks of one worker; without it, a share of what is free after loading", unit="bytes", minimum=1
     )

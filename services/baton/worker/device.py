@@ -53,13 +53,13 @@ def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     from baton.engine.model.executor import TorchExecutor
     from baton.engine.model.hub import resolve_model
     from baton.engine.model.loading import load_model
-    from baton.engine.model.self_proof import prove
     from baton.engine.model.threads import set_num_threads
+    from baton.engine.model.ways import choose_way
 
     num_threads = config.threads_per_worker or default_threads(config.workers_on_host)
     set_num_threads(num_threads)
     loaded = load_model(resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len)
-    prove(loaded, block_size_tokens=config.block_size_tokens)
+    way = choose_way(loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens)
     layout = loaded.layout(config.block_size_tokens)
     num_blocks = _num_blocks(config, loaded, layout)
     memory = (
@@ -78,13 +78,13 @@ def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     )
     kv_bytes = num_blocks * layout.block_bytes
     return Device(
-        executor=TorchExecutor(loaded.model, memory.cache, num_threads=num_threads),
+        executor=TorchExecutor(loaded.model, memory.cache, num_threads=num_threads, way=way),
         engine=Engine(engine_config, pool),
         pool=pool,
         backend=memory.backend,
         summary=(
             f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}, {num_threads} threads, KV {num_blocks} blocks of "
-            f"{config.block_size_tokens} tokens ({kv_bytes / 2**20:.0f} MiB), {config.transfer}"
+            f"{config.block_size_tokens} tokens ({kv_bytes / 2**20:.0f} MiB), {config.transfer}, {way.name}"
         ),
         close_memory=memory.close,
     )

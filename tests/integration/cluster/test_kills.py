@@ -136,6 +136,7 @@ async def test_decode_worker_killed_while_it_waits_for_kv(
 
     got = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
     check(checker, got)
+    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
@@ -146,6 +147,7 @@ async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: Exa
     async with Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
         await asyncio.sleep(rng.uniform(0.1, 0.6))
+        assert not all(stream.done() for stream in streams), "the kill must have hit a stream"
         await cluster.kill("scheduler")
         late = asyncio.create_task(client.ask(asks(rng, prompt_tokens=30, max_tokens=4)[0]))
         await cluster.start_service("scheduler", "scheduler")
@@ -169,3 +171,19 @@ async def test_without_any_decode_worker_the_answer_is_a_typed_error_in_time(clu
         await cluster.until_workers(*ALL, limit_s=BACK_S)
         await cluster.wait_ready()
         assert (await client.ask(asks(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_whole
+
+
+async def test_without_any_prefill_worker_prompts_are_computed_where_they_decode(
+    cluster: ProcessCluster, checker: ExactnessChecker
+) -> None:
+    await whole(cluster)
+    for victim in ("p0", "p1"):
+        await cluster.kill(victim)
+    await cluster.until_workers("d0", "d1", limit_s=10)
+    async with Client(cluster) as client:
+        got = [await client.ask(ask) for ask in asks(Random(7), prompt_tokens=60, max_tokens=6)]
+    check(checker, got)
+    assert not any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs)
+    for victim in ("p0", "p1"):
+        await cluster.start_worker(victim)
+    await cluster.until_workers(*ALL, limit_s=BACK_S)

@@ -196,7 +196,7 @@ class Peer:
             "links": links,
             "audit": audit,
             "threads": threading.active_count(),
-            "fds": len(os.listdir("/proc/self/fd")),
+            "fds": len(os.listdir("/dev/fd")),
             "tasks": len(asyncio.all_tasks()),
             "cpu_s": time.process_time(),
             "objects": len(gc.get_objects()),

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,8 @@ from tests.scale import sized
 from tests.times import TEST_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
-BACKENDS = ["nixl", "local"]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="NIXL, /dev/shm and /proc are Linux's")
+BACKENDS = [pytest.param("nixl", marks=on_linux), "local"]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
 
@@ -141,6 +143,7 @@ async def test_an_owner_stopped_for_three_leases_serves_nothing_stale(backend: s
         await assert_clean(owner, reader)
 
 
+@on_linux
 async def test_shared_memory_leaves_no_name_behind() -> None:
     before = set(os.listdir("/dev/shm"))
     async with peers() as group:
@@ -152,6 +155,7 @@ async def test_shared_memory_leaves_no_name_behind() -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@on_linux
 async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
     tcp = {"UCX_TLS": "tcp"}
     async with peers() as group:
@@ -166,6 +170,7 @@ async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
         await assert_clean(owner, reader)
 
 
+@on_linux
 def test_the_processes_have_no_child_left() -> None:
     mine = Path("/proc")
     left = [

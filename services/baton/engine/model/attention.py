@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from baton.core.errors import ModelError
-from baton.engine.model.attention_step import AttentionStep
+from baton.engine.model.attention_step import Asked, AttentionStep
 
 PAGED = "baton_paged"
 STEP_ARGUMENT = "baton_step"
@@ -104,9 +104,9 @@ def attend(
             f"layer {layer} ({name}) caches keys {tuple(key.shape)} and values {tuple(value.shape)}, not {expected}: "
             "all layers need one number of KV heads and one head size, the same for keys and values"
         )
-    baton_step.observe(layer, attention_mask, sliding_window)
-    baton_step.cache.write(layer, baton_step.token_rows, key[0], value[0])
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    baton_step.observe(layer, attention_mask, Asked(scaling, sliding_window))
+    baton_step.cache.write(layer, baton_step.token_rows, key[0], value[0])
     return baton_step.kernel(query[0], layer, baton_step, scaling, sliding_window)[None], None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,29 +95,69 @@ class CausalMasks:
         return whole[TILE_TOKENS - num_queries :, whole.shape[1] - num_keys :]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layer asks of attention. `window`: how many tokens are seen, the current one included; None: all."""
+
+    scaling: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """A step's sequences for kernels that follow block tables themselves, all int32: where each one's tokens begin among the packed (and
+    where the last one's end), how long its context is, where its block table begins in `block_ids`."""
+
+    token_begin: np.ndarray
+    context_len: np.ndarray
+    table_begin: np.ndarray
+    block_ids: np.ndarray
+
+
 class AttentionStep:
     """What attention needs to know about one step; handed to every layer as a keyword argument of the model's forward."""
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: Callable[..., torch.Tensor]) -> None:
         self.cache = cache
         self.kernel = kernel
-        self._segments = segments
+        self.segments = segments
         self._masks = masks
         self._plans: dict[int | None, WindowPlan] = {}
         size = cache.block_size_tokens
         slots = [np.arange(s.kv_begin, s.context_len) for s in segments]
         block_ids = [s.block_ids[index // size] for s, index in zip(segments, slots, strict=True)]
-        self.token_rows = cache.token_rows(self._tensor(np.concatenate(block_ids)), self._tensor(np.concatenate(slots) % size))
+        self._block_ids, self._offsets = self._tensor(np.concatenate(block_ids)), self._tensor(np.concatenate(slots) % size)
 
-    def observe(self, layer: int, attention_mask: Any, window: int | None) -> None:
+    @cached_property
+    def token_rows(self) -> torch.Tensor:
+        """See `KvCache.token_rows`."""
+        return self.cache.token_rows(self._block_ids, self._offsets)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[num_tokens] int64: elements from the beginning of a layer's first block to each token's first key."""
+        return self._block_ids * self.cache.blocks.stride(0) + self._offsets * self.cache.head_dim
+
+    @cached_property
+    def tables(self) -> Tables:
+        lengths = np.array([segment.block_ids.size for segment in self.segments], dtype=np.int32)
+        end = self.segments[-1].token_begin + self.segments[-1].num_tokens
+        return Tables(
+            token_begin=np.array([*(segment.token_begin for segment in self.segments), end], dtype=np.int32),
+            context_len=np.array([segment.context_len for segment in self.segments], dtype=np.int32),
+            table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
+            block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
+        )
+
+    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
         """Called by every layer; the self-proof listens here."""
 
     def plan(self, window: int | None) -> WindowPlan:
         """How layers of this window attend; made by the first of them."""
         plan = self._plans.get(window)
         if plan is None:
-            decodes = [s for s in self._segments if s.num_tokens == 1]
-            chunks = [s for s in self._segments if s.num_tokens > 1]
+            decodes = [s for s in self.segments if s.num_tokens == 1]
+            chunks = [s for s in self.segments if s.num_tokens > 1]
             plan = WindowPlan(decodes=tuple(self._groups(decodes, window)), chunks=tuple(self._chunk(s, window) for s in chunks))
             self._plans[window] = plan
         return plan

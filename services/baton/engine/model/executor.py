@@ -4,18 +4,18 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.core.errors import Code, Failure, LayoutMismatch, Reason
 from baton.core.kv_layout import KvLayout
-from baton.engine.model.attention import STEP_ARGUMENT, PagedKernel, paged_attention
 from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.sampler import numerical_error, sample
-from baton.engine.model.step_inputs import FiniteWatch, Part, pack, prepare
+from baton.engine.model.step_inputs import Part, pack, prepare
+from baton.engine.model.ways import Way
 from baton.engine.step import DeviceFault, StepPlan, StepResult
 from baton.runtime import failpoints
 
@@ -23,16 +23,23 @@ from baton.runtime import failpoints
 class TorchExecutor:
     """One model, one KV memory, one thread. Closing it ends the thread; the KV memory is its giver's."""
 
-    def __init__(self, model: PreTrainedModel, cache: KvCache, *, num_threads: int, kernel: PagedKernel = paged_attention) -> None:
-        """`model` as `load_model` makes it. `num_threads`: compute threads of a step. Raises LayoutMismatch if dtype or device differ."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KvCache,
+        *,
+        num_threads: int,
+        way: Way | None = None,
+    ) -> None:
+        """`model` as `load_model` makes it. `num_threads`: compute threads of a step. `way`: how the model is run; None: by its own code,
+        with the reference attention. Raises LayoutMismatch if dtype or device differ."""
         if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise LayoutMismatch(f"a {model.dtype} model on {model.device} cannot use {cache.dtype} KV memory on {cache.device}")
-        self._model = model
+        way = way or Way(name="torch", forward=ModelForward(model))
+        self._forward, self._kernel = way.forward, way.kernel
         self._cache = cache
-        self._kernel = kernel
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._vocab_size = int(model.config.vocab_size)
-        self._watch = FiniteWatch(model)
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
         self._thread = ThreadPoolExecutor(1, "baton-step", initializer=torch.set_num_threads, initargs=(num_threads,))
 
@@ -55,7 +62,7 @@ class TorchExecutor:
     def close(self) -> None:
         """As `aclose`, for a caller without an event loop."""
         self._thread.shutdown()
-        self._watch.remove()
+        self._forward.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -84,7 +91,8 @@ class TorchExecutor:
                 failures[sequence.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
         if not parts:
             return StepResult(step_id=plan.step_id, samples={}, failures=failures)
-        logits, bad_seq_ids = self._forward(parts)
+        forwarded = self._forward(pack(parts, self._cache, self._masks, self._kernel))
+        logits, bad_seq_ids = forwarded.logits, forwarded.bad_seq_ids(parts)
         failures.update((seq_id, numerical_error("hidden states that are not numbers")) for seq_id in bad_seq_ids)
         sampling = [part for part in parts if part.sample is not None]
         if self._failpoints_armed:
@@ -94,22 +102,6 @@ class TorchExecutor:
         requests = [(sampling[row].seq_id, sampling[row].sample) for row in keep]
         drawn = sample(logits[keep], [(seq_id, request) for seq_id, request in requests if request is not None])
         return StepResult(step_id=plan.step_id, samples=drawn.samples, failures={**failures, **drawn.failures})
-
-    def _forward(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[int]]:
-        """Logits of the sampling parts [num_samples, vocab_size], and the sequences with values that are not numbers."""
-        step = pack(parts, self._cache, self._masks, self._kernel)
-        arguments: dict[str, Any] = {
-            "input_ids": step.token_ids[None],
-            "position_ids": step.position_ids[None],
-            "use_cache": False,
-            STEP_ARGUMENT: step.attention,
-        }
-        if step.sample_rows.numel():
-            logits = self._model(**arguments, logits_to_keep=step.sample_rows).logits[0]
-        else:
-            self._model.base_model(**arguments)
-            logits = torch.empty(0, self._vocab_size)
-        return logits, self._watch.bad_seq_ids(parts)
 
     def _poisoned(self, logits: torch.Tensor, sampling: Sequence[Part]) -> torch.Tensor:
         """A failpoint at `logits` that raises makes that sequence's logits NaN, so that the real check is what finds them."""

@@ -36,11 +36,8 @@ def _fetch(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    def download(local_files_only: bool) -> Path:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_WANTED, local_files_only=local_files_only))
-
     try:
-        return download(local_files_only=False)
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_WANTED))
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, or set HF_TOKEN to that account's token"

@@ -36,13 +36,11 @@ def num_kv_blocks(
     free: int,
     workers_on_host: int = 1,
     kv_memory: int | None = None,
-    memory_limit: int | None = None,
 ) -> int:
     """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of `free`.
 
-    `memory_limit`: what the place of the KV memory can hold for all workers of the host, such as `/dev/shm`. Without `kv_memory` there are
-    never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one such sequence fits, or if
-    more is asked for than is free.
+    Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one
+    such sequence fits, or if more is asked for than is free.
     """
     if workers_on_host < 1:
         raise ValueError(f"workers_on_host is {workers_on_host}")
@@ -53,7 +51,7 @@ def num_kv_blocks(
         blocks = kv_memory // layout.block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
     else:
-        budget = int(min(free * DEFAULT_SHARE, free if memory_limit is None else memory_limit)) // workers_on_host
+        budget = int(free * DEFAULT_SHARE) // workers_on_host
         blocks = min(budget // layout.block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:

@@ -106,22 +106,6 @@ def _top_p_bound(scaled: np.ndarray, top_p: float) -> float:
         count = min(count * 8, scaled.shape[0])
 
 
-def keyed_logits(logits: np.ndarray, request: SampleRequest, sample_index: int) -> np.ndarray:
-    """What the sampled token is the argmax of: float64 [vocab_size], -inf for what is not kept.
-
-    logits: the model's own, float32 [vocab_size]. A greedy request has no noise, temperature or truncation.
-    """
-    adjusted = adjusted_logits(logits, request)
-    if request.sampling.is_greedy:
-        return adjusted
-    ids, values = _perturbed(adjusted, request, sample_index)
-    if ids is None:
-        return values
-    keyed = np.full(adjusted.shape, -np.inf)
-    keyed[ids] = values
-    return keyed
-
-
 def _perturbed(adjusted: np.ndarray, request: SampleRequest, sample_index: int) -> tuple[np.ndarray | None, np.ndarray]:
     """(kept ids or None for all, their perturbed logits)."""
     scaled = adjusted / request.sampling.temperature

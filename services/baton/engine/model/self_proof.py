@@ -6,8 +6,8 @@ dtype. Then a packed, chunked, paged pass over memory full of NaN is compared wi
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from baton.core.errors import BatonError, ModelError
 from baton.engine.model.attention import PAGED, STEP_ARGUMENT, PagedKernel, attend, paged_attention
-from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
+from baton.engine.model.attention_step import Asked, AttentionStep, CausalMasks, Segment
+from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel
 from baton.engine.model.step_inputs import Part, pack
@@ -44,16 +45,37 @@ AttentionMaskInterface.register(_PAGED_WITH_MASKS, _describe_mask)
 
 
 def prove(loaded: LoadedModel, *, block_size_tokens: int, kernel: PagedKernel = paged_attention) -> None:
-    """Takes two short forward passes. Raises ModelError naming what differs. The model is as it was afterwards."""
-    name = type(loaded.model).__name__
+    """Both halves, for a model that runs by its own code."""
+    prove_masks(loaded, block_size_tokens)
+    prove_numbers(loaded, block_size_tokens, kernel=kernel)
+
+
+def prove_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ...]:
+    """What each layer asks of attention, which is proven to be all that its own mask says. Takes one short pass. Raises ModelError naming
+    the layer that differs. The model is as it was afterwards."""
+    with _told(loaded):
+        return _prove_masks(loaded, block_size_tokens)
+
+
+def prove_numbers(
+    loaded: LoadedModel, block_size_tokens: int, *, kernel: PagedKernel = paged_attention, forward: Forward | None = None
+) -> None:
+    """The model computes what it does with sdpa: by its own code with `kernel`, or as `forward` runs it. Takes a few short passes. Raises
+    ModelError saying by how much it differs. The model is as it was afterwards."""
+    with _told(loaded):
+        _prove_numbers(loaded, block_size_tokens, kernel, forward)
+
+
+@contextmanager
+def _told(loaded: LoadedModel) -> Iterator[None]:
+    """Whatever a foreign architecture does with our arguments, it cannot be served."""
     try:
         with torch.inference_mode():
-            _prove_masks(loaded, block_size_tokens)
-            _prove_numbers(loaded, block_size_tokens, kernel)
+            yield
     except BatonError:
         raise
-    except Exception as error:  # whatever a foreign architecture does with our arguments, it cannot be served
-        raise ModelError(f"{name} cannot run with paged attention: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{type(loaded.model).__name__} cannot run with paged attention: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -72,13 +94,13 @@ class _WatchedStep(AttentionStep):
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: PagedKernel) -> None:
         super().__init__(cache, segments, masks, kernel)
-        self.seen: list[tuple[int, Any, int | None]] = []
+        self.seen: list[tuple[int, Any, Asked]] = []
 
-    def observe(self, layer: int, attention_mask: Any, window: int | None) -> None:
-        self.seen.append((layer, attention_mask, window))
+    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
+        self.seen.append((layer, attention_mask, asked))
 
 
-def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> None:
+def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ...]:
     """Every layer attends once, and sees exactly the tokens that its own mask would show it."""
     name = type(loaded.model).__name__
     cache = KvCache.zeros(loaded.layout(block_size_tokens), 1, loaded.device)
@@ -92,7 +114,8 @@ def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> None:
     if sorted(layer for layer, _, _ in step.seen) != list(range(cache.num_layers)):
         raise ModelError(f"{name} does not attend exactly once in each of its {cache.num_layers} layers")
     proven: set[tuple[int, int | None]] = set()  # layers of a kind share one mask
-    for layer, mask, window in step.seen:
+    for layer, mask, asked in step.seen:
+        window = asked.window
         if not isinstance(mask, _Mask):
             raise ModelError(f"layer {layer} of {name} makes its attention mask itself, so what it may see is unknown")
         if (id(mask), window) in proven:
@@ -105,6 +128,7 @@ def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> None:
             paged = (keys <= query) & (keys > query - (window or query + 1))
             if not torch.equal(shown, paged):
                 raise ModelError(f"layer {layer} of {name} masks attention in a way that its sliding_window {window} does not tell")
+    return tuple(asked for _, _, asked in sorted(step.seen, key=lambda seen: seen[0]))
 
 
 def _probes(max_model_len: int, window: int | None) -> list[int]:
@@ -117,7 +141,7 @@ def _probes(max_model_len: int, window: int | None) -> list[int]:
     return sorted({p for p in places if 0 <= p < max_model_len})
 
 
-def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel) -> None:
+def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel, forward: Forward | None) -> None:
     """Prompts around block boundaries, computed together in uneven chunks and single tokens, against each alone with sdpa."""
     rng = random.Random(0)
     size = block_size_tokens
@@ -126,7 +150,11 @@ def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKer
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
         alone = [_logits(loaded, prompt[None])[0] for prompt in prompts]
         doubled = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
-    paged = _paged_logits(loaded, prompts, size, kernel, rng)
+    if forward is not None:
+        paged = _paged_logits(loaded, prompts, size, kernel, forward, rng)
+    else:
+        with closing(ModelForward(loaded.model)) as own:
+            paged = _paged_logits(loaded, prompts, size, kernel, own, rng)
     noise = _difference(doubled, alone, loaded.dtype)
     error = _difference(paged, alone, loaded.dtype)
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
@@ -143,7 +171,7 @@ def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torc
 
 
 def _paged_logits(
-    loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, rng: random.Random
+    loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, forward: Forward, rng: random.Random
 ) -> list[torch.Tensor]:
     """Each prompt's logits from one packed pass after another, a random share of each prompt at a time, in scattered blocks."""
     tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
@@ -173,7 +201,8 @@ def _paged_logits(
         if not parts:
             continue
         step = pack(parts, cache, masks, kernel)
-        logits = _logits(loaded, step.token_ids[None], position_ids=step.position_ids[None], **{STEP_ARGUMENT: step.attention})[0]
+        every = replace(step, sample_rows=torch.arange(step.token_ids.numel(), device=loaded.device))
+        logits = forward(every).logits.float().cpu()
         for part, rows in zip(parts, logits.split([part.token_ids.size for part in parts]), strict=True):
             found[part.seq_id].append(rows)
             done[part.seq_id] += len(rows)

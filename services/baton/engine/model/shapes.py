@@ -93,6 +93,6 @@ def shape_config(name: str) -> PreTrainedConfig:
     """A new configuration of that shape. Raises ModelError naming the nearest if there is none."""
     if name not in SHAPES:
         near = get_close_matches(name, SHAPES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise ModelError(f"there is no shape {name!r}{hint} Known: {', '.join(SHAPES)}")
     return SHAPES[name]()

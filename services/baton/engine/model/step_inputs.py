@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from baton.engine.model.attention import PagedKernel
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
@@ -77,29 +75,3 @@ def pack(parts: Sequence[Part], cache: KvCache, masks: CausalMasks, kernel: Page
         position_ids=torch.from_numpy(np.concatenate(positions)).to(device),
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
     )
-
-
-class FiniteWatch:
-    """Sees the model's last hidden states of every token, sampled from or not, so that KV that is not numbers never leaves its sequence.
-
-    A value that is not a number in any layer's keys, values or activations of a token is one in its last hidden state too: the token
-    attends to itself, and the residual stream carries it on.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._finite = np.empty(0, dtype=bool)
-        self._handle = model.base_model.register_forward_hook(self._see)
-
-    def _see(self, _module: torch.nn.Module, _arguments: object, output: Any) -> None:
-        hidden: torch.Tensor = output[0]  # the hidden states come first in every base model's output
-        self._finite = torch.isfinite(hidden[0].float().sum(dim=-1)).cpu().numpy()
-
-    def bad_seq_ids(self, parts: Sequence[Part]) -> list[int]:
-        """Sequences of the latest forward with a hidden state that is not a number."""
-        if self._finite.all():
-            return []
-        ends = np.cumsum([part.token_ids.size for part in parts])
-        return [part.seq_id for part, end in zip(parts, ends, strict=True) if not self._finite[end - part.token_ids.size : end].all()]
-
-    def remove(self) -> None:
-        self._handle.remove()

@@ -27,8 +27,8 @@ def layout(dtype: torch.dtype = torch.float32) -> KvLayout:
     )
 
 
-def nan_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> KvCache:
-    cache = KvCache.zeros(layout(dtype), num_blocks)
+def nan_cache(num_blocks: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> KvCache:
+    cache = KvCache.zeros(layout(dtype), num_blocks, device)
     cache.blocks.fill_(float("nan"))
     return cache
 
@@ -46,13 +46,16 @@ def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
     return (scores.softmax(dim=-1) @ value).transpose(0, 1).float()
 
 
-def check_step(spans: list[tuple[int, int]], window: int | None, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    """spans: (KV that exists already, tokens of this step) of each sequence. Context is written first, in scattered blocks."""
+def check_step(
+    spans: list[tuple[int, int]], window: int | None, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> torch.Tensor:
+    """spans: (KV that exists already, tokens of this step) of each sequence. Context is written first, in scattered blocks. Returns what
+    attention answered, on the CPU."""
     torch.manual_seed(seed)
     rng = Random(seed)
     layer, scaling = 1, 0.4
     tables = [np.zeros(-(-(before + count) // SIZE), dtype=np.int64) for before, count in spans]
-    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype)
+    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype, device)
     free = list(range(cache.num_blocks))
     rng.shuffle(free)
     for table in tables:
@@ -69,8 +72,8 @@ def check_step(spans: list[tuple[int, int]], window: int | None, *, dtype: torch
         cache.write(
             layer,
             step.token_rows,
-            torch.cat([keys[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1),
-            torch.cat([values[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1),
+            torch.cat([keys[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
+            torch.cat([values[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
         )
         return step
 
@@ -79,7 +82,7 @@ def check_step(spans: list[tuple[int, int]], window: int | None, *, dtype: torch
         step_of(before)
     step = step_of([(i, *span) for i, span in enumerate(spans)])
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
-    found = paged_attention(torch.cat(queries, dim=1), layer, step, scaling, window)
+    found = paged_attention(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
     wanted = torch.cat([written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)])
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
@@ -87,6 +90,7 @@ def check_step(spans: list[tuple[int, int]], window: int | None, *, dtype: torch
     assert all(cache.blocks[b].isnan().all() for b in untouched)
     assert cache.blocks[:, 0].isnan().all()
     assert cache.blocks[:, 2].isnan().all()
+    return found
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 9, 100])

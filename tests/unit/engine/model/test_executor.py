@@ -13,8 +13,10 @@ from baton.core.blocks import token_ids
 from baton.core.errors import Code, LayoutMismatch, Reason
 from baton.core.request import Sampling
 from baton.engine.model.executor import TorchExecutor
+from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.ways import Way, choose_way
 from baton.engine.step import DeviceFault, Executor, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
 from tests.unit.engine.model.conftest import TINY
@@ -27,9 +29,10 @@ def loaded(tiny_dir: Path) -> LoadedModel:
     return load_model(tiny_dir, device="cpu")
 
 
-@pytest.fixture
-def executor(loaded: LoadedModel) -> Iterator[TorchExecutor]:
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1)
+@pytest.fixture(params=["torch", "auto"])
+def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
+    way = choose_way(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1, way=way)
     yield executor
     executor.close()
 
@@ -223,7 +226,12 @@ async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
     def kernel(*_args: object, **_kwargs: object) -> torch.Tensor:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1, kernel=kernel)
+    executor = TorchExecutor(
+        loaded.model,
+        KvCache.zeros(loaded.layout(SIZE), 32),
+        num_threads=1,
+        way=Way(name="counted", forward=ModelForward(loaded.model), kernel=kernel),
+    )
     with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):
         await executor.execute(plan(*GOOD))
     executor.close()

@@ -21,8 +21,6 @@ def blocks(**changes: int | None) -> int:
 def test_default_is_half_of_what_is_free_split_between_workers() -> None:
     assert blocks() == 500
     assert blocks(workers_on_host=2) == 250
-    assert blocks(memory_limit=100 * BLOCK, workers_on_host=2) == 50
-    assert blocks(memory_limit=10_000 * BLOCK) == 500
 
 
 def test_no_more_than_can_be_used() -> None:

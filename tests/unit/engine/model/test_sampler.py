@@ -11,7 +11,7 @@ from baton.core.blocks import token_ids
 from baton.core.errors import Reason
 from baton.core.kv_layout import SAMPLER_VERSION
 from baton.core.request import Sampling
-from baton.engine.model.sampler import adjusted_logits, draw, kept_token_ids, keyed_logits, noise, sample
+from baton.engine.model.sampler import adjusted_logits, draw, kept_token_ids, noise, sample
 from baton.engine.step import SampleRequest
 
 VOCAB = 300
@@ -134,13 +134,24 @@ def test_history_can_grow_afterwards() -> None:
     assert kept.shape == (VOCAB,)
 
 
-def test_keyed_logits_are_what_is_drawn_from() -> None:
-    row = logits(3)[0].numpy()
-    for sampling in ({}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.0}, {"repetition_penalty": 1.5}):
-        asked = request(samples=4, seed=9, **sampling)
-        assert draw(row, asked) == tuple(int(keyed_logits(row, asked, i).argmax()) for i in range(4))
-    keyed = keyed_logits(row, request(top_k=5, seed=9), 0)
-    assert np.isfinite(keyed).sum() == 5
+def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarray:
+    """What the drawn token is the argmax of, from the definition: -inf for what is not kept."""
+    adjusted, sampling = adjusted_logits(row, asked), asked.sampling
+    if sampling.is_greedy:
+        return adjusted
+    scaled = adjusted / sampling.temperature
+    kept = naive_kept(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    hidden = [token not in kept for token in range(VOCAB)]
+    return np.where(hidden, -np.inf, scaled + noise(sampling.seed, sample_index, asked.position, VOCAB))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 1.7, "repetition_penalty": 1.5}]
+)
+def test_what_is_drawn_is_the_best_by_the_definition(sampling: dict[str, float]) -> None:
+    for seed in range(5):
+        row, asked = logits(seed)[0].numpy(), request(samples=4, seed=seed, **sampling)
+        assert draw(row, asked) == tuple(int(keyed(row, asked, i).argmax()) for i in range(4))
 
 
 def test_samples_of_one_request_differ_and_do_not_depend_on_each_other() -> None:

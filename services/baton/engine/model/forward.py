@@ -1,0 +1,75 @@
+"""From a packed step to logits: the one thing that differs between ways to run a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from baton.engine.model.attention import STEP_ARGUMENT
+from baton.engine.model.step_inputs import PackedStep, Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """logits [num_samples, vocab_size], a row for each of the step's `sample_rows`; finite [num_tokens]: whether a token's last hidden
+    state is all numbers. A value that is not a number in any layer's keys, values or activations of a token is one there, too: the token
+    attends to itself, and the residual stream carries it on. So KV that is not numbers never leaves its sequence."""
+
+    logits: torch.Tensor
+    finite: np.ndarray
+
+    def bad_seq_ids(self, parts: Sequence[Part]) -> list[int]:
+        """The sequences of the step with a hidden state that is not a number."""
+        if self.finite.all():
+            return []
+        ends = np.cumsum([part.token_ids.size for part in parts])
+        return [part.seq_id for part, end in zip(parts, ends, strict=True) if not self.finite[end - part.token_ids.size : end].all()]
+
+
+class Forward(Protocol):
+    """Writes the step's KV and computes what is asked for."""
+
+    def __call__(self, step: PackedStep) -> Forwarded: ...
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        ...
+
+
+def are_finite(hidden: torch.Tensor) -> np.ndarray:
+    """hidden [num_tokens, hidden_size] -> [num_tokens]."""
+    finite: np.ndarray = torch.isfinite(hidden.float().sum(dim=-1)).cpu().numpy()
+    return finite
+
+
+class ModelForward:
+    """The model's own code, whatever its architecture, with our attention inside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._vocab_size = int(model.config.vocab_size)
+        self._finite = np.empty(0, dtype=bool)
+        self._handle = model.base_model.register_forward_hook(self._see)
+
+    def __call__(self, step: PackedStep) -> Forwarded:
+        arguments: dict[str, Any] = {
+            "input_ids": step.token_ids[None],
+            "position_ids": step.position_ids[None],
+            "use_cache": False,
+            STEP_ARGUMENT: step.attention,
+        }
+        if step.sample_rows.numel():
+            logits = self._model(**arguments, logits_to_keep=step.sample_rows).logits[0]
+        else:
+            self._model.base_model(**arguments)
+            logits = torch.empty(0, self._vocab_size)
+        return Forwarded(logits=logits, finite=self._finite)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _see(self, _module: torch.nn.Module, _arguments: object, output: Any) -> None:
+        self._finite = are_finite(output[0][0])  # the hidden states come first in every base model's output

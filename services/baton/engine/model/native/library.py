@@ -1,0 +1,160 @@
+"""The kernels as functions over tensors. A call releases the interpreter's lock; every tensor is kept alive by its caller."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from baton.engine.model.attention import PagedKernel
+from baton.engine.model.attention_step import Asked, AttentionStep, Tables
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.native.build import NoKernels, build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _AttentionArgs(ctypes.Structure):
+    """`AttentionArgs` of attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "out", "kv", "token_begin", "context_len", "table_begin", "tables")),
+        *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "v_offset")),
+        *((name, ctypes.c_int32) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        *((name, ctypes.c_int32) for name in ("num_threads", "dtype")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _HeadsArgs(ctypes.Structure):
+    """`HeadsArgs` of layers.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "kv", "slots", "cosine", "sine", "q_weight", "k_weight")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "v_offset", "num_tokens")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "num_threads", "dtype")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Kernels:
+    """One compiled library, for steps of `num_threads`."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        """Raises NoKernels if it cannot be loaded."""
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NoKernels(f"{path} cannot be loaded: {error}") from error
+        self._attention = library.baton_paged_attention
+        self._attention.argtypes = [ctypes.POINTER(_AttentionArgs)]
+        self._turn = library.baton_turn_and_store
+        self._turn.argtypes = [ctypes.POINTER(_HeadsArgs)]
+        pointer, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._norm = library.baton_rms_norm
+        self._norm.argtypes = [pointer, pointer, pointer, pointer, whole, number, ctypes.c_float, number, number]
+        self._gate = library.baton_silu_gate
+        self._gate.argtypes = [pointer, pointer, whole, number, number, number]
+        for function in (self._attention, self._turn, self._norm, self._gate):
+            function.restype = None
+        self.num_threads = num_threads
+
+    def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:
+        """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`."""
+        blocks = cache.blocks
+        args = _AttentionArgs(
+            query.data_ptr(),
+            out.data_ptr(),
+            blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
+            tables.token_begin.ctypes.data,
+            tables.context_len.ctypes.data,
+            tables.table_begin.ctypes.data,
+            tables.block_ids.ctypes.data,
+            query.stride(0),
+            query.stride(1),
+            out.stride(0),
+            out.stride(1),
+            blocks.stride(0),
+            blocks.stride(2),
+            tables.context_len.size,
+            query.shape[1],
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size_tokens,
+            asked.window or 0,
+            self.num_threads,
+            DTYPES[query.dtype],
+            asked.scaling,
+        )
+        self._attention(args)
+
+    def turn_and_store(
+        self,
+        qkv: torch.Tensor,
+        cache: KvCache,
+        layer: int,
+        slots: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries are normed and turned in place, keys on their
+        way into the cache, where values go, too. slots [num_tokens]: see `AttentionStep`. cosine, sine [num_tokens, head_dim / 2] float32.
+        """
+        blocks = cache.blocks
+        num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
+        args = _HeadsArgs(
+            qkv.data_ptr(),
+            blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
+            slots.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            blocks.stride(3),
+            blocks.stride(2),
+            qkv.shape[0],
+            num_heads,
+            cache.num_kv_heads,
+            cache.head_dim,
+            self.num_threads,
+            DTYPES[qkv.dtype],
+            eps,
+        )
+        self._turn(args)
+
+    def rms_norm(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [num_tokens, size] += added, in place; the normed sum is returned."""
+        out = torch.empty_like(x)
+        rows, size = x.shape
+        more = None if added is None else added.data_ptr()
+        self._norm(x.data_ptr(), more, weight.data_ptr(), out.data_ptr(), rows, size, eps, self.num_threads, DTYPES[x.dtype])
+        return out
+
+    def silu_gate(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, 2 * size] -> silu(first half) * second half."""
+        rows, size = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(rows, size)
+        self._gate(x.data_ptr(), out.data_ptr(), rows, size, self.num_threads, DTYPES[x.dtype])
+        return out
+
+
+def kernel_of(kernels: Kernels) -> PagedKernel:
+    """For models that run by their own code; see `paged_attention`."""
+
+    def attention(query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None) -> torch.Tensor:
+        by_token = query.transpose(0, 1)
+        if by_token.stride(2) != 1:
+            by_token = by_token.contiguous()
+        out = query.new_empty(by_token.shape)
+        kernels.attend(by_token, out, step.cache, layer, step.tables, Asked(scaling, window))
+        return out
+
+    return attention
+
+
+def load_kernels(num_threads: int) -> Kernels:
+    """Compiled if need be. Raises NoKernels."""
+    return Kernels(build(), num_threads)

@@ -1,0 +1,227 @@
+"""The contract of `Executor`, for every implementation: what a step answers, what it leaves in memory, whom a failure concerns."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.blocks import token_ids
+from baton.core.errors import Failure
+from baton.core.request import Sampling
+from baton.engine.step import DeviceFault, Executor, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.runtime.metrics import EngineMetrics
+from baton.sim.executor import SimExecutor, SimStepCost
+from baton.sim.memory import SimMemory
+from baton.worker.metrics import MeteredExecutor
+from tests import builders
+from tests.fake_executor import FakeExecutor, FakeLifeTable
+
+pytestmark = pytest.mark.contract
+
+SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 32, 50
+GREEDY = Sampling(max_tokens=9, temperature=0.0)
+SEEDED = Sampling(max_tokens=9, temperature=1.0, seed=5)
+PROMPTS = [(1, 2, 3), (9, 8, 7, 6, 5, 4), (11, 12, 13, 14)]
+
+
+@dataclass(frozen=True)
+class Device:
+    """`at_fault` makes of a sequence's part one that this executor cannot run: it names the sequence, or the step raises."""
+
+    executor: Executor
+    at_fault: Callable[[StepSequence], StepSequence]
+
+
+def torch_device(name: str, kernels: str = "torch") -> Device:
+    from baton.engine.model.executor import TorchExecutor
+    from baton.engine.model.hub import DEMO_DIR
+    from baton.engine.model.kv_cache import KvCache
+    from baton.engine.model.loading import load_model
+    from baton.engine.model.ways import choose_way
+
+    loaded = load_model(DEMO_DIR, dtype="float32", device=name)
+    cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
+    cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
+    unknown = token_ids([loaded.vocab_size])
+    way = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    return Device(TorchExecutor(loaded.model, cache, num_threads=1, way=way), lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
+
+
+def sim_device() -> Device:
+    layout = builders.layout(block_size_tokens=SIZE)
+    memory = SimMemory(NUM_BLOCKS, SIZE)
+    executor = SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.001, per_token_s=0.0))
+    return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))  # not what its history says: found where it samples
+
+
+def metered_device() -> Device:
+    device = sim_device()
+    return replace(device, executor=MeteredExecutor(device.executor, EngineMetrics(CollectorRegistry())))
+
+
+def fake_device(*, raises: bool) -> Device:
+    executor = FakeExecutor(NUM_BLOCKS, SIZE, FakeLifeTable(NUM_BLOCKS))
+    bad = set[int]()
+
+    def at_fault(part: StepSequence) -> StepSequence:
+        bad.add(part.seq_id)
+        return part
+
+    def failing(part: StepSequence) -> Failure | None:
+        return builders.failure() if part.seq_id in bad else None
+
+    if raises:
+        executor.guilty = lambda part: part.seq_id in bad
+    else:
+        executor.failing = failing
+    return Device(executor, at_fault)
+
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "torch": lambda: torch_device("cpu"),
+    "kernels": lambda: torch_device("cpu", "auto"),
+    "torch-cuda": lambda: torch_device("cuda"),
+    "simulated": sim_device,
+    "metered": metered_device,
+    "fake": lambda: fake_device(raises=False),
+    "fake-that-raises": lambda: fake_device(raises=True),
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu if "cuda" in name else ()) for name in DEVICES])
+async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
+    device = DEVICES[request.param]()
+    yield device
+    await device.executor.aclose()
+
+
+def part(
+    seq_id: int,
+    tokens: Sequence[int],
+    *,
+    begin: int = 0,
+    blocks: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+    samples: tuple[int, ...] = (0,),
+) -> StepSequence:
+    """Computes `tokens` from index `begin` on, in blocks `3 * seq_id`, … if none are given; draws `samples`, if there are any."""
+    sample = SampleRequest(
+        sampling=sampling, sample_indices=samples, position=len(tokens), history=token_ids(tokens), num_prompt_tokens=len(tokens)
+    )
+    return StepSequence(
+        seq_id=seq_id,
+        token_ids=token_ids(tokens[begin:]),
+        position_begin=begin,
+        kv_begin=begin,
+        block_table=tuple(blocks) or tuple(range(3 * seq_id, 3 * seq_id + 3)),
+        sample=sample if samples else None,
+    )
+
+
+async def ran(device: Device, *parts: StepSequence, copies: tuple[tuple[int, int], ...] = ()) -> dict[int, tuple[int, ...]]:
+    """The tokens of each sequence, after a step in which nothing fails."""
+    result = await device.executor.execute(StepPlan(step_id=1, sequences=parts, block_copies=copies))
+    assert not result.failures
+    return tokens_of(result)
+
+
+def tokens_of(result: StepResult) -> dict[int, tuple[int, ...]]:
+    return {seq_id: tuple(token.token_id for token in tokens) for seq_id, tokens in result.samples.items()}
+
+
+async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """(tokens, sequences that failed). A step that raises is run again for each of its sequences alone, as the engine's loop does."""
+    try:
+        result = await device.executor.execute(plan)
+    except DeviceFault:
+        raise
+    except Exception:
+        if len(plan.sequences) == 1:
+            return {}, {plan.sequences[0].seq_id}
+        alone = [await executed(device, replace(plan, sequences=(one,))) for one in plan.sequences]
+        return {k: v for tokens, _ in alone for k, v in tokens.items()}, set().union(*(failed for _, failed in alone))
+    assert not set(result.samples) & set(result.failures)
+    return tokens_of(result), set(result.failures)
+
+
+async def test_it_says_what_memory_it_has(device: Device) -> None:
+    assert device.executor.num_blocks == NUM_BLOCKS
+    assert device.executor.layout.block_size_tokens == SIZE
+
+
+@pytest.mark.parametrize("step_id", [0, 7])
+async def test_every_sampling_sequence_has_a_result_and_no_other(device: Device, step_id: int) -> None:
+    silent = part(2, PROMPTS[2], samples=())
+    parts = (part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED), silent, part(1, PROMPTS[1], samples=(4,)))
+    result = await device.executor.execute(StepPlan(step_id=step_id, sequences=parts))
+    assert result.step_id == step_id
+    assert {seq_id: [token.sample_index for token in tokens] for seq_id, tokens in result.samples.items()} == {0: [0, 1, 2], 1: [4]}
+    assert all(isinstance(token, SampledToken) for tokens in result.samples.values() for token in tokens)
+    assert not result.failures
+
+
+async def test_a_sample_does_not_depend_on_what_else_is_drawn(device: Device) -> None:
+    together = await ran(device, part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED))
+    apart = [await ran(device, part(0, PROMPTS[0], samples=(i,), sampling=SEEDED)) for i in range(3)]
+    assert together[0] == tuple(one[0][0] for one in apart)
+
+
+async def test_a_batch_changes_no_answer(device: Device) -> None:
+    parts = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
+    apart = [await ran(device, one) for one in parts]
+    assert await ran(device, *parts) == {i: one[i] for i, one in enumerate(apart)}
+
+
+async def test_a_step_without_samples_leaves_its_kv_behind(device: Device) -> None:
+    """A prompt in chunks, the first of them beside others, has the answer of the whole."""
+    whole = await ran(device, part(0, PROMPTS[1]))
+    chunk = part(1, PROMPTS[1][:5], samples=())
+    assert await ran(device, chunk, part(2, PROMPTS[2], samples=())) == {}
+    assert await ran(device, part(1, PROMPTS[1], begin=5)) == {1: whole[0]}
+
+
+async def test_a_step_may_be_run_again(device: Device) -> None:
+    """The same KV goes to the same places: the loop does so to find out whose fault it was that a step raised."""
+    await ran(device, part(0, PROMPTS[1][:5], samples=()))
+    first = await ran(device, part(0, PROMPTS[1], begin=5))
+    assert await ran(device, part(0, PROMPTS[1], begin=5)) == first
+
+
+async def test_copies_are_made_before_anything_is_written(device: Device) -> None:
+    """Two samples of one prompt part in its last block: one writes on in it, the other in the copy."""
+    prompt, source, copy = PROMPTS[1], 1, 20
+    wanted = [await ran(device, part(3 + i, (*prompt, token))) for i, token in enumerate((17, 23))]
+    await ran(device, part(0, prompt, samples=()))
+    going_on = part(0, (*prompt, 17), begin=6), part(1, (*prompt, 23), begin=6, blocks=(0, copy))
+    assert await ran(device, *going_on, copies=((source, copy),)) == {0: wanted[0][3], 1: wanted[1][4]}
+
+
+async def test_a_step_may_have_nothing_but_copies_and_makes_them_in_order(device: Device) -> None:
+    prompt = PROMPTS[1]
+    wanted = await ran(device, part(0, (*prompt, 17)))
+    assert await ran(device, copies=((1, 20), (20, 21), (0, 22))) == {}
+    assert await ran(device, part(1, (*prompt, 17), begin=6, blocks=(22, 21))) == {1: wanted[0]}
+
+
+async def test_whoever_fails_is_named_and_the_others_results_stand(device: Device) -> None:
+    good = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
+    wanted = await ran(device, *good)
+    bad = device.at_fault(part(3, (21, 22, 23, 24, 25)))
+    tokens, failed = await executed(device, StepPlan(step_id=1, sequences=(good[0], bad, *good[1:])))
+    assert failed == {3}
+    assert tokens == wanted
+    assert (await executed(device, StepPlan(step_id=2, sequences=(bad,))))[1] == {3}
+    assert await ran(device, *good) == wanted
+    # Nor does what it left in its blocks harm whoever gets them next.
+    assert await ran(device, part(4, PROMPTS[1], blocks=bad.block_table)) == {4: wanted[1]}
+
+
+async def test_closing_waits_for_a_step_that_runs_and_leaves_no_thread(device: Device) -> None:
+    step = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(part(0, PROMPTS[0]),))))
+    await asyncio.sleep(0)
+    await device.executor.aclose()
+    assert set((await step).samples) == {0}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("baton-step")]

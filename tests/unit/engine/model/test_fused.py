@@ -1,0 +1,131 @@
+"""The fused decoder against the model's own code: same numbers, whatever the architecture's window, bias or norms; or not taken at all."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from baton.core.errors import ModelError
+from baton.engine.model.attention import paged_attention
+from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.forward import Forward, ModelForward
+from baton.engine.model.fused import FusedForward, can_fuse
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.native.build import NoKernels
+from baton.engine.model.native.library import Kernels, load_kernels
+from baton.engine.model.self_proof import prove_masks, prove_numbers
+from baton.engine.model.step_inputs import Part, pack
+from tests.unit.engine.model.conftest import TINY
+
+SIZE = 16
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**TINY),
+    "llama with attention biases": lambda: LlamaConfig(**TINY, attention_bias=True),
+    "llama3 rotary": lambda: LlamaConfig(**TINY, rope_parameters=LLAMA3),
+    "yarn": lambda: LlamaConfig(
+        **TINY, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    ),
+    "mistral with a window": lambda: MistralConfig(**TINY, sliding_window=40),
+    "qwen2, a window on one layer": lambda: Qwen2Config(**TINY, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**TINY, head_dim=32, tie_word_embeddings=True),
+}
+NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "olmo2": lambda: Olmo2Config(**TINY),
+    "granite": lambda: GraniteConfig(**TINY),
+    "mlp biases": lambda: LlamaConfig(**TINY, mlp_bias=True),
+    "another activation": lambda: LlamaConfig(**TINY, hidden_act="gelu"),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels(1)
+    except NoKernels as error:
+        pytest.skip(f"no C++ compiler: {error}")
+
+
+def answers(loaded: LoadedModel, forward: Forward) -> torch.Tensor:
+    """Logits of two prompts of 150 tokens, in chunks that cross blocks and windows, and then one token at a time."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, loaded.vocab_size, (2, 150))
+    cache = KvCache.zeros(loaded.layout(SIZE), 30)
+    cache.blocks.fill_(float("nan"))
+    tables = rng.permutation(30)[:20].reshape(2, 10)
+    masks = CausalMasks(cache.dtype, cache.device)
+    found = []
+    for begin, end in ((0, 37), (37, 100), (100, 144), *((n, n + 1) for n in range(144, 150))):
+        parts = [
+            Part(
+                seq_id=i,
+                token_ids=prompts[i, begin:end],
+                position_begin=begin,
+                kv_begin=begin,
+                block_ids=tables[i, : -(-end // SIZE)].astype(np.int64),
+                sample=None,
+            )
+            for i in range(2)
+        ]
+        step = pack(parts, cache, masks, paged_attention)
+        with torch.inference_mode():
+            forwarded = forward(replace(step, sample_rows=torch.arange(step.token_ids.numel())))
+        assert forwarded.finite.all()
+        found.append(forwarded.logits.view(2, end - begin, -1))
+    return torch.cat(found, dim=1).float()
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
+    loaded = load_model(save(FUSED[name]()), dtype="float32", device="cpu")
+    with closing(ModelForward(loaded.model)) as own:
+        right = answers(loaded, own)
+    assert can_fuse(loaded.model)
+    forward = FusedForward(loaded.model, prove_masks(loaded, SIZE), kernels)
+    prove_numbers(loaded, SIZE, forward=forward)
+    assert (answers(loaded, forward) - right).abs().max() < 1e-4
+    with closing(ModelForward(loaded.model)) as own:
+        assert (answers(loaded, own) - right).abs().max() < 1e-4, "the model still runs by itself"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_no_further_from_float32_than_the_model_itself(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    path = save(Qwen3Config(**TINY, head_dim=32))
+    exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
+    with closing(ModelForward(exact.model)) as own:
+        right = answers(exact, own)
+    with closing(ModelForward(half.model)) as own:
+        theirs = (answers(half, own) - right).abs().flatten().quantile(0.99)
+    ours = (answers(half, FusedForward(half.model, prove_masks(half, SIZE), kernels)) - right).abs().flatten().quantile(0.99)
+    assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("name", list(NOT_FUSED))
+def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    assert not can_fuse(load_model(save(NOT_FUSED[name]()), device="cpu").model)
+
+
+def test_a_decoder_that_is_not_this_one_is_found_out(save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
+    """A multiplier that the fused decoder does not know."""
+    loaded = load_model(save(LlamaConfig(**TINY)), device="cpu")
+    forward = FusedForward(loaded.model, prove_masks(loaded, SIZE), kernels)
+    mlp = loaded.model.base_model.layers[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: 2 * before(x)
+    with pytest.raises(ModelError, match="computes something else"):
+        prove_numbers(loaded, SIZE, forward=forward)
