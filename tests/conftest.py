@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,7 @@ import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handler
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
+ONE_AFTER_THE_OTHER = ("tests/integration", "tests/contract", "tests/gpu", "tests/unit/transfer", "tests/unit/fleet")
 
 # A property is right or wrong, however slow the machine is at the moment.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,8 +25,9 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none; where tests
+    run side by side, those that start processes or look at what the machine is left with go one after the other."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -33,18 +36,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
+        if _goes_alone(item.path.relative_to(config.rootpath)):
+            item.add_marker(pytest.mark.xdist_group("one after the other"))
+
+
+def _goes_alone(path: Path) -> bool:
+    return any(path.is_relative_to(place) for place in ONE_AFTER_THE_OTHER)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What did not run, and why."""
     skips = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
-    num_deselected = len(terminalreporter.stats.get("deselected", []))
-    if skips or num_deselected:
-        terminalreporter.section("not run")
-        for reason, count in skips.most_common():
-            terminalreporter.line(f"{count:5} skipped: {reason}")
-        if num_deselected:
-            terminalreporter.line(f"{num_deselected:5} deselected; those marked `long` run with `make test-long`")
+    terminalreporter.section("not run")
+    for reason, count in skips.most_common():
+        terminalreporter.line(f"{count:5} skipped: {reason}")
+    if not IS_LONG:
+        terminalreporter.line("      full sizes, and what is marked `long`: `make test-long`")
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -22,6 +22,20 @@ PREDICTIONS = {
 }
 """The fields of a `Placement` that are seconds, as they are shown."""
 
+TERMS = {
+    "cost_s": "cost",
+    "queue_s": "queue",
+    "prefix_pull_s": "prefix pull",
+    "prefill_s": "prefill",
+    "transfer_s": "exposed KV",
+    "busy_s": "delays others",
+    "tpot_s": "TPOT",
+    "pull_s": "whole KV",
+    "overlap_blocks": "blocks held",
+    "pulled_blocks": "pulled",
+}
+"""Terms of a candidate in the order and under the names in which they are shown; others follow by their own names."""
+
 
 def policy_rules() -> dict[str, str]:
     """What each policy goes by, in the words of its own documentation."""
@@ -111,8 +125,9 @@ def _asked(record: DecisionRecord) -> str:
 
 def _candidates(record: DecisionRecord) -> Table:
     """One row a candidate and side; the columns are the terms that the policy named, the chosen rows marked."""
-    terms = sorted({term for candidate in record.candidates for term in candidate.terms})
-    made = table("candidate", "for", *(f">{term.removesuffix('_s').replace('_', ' ')}" for term in terms), "")
+    named = {term for candidate in record.candidates for term in candidate.terms}
+    terms = [*(term for term in TERMS if term in named), *sorted(named - TERMS.keys())]
+    made = table("candidate", "for", *(f">{TERMS.get(term, term.removesuffix('_s').replace('_', ' '))}" for term in terms), "")
     for candidate in record.candidates:
         values = (_term(term, candidate.terms.get(term)) for term in terms)
         made.add_row(candidate.worker.worker_id, candidate.side, *values, _mark(candidate, record.placement))

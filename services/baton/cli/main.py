@@ -8,6 +8,7 @@ import click
 import baton
 from baton.cli import admin, config, doctor, model, services
 from baton.core.errors import BatonError
+from baton.runtime.process import report_to_nobody
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -28,6 +29,7 @@ for command in (*services.COMMANDS, *admin.COMMANDS, config.config, doctor.docto
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command; an error that Baton raised on purpose is one line on standard error and exit code 1, not a traceback."""
+    report_to_nobody()
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")
     except BatonError as error:

@@ -3,14 +3,17 @@
 Service, client and test double share one Protocol, so a caller cannot tell a socket from a function call. No method blocks the event loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
 
 from baton.core.blocks import BlockHash
 from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.costs import StepCostModel
+from baton.core.ids import WorkerRef
 from baton.core.jobs import GatewayMessage, WorkerMessage
+from baton.core.kv_events import KvEvent, KvSnapshot, UnreadableEvent
 from baton.core.peer import OwnerMessage, ReaderMessage
 from baton.core.request import RequestActuals
 
@@ -122,6 +125,36 @@ class Membership(Protocol):
         ...
 
 
+class KvEventFeed(Protocol):
+    """The shared log of who holds which block: for each worker life a stream of bounded length and one snapshot. Both end `ttl_s` after
+    that worker last wrote or renewed. Every method raises StoreUnavailable when the store is away or refuses; a write may then have
+    happened."""
+
+    async def publish(self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None) -> None:
+        """Append, in order. `event_seq` grows within a life; refused where the stream has as high a number already. `snapshot`, if one is
+        due, replaces the last one and counts the last of these events."""
+        ...
+
+    async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
+        """Begin the life's stream anew, whatever stood in it: the snapshot, and a RESET of the same number as the only event."""
+        ...
+
+    async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
+        """The number of the last event that is kept; 0 if stream or snapshot is not there (any more)."""
+        ...
+
+    async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
+        """The last one written; None if there is none that can be read."""
+        ...
+
+    async def read(
+        self, after: Mapping[WorkerRef, int], *, max_events: int, wait_s: float
+    ) -> Mapping[WorkerRef, Sequence[KvEvent | UnreadableEvent]]:
+        """Events of each life that come after that number, at most `max_events` a life, by number. Where there are none at all, waits for
+        one, about `wait_s` at most (the store may bound it); lives without events are not in the answer."""
+        ...
+
+
 class DecisionStore(Protocol):
     """Where decision records are kept for a while. Raises StoreUnavailable when the store is away; the record is then lost."""
 
@@ -129,6 +162,17 @@ class DecisionStore(Protocol):
 
     async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """Records of one request by attempt, or of the last one put (None)."""
+        ...
+
+
+class CostStore(Protocol):
+    """What engine steps cost, by whatever decides it (model, device, threads), so that a worker that starts again need not measure. Raises
+    StoreUnavailable when the store is away."""
+
+    async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None: ...
+
+    async def get(self, key: str) -> StepCostModel | None:
+        """None where nothing is kept that this release can use."""
         ...
 
 

@@ -1,9 +1,12 @@
 """What the scheduler sees, is asked and answers. Every prediction is in seconds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from baton.core.blocks import BlockHash
+from baton.core.costs import StepCostModel
 from baton.core.errors import Reason
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.jobs import PrefixSource
@@ -65,7 +68,9 @@ class LinkReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already contain. `worn_out`: so much of
-    its memory is quarantined that it asks to be let go, since only a new process has it back."""
+    its memory is quarantined that it asks to be let go, since only a new process has it back. `costs` None: it has not measured itself.
+    `waiting_prefill_attended_tokens`: what the waiting tokens attend to (`core.costs.attended_tokens`). Of that, of
+    `max_num_batched_tokens` and of `mean_output_tokens` (of the sequences that ended here lately) 0 means not known."""
 
     worker: WorkerRef
     report_seq: int
@@ -87,12 +92,17 @@ class WorkerReport:
     event_seq: int = 0
     counted_decision_ids: tuple[DecisionId, ...] = ()
     worn_out: bool = False
+    costs: StepCostModel | None = None
+    max_num_batched_tokens: int = 0
+    waiting_prefill_attended_tokens: int = 0
+    mean_output_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementQuery:
     """Where should this attempt run? `attempt` counts from 0. `num_prompt_tokens` is what must be prefilled, replayed outputs included;
-    `num_output_tokens` of them are outputs. `avoid`: workers that failed it."""
+    `num_output_tokens` of them are outputs. `avoid`: workers that failed it. `model_fingerprint`: of the weights that wrote what the client
+    has; empty while it has nothing, and any that serve `model` will do."""
 
     request_id: bytes
     attempt: int
@@ -101,6 +111,7 @@ class PlacementQuery:
     max_tokens: int
     block_hashes: tuple[BlockHash, ...] = ()
     hash_scheme: str = ""
+    model_fingerprint: str = ""
     sample_count: int = 1
     num_output_tokens: int = 0
     adapter: str = ""
@@ -147,12 +158,18 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker as a policy sees it: its last report plus what this scheduler has placed on it since."""
+    """One worker as a policy sees it: its last report plus what this scheduler has placed on it since. `reserved_context_tokens`: prompts
+    that will be decoded there. `reserved_link_bytes`: KV that it is still to read, by the worker that holds it. `tpot_slo_s`: the
+    strictest promise to a request that this scheduler has placed there and that has not ended, counted by the worker or not."""
 
     report: WorkerReport
     reserved_seqs: int = 0
     reserved_prefill_tokens: int = 0
     reserved_blocks: int = 0
+    reserved_attended_tokens: int = 0
+    reserved_context_tokens: int = 0
+    reserved_link_bytes: dict[str, int] = field(default_factory=dict)
+    tpot_slo_s: float | None = None
 
     @property
     def worker(self) -> WorkerRef:
@@ -176,11 +193,26 @@ class WorkerView:
         return self.report.running_seqs + self.report.waiting_seqs + self.reserved_seqs
 
 
+class Overlap(Protocol):
+    """How much of one prompt a worker has. `num_blocks`: leading blocks that it holds or soon will; `num_held_blocks` of them, from the
+    front, are there now (only those can be pulled)."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_held_blocks(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """All workers with a living report stream, sorted by id, so that equal reports give equal decisions."""
+    """All workers with a living report stream, sorted by id, so that equal reports give equal decisions. `overlaps`: what the prefix index
+    says for the query at hand, by worker id; who holds nothing of it is not in there. `derived`: what readers have worked out from
+    `workers`, which never change."""
 
     workers: tuple[WorkerView, ...]
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)
+    derived: dict[str, object] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def ready(self, *, can_prefill: bool = False, can_decode: bool = False) -> list[WorkerView]:
         """Ready workers with the asked-for abilities, sorted by id."""
@@ -235,7 +267,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """What was decided and from what; afterwards, what happened."""
+    """What was decided and from what; afterwards, what happened. `inputs`: JSON text from which the decision can be repeated, empty where
+    that is not possible (`scheduler.explain`)."""
 
     decision_id: DecisionId
     scheduler_id: str
@@ -248,3 +281,4 @@ class DecisionRecord:
     candidates: tuple[Candidate, ...] = ()
     num_excluded: dict[str, int] = field(default_factory=dict)
     actuals: dict[str, object] = field(default_factory=dict)
+    inputs: str = ""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine.batcher import one_token_behind, queue_order, share_budget, victim
@@ -58,8 +59,12 @@ class Engine:
     @property
     def waiting_prefill_tokens(self) -> int:
         """Tokens that the device must still compute before their sequences give a next token; cached ones may turn out fewer."""
-        queued = sum(seq.num_tokens_behind for seq in self._queue.values() if not seq.waits_for_pull)
-        return queued + sum(seq.num_tokens_behind for seq in self._running.values() if seq.num_tokens_behind > 1)
+        return sum(seq.num_tokens_behind for seq in self._prefills())
+
+    @property
+    def waiting_prefill_attended_tokens(self) -> int:
+        """(query, context) pairs of these tokens, `core.costs.attended_tokens`."""
+        return sum(attended_tokens(seq.num_tokens_behind, seq.num_computed_tokens) for seq in self._prefills())
 
     @property
     def running_context_tokens(self) -> int:
@@ -340,6 +345,8 @@ class Engine:
                 )
             )
             self.counters.sampled_tokens += 1
+            if finish is not None and not seq.request.prefill_only:
+                self.counters.sample_ended(seq.num_output_tokens + 1)
             if finish is None and not seq.request.prefill_only:
                 going_on.append(token)
         if not going_on:
@@ -385,6 +392,10 @@ class Engine:
         check_sequences(places, (seq for seqs in self._of_request.values() for seq in seqs), self.pool)
 
     # -- inside -------------------------------------------------------------------------------------------------------------------------
+
+    def _prefills(self) -> Iterable[EngineSequence]:
+        yield from (seq for seq in self._queue.values() if not seq.waits_for_pull)
+        yield from (seq for seq in self._running.values() if seq.num_tokens_behind > 1)
 
     def _admitted(self) -> Iterable[EngineSequence]:
         yield from self._running.values()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from baton.core.costs import attended_tokens
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
 from baton.engine.engine import Engine
 from baton.engine.outcome import Outcome
@@ -29,7 +30,14 @@ class EngineLoop:
     may call this loop's methods, and must pass over sequences that it no longer knows. If it or the engine raises, `run` ends.
     """
 
-    def __init__(self, engine: Engine, executor: Executor, deliver: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        deliver: Callable[[Outcome], None],
+        on_step: Callable[[StepPlan, float], None] = lambda plan, step_s: None,
+    ) -> None:
+        """`on_step`: told of each step that ran as it was planned, and the seconds it took."""
         self.engine = engine
         self.executor = executor
         self.draining = False
@@ -37,6 +45,7 @@ class EngineLoop:
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
         self.last_step_started_s = 0.0
         self._deliver = deliver
+        self._on_step = on_step
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
@@ -83,6 +92,11 @@ class EngineLoop:
     def inbox_prefill_tokens(self) -> int:
         """Their tokens that are to be computed here."""
         return sum(len(request.token_ids) for request in self._adds.values() if not request.pulled)
+
+    @property
+    def inbox_prefill_attended_tokens(self) -> int:
+        """As `Engine.waiting_prefill_attended_tokens`, of these."""
+        return sum(attended_tokens(len(request.token_ids), 0) for request in self._adds.values() if not request.pulled)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------------
 
@@ -133,6 +147,8 @@ class EngineLoop:
         except DeviceFault as fault:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
+        if not result.failures:
+            self._on_step(plan, asyncio.get_running_loop().time() - self.last_step_started_s)
         return result
 
     async def _execute_timed(self, plan: StepPlan) -> StepResult:

@@ -6,6 +6,9 @@ from baton.core.errors import Failure
 from baton.core.request import FinishReason
 from baton.engine.step import SampledToken
 
+MEAN_OVER_SAMPLES = 64
+"""About so many are remembered in the mean length of an answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
@@ -57,7 +60,8 @@ class Outcome:
 @dataclass(slots=True, kw_only=True)
 class EngineCounters:
     """Totals since the start. `cached_tokens` were not computed because another sequence had; what a preempted one finds again does not
-    count."""
+    count. `mean_output_tokens`: of the samples that ended here lately (0 before the first), all attempts counted, without those that ended
+    with a prefill."""
 
     steps: int = 0
     scheduled_tokens: int = 0
@@ -65,3 +69,10 @@ class EngineCounters:
     cached_tokens: int = 0
     preemptions: int = 0
     block_copies: int = 0
+    ended_samples: int = 0
+    mean_output_tokens: float = 0.0
+
+    def sample_ended(self, num_output_tokens: int) -> None:
+        """The first few weigh alike; then each moves the mean by a fixed part."""
+        self.ended_samples += 1
+        self.mean_output_tokens += (num_output_tokens - self.mean_output_tokens) / min(self.ended_samples, MEAN_OVER_SAMPLES)

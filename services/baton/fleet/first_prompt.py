@@ -7,12 +7,16 @@ from typing import Any
 import httpx
 
 from baton.core.errors import BatonError
+from baton.runtime.process import age_s
 
 TIMEOUT_S = 120.0
 
 
-async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> None:
-    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is no answer."""
+async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> float:
+    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is no answer.
+
+    Returns the age of this process, in seconds, when the first piece of the answer was there.
+    """
     body = {
         "model": model,
         "stream": True,
@@ -24,6 +28,7 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
     }
     write(f"\n> {prompt}\n")
     last: dict[str, Any] = {}
+    began_at_age_s: float | None = None
     async with (
         httpx.AsyncClient(timeout=TIMEOUT_S) as client,
         client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
@@ -37,9 +42,13 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
             if "error" in event:
                 raise BatonError(f"the first prompt failed: {event['error'].get('message')}")
             for choice in event["choices"]:
-                write(choice["delta"].get("content") or "")
+                text = choice["delta"].get("content") or ""
+                if text and began_at_age_s is None:
+                    began_at_age_s = age_s()
+                write(text)
             last = event
     write(f"\n{proof(last)}\n")
+    return age_s() if began_at_age_s is None else began_at_age_s
 
 
 def proof(event: dict[str, Any]) -> str:

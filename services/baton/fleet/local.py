@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.apis import DecisionStore, Member, MemberKind, Membership, Network, SchedulerService, WorkerService
+from baton.core.apis import DecisionStore, KvEventFeed, Member, MemberKind, Membership, Network, SchedulerService, WorkerService
 from baton.core.cluster import WorkerRole
+from baton.core.costs import StepCostModel
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
 from baton.engine.block_pool import BlockPool
@@ -25,6 +26,7 @@ from baton.runtime.config import derive
 from baton.runtime.health import Health
 from baton.runtime.metrics import GatewayMetrics, SchedulerMetrics
 from baton.runtime.settings import ClusterConfig, WorkerConfig
+from baton.scheduler.admission import Admission
 from baton.scheduler.service import Scheduler, SchedulerTimes
 from baton.transfer.backend import TransferBackend
 from baton.worker.service import Worker, WorkerParts, WorkerWornOut
@@ -48,12 +50,14 @@ class Switchboard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeaves:
-    """What one worker computes and moves bytes with. `close` is called when the worker has ended, however it did."""
+    """What one worker computes and moves bytes with, and what its steps cost where that is known. `close` is called when the worker has
+    ended, however it did."""
 
     engine: Engine
     pool: BlockPool
     executor: Executor
     backend: TransferBackend
+    costs: StepCostModel | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -73,6 +77,7 @@ class LocalCluster:
         switchboard: Switchboard,
         membership: Membership,
         decisions: DecisionStore,
+        feed: KvEventFeed,
         tokenizer: Tokenizer,
         make_leaves: Callable[[WorkerRef, WorkerConfig], WorkerLeaves],
         rng: Random,
@@ -81,6 +86,7 @@ class LocalCluster:
         self._switchboard = switchboard
         self._membership = membership
         self._decisions = decisions
+        self._feed = feed
         self._tokenizer = tokenizer
         self._make_leaves = make_leaves
         self._rng = rng
@@ -103,6 +109,7 @@ class LocalCluster:
         scheduler = Scheduler(
             scheduler_id=name,
             policy=config.policy,
+            admission=Admission(config.admission),
             times=SchedulerTimes(
                 silence_s=config.detection_s,
                 settle_s=config.detection_s / 2,
@@ -111,6 +118,7 @@ class LocalCluster:
             ),
             max_waiting_seqs=config.max_queue,
             store=self._decisions,
+            feed=self._feed,
             metrics=SchedulerMetrics(CollectorRegistry()),
             rng=self._new_rng(),
         )
@@ -178,6 +186,8 @@ class LocalCluster:
                 membership=self._membership,
                 health=Health(),
                 rng=self._new_rng(),
+                feed=self._feed,
+                costs=leaves.costs,
             )
         )
         self._switchboard.listen(worker_ref.address, worker)

@@ -7,8 +7,8 @@ from typing import TypeVar
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-_NAME_WIDTH = 11
-_TEXT_WIDTH = 62
+_NAME_WIDTH = 13
+_TEXT_WIDTH = 60
 
 
 class Progress:

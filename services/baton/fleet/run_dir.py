@@ -28,7 +28,7 @@ class RunDir:
     def __init__(self) -> None:
         self.run_id = secrets.token_hex(8)
         self.path = Path(tempfile.mkdtemp(prefix="baton-", dir=_BASE if _BASE.is_dir() else None))
-        os.environ[MARK] = self.run_id
+        os.environ |= {MARK: self.run_id, "SPT_NOENV": "1"}  # the titles that Ray's processes give themselves would overwrite the mark
         unmarked = {name: value for name, value in os.environ.items() if name != MARK}
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "baton.fleet.reaper", self.run_id, str(self.path)],
@@ -56,13 +56,12 @@ def sweep(run_id: str, path: Path) -> list[int]:
     for process in left:
         with suppress(psutil.Error):
             process.terminate()
-    _, left = psutil.wait_procs(left, timeout=TERM_WAIT_S)
-    while left and time.monotonic() < deadline_s:
+    psutil.wait_procs(left, timeout=TERM_WAIT_S)
+    while (left := marked(run_id)) and time.monotonic() < deadline_s:  # a process that was just being started shows only now
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=0.2)
-        left = marked(run_id)  # a process that was just being started shows only now
     shutil.rmtree(path, ignore_errors=True)
     return [process.pid for process in left]
 

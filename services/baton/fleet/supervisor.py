@@ -145,7 +145,7 @@ class Child:
                 self._on_restart(self.spec.name)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns when the process is gone. Safe to call twice."""
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when the process is gone. Safe to call twice. Raises ServiceFailed if it stays."""
         self._stopping = True
         if self._process is None:
             return
@@ -156,17 +156,21 @@ class Child:
                 await self._process.wait()
         except TimeoutError:
             await self._kill()
-        if self._drain is not None:
-            self._drain.cancel()
-            await asyncio.gather(self._drain, return_exceptions=True)
+        finally:
+            if self._drain is not None:
+                self._drain.cancel()
+                await asyncio.gather(self._drain, return_exceptions=True)
 
     async def _kill(self) -> None:
         if self._process is None or self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
             self._process.kill()
-        async with asyncio.timeout(KILL_WAIT_S):
-            await self._process.wait()
+        try:
+            async with asyncio.timeout(KILL_WAIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            raise ServiceFailed(f"{self.spec.name} (pid {self.pid}) did not end within {KILL_WAIT_S:g} s of SIGKILL") from None
 
     async def _ready(self, process: asyncio.subprocess.Process) -> str:
         """The address, as the process says it or as it is found to answer; from now on its output is copied."""

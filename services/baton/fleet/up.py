@@ -4,8 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import httpx
 
 from baton.core.errors import BatonError
-from baton.engine.model.hub import DEMO, resolve_model
+from baton.engine.model.hub import DEMO
 from baton.fleet.first_prompt import ask, curl_example
+from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, plan_workers
 from baton.fleet.progress import Progress, Say
 from baton.fleet.ray_fleet import RayFleet
@@ -24,7 +24,7 @@ from baton.fleet.worker_actor import WorkerFacts
 from baton.runtime import logging
 from baton.runtime.config import Config, derive, dump
 from baton.runtime.network import choose_port, join_address
-from baton.runtime.process import Stop
+from baton.runtime.process import Stop, unless_stopped
 from baton.runtime.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from baton.store.private_redis import START_S, redis_command
 
@@ -44,7 +44,6 @@ class Cluster:
         self._log_dir = log_dir
         self._progress = Progress(say)
         self._say = say
-        self._stack = AsyncExitStack()
         self._children: list[Child] = []
         self._fleet = RayFleet(
             ray_dir=run.path / "ray", ray_address=config.ray_address, log_dir=log_dir, detached=False, on_change=self._worker_changed
@@ -63,7 +62,6 @@ class Cluster:
         model = await self._model()
         async with asyncio.TaskGroup() as group:
             ray = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
-            self._stack.push_async_callback(self._fleet.close, STOP_GRACE_S)
             redis_url = config.redis_url or await self._start_redis()
             scheduler = derive(
                 SchedulerConfig, config, host=LOOPBACK, redis_url=redis_url, rpc_port=self._free_port(), log_dir=self._log_dir
@@ -94,23 +92,29 @@ class Cluster:
                 group.create_task(child.supervise())
 
     async def close(self) -> None:
-        """End all of it, gateway first, so that running answers can finish while their workers live."""
+        """End all of it, gateway first, so that running answers can finish while their workers live.
+
+        What does not end is told, not raised, so that the others are ended, too, and the first error remains the last word.
+        """
         self._serving = False
-        for child in reversed(self._children):
-            await child.stop(STOP_GRACE_S)
-        await self._stack.aclose()
+        for end in (*(child.stop for child in reversed(self._children)), self._fleet.close):
+            try:
+                await end(STOP_GRACE_S)
+            except Exception as error:
+                log.error("not_closed", exc_info=error)
+                self._say(f"while ending: {str(error) or type(error).__name__}")
 
     async def _model(self) -> str:
         """The directory that every process loads without the network; a hub id is fetched now, once."""
         began_s = asyncio.get_running_loop().time()
-        directory = str(await asyncio.to_thread(resolve_model, self._config.model))
+        directory = await model_directory(self._config.model)
         if directory != self._config.model and self._config.model != DEMO:
             self._progress.line("model", directory, asyncio.get_running_loop().time() - began_s)
         return directory
 
     async def _start_redis(self) -> str:
         command = redis_command(self._run.path / "redis")
-        child = Child(self._spec("redis", command.argv, START_S, command.wait_until_ready))
+        child = Child(self._spec("redis", command.argv, START_S, command.wait_until_ready), on_restart=self._child_is_back)
         self._children.append(child)
         await self._progress.phase("redis", child.start(), lambda _: command.description)
         return command.url
@@ -119,9 +123,7 @@ class Cluster:
         file = self._run.path / f"{name}.yaml"
         file.touch(mode=0o600)
         file.write_text(json.dumps(dump(settings)))  # JSON is YAML, too
-        child = Child(
-            self._spec(name, baton_command(name, file), READY_LIMIT_S), on_restart=lambda name: self._say(f"{name} was restarted")
-        )
+        child = Child(self._spec(name, baton_command(name, file), READY_LIMIT_S), on_restart=self._child_is_back)
         self._children.append(child)
         await self._progress.phase(name, child.start(), lambda _: f"{what}  pid {child.pid}")
 
@@ -176,6 +178,10 @@ class Cluster:
             except TimeoutError:
                 raise BatonError(f"the gateway was not ready within {READY_LIMIT_S:g} s: {last}; logs: {self._output_dir}") from None
 
+    def _child_is_back(self, name: str) -> None:
+        child = next(child for child in self._children if child.spec.name == name)
+        self._say(f"{name} died and is back, pid {child.pid}")
+
     def _worker_changed(self, worker_id: str, facts: WorkerFacts | None) -> None:
         if self._serving:
             self._say(f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}")
@@ -191,12 +197,14 @@ async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
     run = RunDir()
     cluster = Cluster(config, run, log_dir, say)
     try:
-        await _until(stop, cluster.start())
+        await unless_stopped(stop, cluster.start())
         if not stop.drain.is_set():
             await _serve(config, cluster, stop, say, log_dir)
     finally:
-        await cluster.close()
-        await asyncio.to_thread(run.close)
+        try:
+            await cluster.close()
+        finally:
+            await asyncio.to_thread(run.close)
 
 
 async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, say: Say, log_dir: Path | None) -> None:
@@ -204,30 +212,21 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, say: Say, 
     supervision = asyncio.create_task(cluster.supervise())
     try:
         if config.first_prompt is not None:
-            await ask(cluster.http_url, config.model_name, config.first_prompt, write=_write)
+            await unless_stopped(stop, _first_answer(cluster.http_url, config.model_name, config.first_prompt, say))
             if config.once:
                 return
         else:
             say(curl_example(cluster.http_url, config.model_name))
         say("Why there? baton explain last      Stop: Ctrl-C")
-        await _until(stop, supervision)
+        await unless_stopped(stop, supervision)
     finally:
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
 
 
-async def _until(stop: Stop, work: Awaitable[None]) -> None:
-    """Await `work`, or leave it when a stop is asked for."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.create_task(stop.drain.wait())
-    try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+async def _first_answer(url: str, model: str, prompt: str, say: Say) -> None:
+    first_token_s = await ask(url, model, prompt, write=_write)
+    Progress(say).line("first token", "from the start of this command", first_token_s)
 
 
 def _write(text: str) -> None:

@@ -29,7 +29,9 @@ class WorkerActor:
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
         from baton.runtime import logging
+        from baton.runtime.process import report_to_nobody
 
+        report_to_nobody()
         config = restore(WorkerConfig, settings)
         logging.configure(f"worker-{config.worker_id}", level=config.log_level, log_dir=Path(log_dir) if log_dir else None)
         from baton.worker.main import WorkerThread
@@ -37,7 +39,7 @@ class WorkerActor:
         self._worker = WorkerThread(config)
 
     def start(self) -> WorkerFacts:
-        """Load the model and serve; returns when the worker is ready. Raises what made it fail."""
+        """Load the model and serve; returns when the worker is ready, at once where it is already. Raises what made it fail."""
         ready = self._worker.start()
         return WorkerFacts(
             worker_id=ready.worker.worker_id,
@@ -49,9 +51,12 @@ class WorkerActor:
             start_s=ready.start_s,
         )
 
-    def wait(self) -> str:
-        """Block until the service has ended; why it did, empty for a drain or stop that was asked for."""
-        return self._worker.wait()
+    def wait(self, limit_s: float) -> str | None:
+        """Block until the service has ended; why it did, empty for a drain or stop that was asked for, None when it has not in `limit_s`.
+
+        The limit also frees the thread that a driver's call took here, when that driver has gone away.
+        """
+        return self._worker.wait(limit_s)
 
     def stop(self) -> None:
         """End now."""

@@ -24,6 +24,7 @@ class Attempt:
     number: int
     block_hashes: tuple[BlockHash, ...] = ()
     hash_scheme: str = ""
+    model_fingerprint: str = ""
     avoid: tuple[WorkerRef, ...] = ()
 
     @property
@@ -46,6 +47,7 @@ class Attempt:
             max_tokens=request.sampling.max_tokens,
             block_hashes=self.block_hashes,
             hash_scheme=self.hash_scheme,
+            model_fingerprint=self.model_fingerprint,
             sample_count=len(request.sample_indices),
             adapter=request.adapter,
             tenant=request.tenant,

@@ -7,6 +7,7 @@ from random import Random
 from baton.core.cluster import Placement, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import DecisionId, JobId, WorkerRef
+from baton.core.kv_layout import KvLayout
 from baton.core.lifecycle import REQUEST_TRANSITIONS, Lifecycle, RequestState
 from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
 from baton.gateway.attempt import Attempt, attempt_at, going_on, sample_alone
@@ -106,6 +107,10 @@ class RequestRun:
         self._paused_s: float | None = None
         self._last_problem = ""
         self._has_turn = False
+        self._placed_with: KvLayout | None = None
+        """Of the workers of the present attempt; None: not known."""
+        self._written_with: KvLayout | None = None
+        """Of those that wrote what the client has: no others may go on with it."""
 
     async def run(self) -> None:
         """Returns when every sample has ended. Raises Refused; at the deadline at the latest."""
@@ -153,6 +158,8 @@ class RequestRun:
         if self._history.num_killed and num_new >= TOKENS_OF_A_STEP_EACH:
             self._history.num_killed, self._history.must_be_alone = 0, False
             self._no_longer_suspect()
+        if delta.token_ids and self._written_with is None:
+            self._written_with = self._placed_with
         now_s = asyncio.get_running_loop().time()
         self._pace.took(delta.sample_index, len(delta.token_ids), now_s)
         if self._state.state is RequestState.PREFILLING:
@@ -164,7 +171,10 @@ class RequestRun:
 
     async def _attempts(self) -> None:
         while True:
-            attempt = await attempt_at(self._request, self._number, self._parts.view.layout, tuple(self._history.avoid.values()))
+            layout = self._written_with or self._parts.view.layout
+            attempt = await attempt_at(self._request, self._number, layout, tuple(self._history.avoid.values()))
+            if self._written_with is not None:
+                attempt = replace(attempt, model_fingerprint=self._written_with.model_fingerprint)
             self._record.num_attempts += 1
             self._pace = Pace()
             try:
@@ -202,6 +212,7 @@ class RequestRun:
             run = RequestRun(alone, self._progress, self._record, self._out, self._parts, self._number + 1)
             run._history = self._history.copy()
             run._paused_s = self._paused_s
+            run._written_with = self._written_with
             runs.append(run)
         self._state.move(RequestState.PREFILLING)  # as its samples are, from here on
         await run_all([run.run() for run in runs])
@@ -259,6 +270,7 @@ class RequestRun:
 
     def _placed(self, placement: Placement) -> None:
         self._state.move(RequestState.PREFILLING)
+        self._placed_with = self._parts.view.layout_of(placement.decode or placement.prefill)
         if self._history.num_killed:
             for worker in filter(None, (placement.prefill, placement.decode)):
                 self._parts.suspects.enter(self._history.suspect_id, worker)

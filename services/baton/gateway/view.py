@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from baton.core.cluster import ClusterUpdate, WorkerReport, WorkerState
 from baton.core.front import ProcessInfo
+from baton.core.ids import WorkerRef
 from baton.core.kv_layout import KvLayout
 from baton.gateway.validation import ModelFacts
 
@@ -66,6 +67,10 @@ class ClusterView:
             if not any(able):
                 return f"no {role} worker is ready"
         return "" if _has_warm_pair(ours) else "no prefill and decode worker are connected to each other yet"
+
+    def layout_of(self, worker: WorkerRef | None) -> KvLayout | None:
+        """None where no scheduler has told of that life (any more)."""
+        return next((report.layout for report in self.reports if worker is not None and report.worker.is_same_life(worker)), None)
 
     @property
     def links(self) -> str:

@@ -19,6 +19,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
 SHORT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -98,6 +99,12 @@ class SchedulerMetrics(_Family):
         self.decision_s = self._histogram("decision_seconds", "Time to decide.", SHORT_BUCKETS_S)
         self.workers = self._gauge("workers", "Workers with a living report stream, by role and state.", "role", "state")
         self.store_degraded = self._gauge("store_degraded", "1 while Redis cannot be reached or lags behind.")
+        self.kv_events_degraded = self._gauge("kv_events_degraded", "1 while the prefix index cannot follow what workers hold.")
+        self.prefix_index_claims = self._gauge("prefix_index_claims", "Blocks in the prefix index, counted once a worker.")
+        self.prefix_workers_behind = self._gauge("prefix_workers_behind", "Workers whose blocks have yet to be read.")
+        self.predicted_over_actual = self._histogram(
+            "predicted_over_actual_ratio", "Predicted seconds over actual ones, of TTFT and TPOT.", RATIO_BUCKETS, "term", "worker"
+        )
 
 
 class EngineMetrics(_Family):
@@ -113,6 +120,8 @@ class EngineMetrics(_Family):
         self.step_tokens = self._counter("step_tokens_total", "Tokens computed.")
         self.preemptions = self._counter("preemptions_total", "Sequences that lost their blocks to others.")
         self.evictions = self._counter("evictions_total", "Cached blocks handed out again.")
+        self.kv_publisher_behind = self._gauge("kv_publisher_behind", "1 while Redis does not have what this worker holds.")
+        self.kv_resets = self._counter("kv_resets_total", "Times that this worker told Redis anew all that it holds.")
 
 
 class TransferMetrics(_Family):

@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 LAG_INTERVAL_S = 0.25
@@ -95,6 +97,20 @@ async def until_stopped(main: Main, stop: Stop) -> None:
             await asyncio.wait((work,))
 
 
+async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
+    """Await `work`, or cancel it and let it clean up when a stop is asked for."""
+    task = asyncio.ensure_future(work)
+    asked = asyncio.create_task(stop.drain.wait())
+    try:
+        await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for each in (task, asked):
+            each.cancel()
+        await asyncio.gather(task, asked, return_exceptions=True)
+
+
 class ServiceThread:
     """A service in a thread with a loop of its own and no signal handlers, as it lives in a Ray actor. Any thread may call its methods."""
 
@@ -168,6 +184,22 @@ class Background:
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(*error)
+
+
+def report_to_nobody() -> None:
+    """Turn off what libraries would report of their use, here and in every process that this one starts. Call it before their import."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def age_s() -> float:
+    """Seconds since this process began, the start of its interpreter included."""
+    stat = Path("/proc/self/stat")
+    if sys.platform == "linux" and stat.exists():
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22, `starttime`, since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

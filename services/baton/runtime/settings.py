@@ -124,7 +124,12 @@ class RequestSettings(Config):
 class PolicySettings(Config):
     """Read by the scheduler."""
 
-    policy: Literal["round_robin", "least_loaded"] = setting("least_loaded", help="who decides where a request runs")
+    policy: Literal["kv_centric", "prefix_aware", "least_loaded", "round_robin", "random"] = setting(
+        "least_loaded", help="who decides where a request runs"
+    )
+    admission: Literal["off", "early", "predictive"] = setting(
+        "off", help="whether requests predicted to miss their SLO are refused: by the load of now, or of when their prompt is computed"
+    )
 
 
 @config

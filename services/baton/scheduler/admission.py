@@ -1,19 +1,48 @@
-"""When the scheduler says no before any prefill is spent."""
+"""When the scheduler says no before any prefill is spent.
+
+Source: Mooncake (arXiv 2407.00079), section 7: early rejection, and why it must look at the moment at which prefill will end. Judged by the
+decode load of now, requests are refused while prefill is idle and admitted while decode is about to be full: both swing in anti-phase.
+"""
+
+from enum import Enum
+from math import log
 
 from baton.core.cluster import PlacementQuery, Rejection
 from baton.core.errors import Reason
-from baton.scheduler.policies.choice import Choice
+from baton.scheduler.policies.choice import Choice, Prediction
 
 QUEUE_FULL_RETRY_S = 1.0
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 60.0
 
 
-def admit(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int) -> Rejection | None:
-    """Refuse what would only wait: the chosen worker, the best of its side, already has `max_waiting_seqs` sequences waiting.
+class Admission(Enum):
+    """OFF: promises are not looked at. EARLY: TTFT as predicted, TPOT as if the request decoded now. PREDICTIVE: TPOT of the moment at
+    which its prompt is computed."""
 
-    A first attempt only: a request that was admitted once is never turned away for load by a worker's death.
+    OFF = "off"
+    EARLY = "early"
+    PREDICTIVE = "predictive"
+
+
+def admit(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int, mode: Admission = Admission.OFF) -> Rejection | None:
+    """Refuse what would only wait, since the chosen worker, the best of its side, already has `max_waiting_seqs` sequences waiting; and
+    what is predicted to miss its SLO.
+
+    A first attempt only: a request that was admitted once is never turned away for load by a worker's death. A policy that predicts nothing
+    lets all SLOs pass.
     """
     if query.attempt > 0:
         return None
+    return _refused_by_queue(choice, max_waiting_seqs) or _refused_by_slo(query, choice, mode)
+
+
+def must_wait(query: PlacementQuery, choice: Choice, *, max_worker_queue_s: float) -> bool:
+    """Whether the request should wait at the scheduler: every candidate's predicted queue is too long."""
+    return query.attempt == 0 and choice.predicted is not None and choice.predicted.least_queue_s > max_worker_queue_s
+
+
+def _refused_by_queue(choice: Choice, max_waiting_seqs: int) -> Rejection | None:
     for side, chosen in (("prefill", choice.prefill), ("decode", choice.decode)):
         if chosen is None:
             continue
@@ -26,3 +55,41 @@ def admit(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int) -> Re
                 term=f"{side}_queue",
             )
     return None
+
+
+def _refused_by_slo(query: PlacementQuery, choice: Choice, mode: Admission) -> Rejection | None:
+    predicted = choice.predicted
+    if mode is Admission.OFF or predicted is None:
+        return None
+    ttft_slo_s, tpot_slo_s = query.slo.ttft_s, query.slo.tpot_s
+    if ttft_slo_s is not None and predicted.ttft_s > ttft_slo_s:
+        return _refusal(Reason.TTFT_SLO, "ttft", predicted.ttft_s, ttft_slo_s, _ttft_retry_s(predicted, ttft_slo_s))
+    tpot_s = predicted.tpot_now_s if mode is Admission.EARLY else predicted.tpot_s
+    if tpot_slo_s is not None and tpot_s is not None and tpot_s > tpot_slo_s:
+        return _refusal(Reason.TPOT_SLO, "tpot", tpot_s, tpot_slo_s, _tpot_retry_s(predicted, tpot_s, tpot_slo_s))
+    return None
+
+
+def _refusal(reason: Reason, term: str, predicted_s: float, limit_s: float, retry_s: float | None) -> Rejection:
+    retry_after_s = MAX_RETRY_S if retry_s is None else min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s))
+    when = "an idle cluster would miss it, too" if retry_s is None else f"retry after {retry_after_s:.2g} s"
+    return Rejection(
+        reason=reason,
+        message=f"predicted {term} of {predicted_s * 1000:,.0f} ms is over the limit of {limit_s * 1000:,.0f} ms; {when}",
+        retry_after_s=retry_after_s,
+        term=f"{term}_s",
+        predicted_s=predicted_s,
+        limit_s=limit_s,
+    )
+
+
+def _ttft_retry_s(predicted: Prediction, limit_s: float) -> float | None:
+    """A queue gets shorter by a second a second. None: what remains without it is too long already."""
+    over_s = predicted.ttft_s - limit_s
+    return over_s if over_s <= predicted.queue_s else None
+
+
+def _tpot_retry_s(predicted: Prediction, tpot_s: float, limit_s: float) -> float | None:
+    """What the others add to a step fades as they end. None: a step takes too long even without them."""
+    room_s = limit_s - predicted.idle_tpot_s
+    return predicted.leave_s * log((tpot_s - predicted.idle_tpot_s) / room_s) if room_s > 0 else None

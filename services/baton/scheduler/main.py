@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from random import Random
 
-from baton.core.apis import DecisionStore, Member, MemberKind, Membership
+from baton.core.apis import DecisionStore, KvEventFeed, Member, MemberKind, Membership
 from baton.core.errors import StoreUnavailable
 from baton.runtime.admin_http import AdminServer
 from baton.runtime.health import Health
@@ -16,12 +16,14 @@ from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_regi
 from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, Stop, watch_loop_lag
 from baton.runtime.settings import SchedulerConfig
+from baton.scheduler.admission import Admission
 from baton.scheduler.service import Scheduler, SchedulerTimes
 from baton.store.connection import RedisConnection
 from baton.store.decisions import RedisDecisionStore
 from baton.store.keys import Keys
+from baton.store.kv_event_feed import RedisKvEventFeed
 from baton.store.membership import RedisMembership
-from baton.store.memory import MemoryDecisionStore, MemoryMembership
+from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
 from baton.wire.server import GrpcServer
 
 log = get_logger(__name__)
@@ -42,13 +44,15 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
     registry = process_registry("scheduler")
     health = Health("rpc")
     async with AsyncExitStack() as stack:
-        membership, decisions = _stores(config, stack)
+        membership, decisions, feed = _stores(config, stack)
         scheduler = Scheduler(
             scheduler_id=f"scheduler-{rng.getrandbits(32):08x}",
             policy=config.policy,
+            admission=Admission(config.admission),
             times=times_of(config),
             max_waiting_seqs=config.max_queue,
             store=decisions,
+            feed=feed,
             metrics=SchedulerMetrics(registry),
             rng=rng,
         )
@@ -127,11 +131,13 @@ class Announcements:
             await self._membership.withdraw(self._member)
 
 
-def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore]:
-    """In Redis, or without a URL in this process: then gateways and workers need this scheduler's address, and a restart forgets."""
+def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:
+    """In Redis, or without a URL in this process: then gateways and workers need this scheduler's address, a restart forgets, and what
+    workers hold is not known. Block events are waited for, so they have a connection of their own."""
     if config.redis_url is None:
-        return MemoryMembership(), MemoryDecisionStore()
-    connection = RedisConnection(config.redis_url)
+        return MemoryMembership(), MemoryDecisionStore(), MemoryKvEventFeed()
+    connection, events = RedisConnection(config.redis_url), RedisConnection(config.redis_url)
     stack.push_async_callback(connection.aclose)
+    stack.push_async_callback(events.aclose)
     keys = Keys()
-    return RedisMembership(connection, keys), RedisDecisionStore(connection, keys)
+    return RedisMembership(connection, keys), RedisDecisionStore(connection, keys), RedisKvEventFeed(events, keys)

@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
-from baton.core.apis import DecisionStore, Duplex, SchedulerService, Source
+from baton.core.apis import DecisionStore, Duplex, KvEventFeed, SchedulerService, Source
 from baton.core.cluster import (
-    Candidate,
     ClusterUpdate,
     Command,
     CommandKind,
@@ -23,13 +22,14 @@ from baton.core.cluster import (
 from baton.core.errors import Reason, StoreUnavailable, StreamBroken
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.request import RequestActuals
+from baton.prefix.index import PrefixIndex
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import SchedulerMetrics
-from baton.scheduler.admission import admit
-from baton.scheduler.explain import RecentDecisions, record_of
+from baton.scheduler.admission import Admission, admit
+from baton.scheduler.explain import Decided, RecentDecisions, Rules, turn_of
+from baton.scheduler.following import KvEventFollowing
 from baton.scheduler.leaving import Leaving
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice, Turn
 from baton.scheduler.view import ClusterView
 from baton.scheduler.watch import Watchers
 
@@ -39,6 +39,10 @@ RECORD_TTL_S = 3_600.0
 MAX_UNWRITTEN_RECORDS = 1_024
 BACK_SILENCES = 24
 """Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role may leave."""
+EXPECTED_S = 1.0
+"""Beyond twice the predicted TTFT: how long the blocks of a placed prompt are expected before an event says that they are there."""
+RECORDS_PART = 0.2
+"""Of the scheduler's time, at most, that goes into telling records."""
 LAST_RECORDS_S = 1.0
 """How long a scheduler that ends goes on writing records."""
 
@@ -62,23 +66,35 @@ class Scheduler(SchedulerService):
         *,
         scheduler_id: str,
         policy: str,
+        admission: Admission,
         times: SchedulerTimes,
         max_waiting_seqs: int,
         store: DecisionStore,
+        feed: KvEventFeed,
         metrics: SchedulerMetrics,
         rng: Random,
     ) -> None:
+        """`feed`: where workers tell which blocks they hold."""
         self.scheduler_id = scheduler_id
         self._policy_name = policy
         self._policy = POLICIES[policy]
+        self._admission = admission
         self._max_waiting_seqs = max_waiting_seqs
         self._store = store
         self._metrics = metrics
         self._rng = rng
+        self.index = PrefixIndex()
+        self._following = KvEventFollowing(
+            feed=feed,
+            index=self.index,
+            ask_snapshot=lambda worker: self._command(worker, CommandKind.SNAPSHOT),
+            on_degraded=lambda is_degraded: metrics.kv_events_degraded.set(is_degraded),
+            rng=Random(rng.getrandbits(64)),
+        )
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
         self._watchers = Watchers(scheduler_id, times.watch_interval_s)
         self._recent = RecentDecisions()
-        self._unwritten: asyncio.Queue[DecisionRecord] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
+        self._unwritten: asyncio.Queue[DecisionId] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
         self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
         self._leaving = Leaving(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
         self._turn = 0
@@ -89,39 +105,58 @@ class Scheduler(SchedulerService):
         self._tasks = [
             asyncio.create_task(self._write_records(), name="scheduler-records"),
             asyncio.create_task(self._look_after(times.silence_s / 4), name="scheduler-look-after"),
+            asyncio.create_task(self._following.run(), name="scheduler-kv-events"),
         ]
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection:
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
-        decision_id = DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
-        choice = self._choose(query)
-        while isinstance(choice, Rejection) and choice.reason is Reason.NO_WORKERS and await self._may_find_more():
-            choice = self._choose(query)
-        self._turn += 1
-        answer: Placement | Rejection
-        candidates: tuple[Candidate, ...] = ()
-        if isinstance(choice, Rejection):
-            answer = choice
-        else:
-            candidates = choice.candidates
-            answer = admit(query, choice, max_waiting_seqs=self._max_waiting_seqs) or Placement(
-                decision_id=decision_id,
-                scheduler_id=self.scheduler_id,
-                policy=self._policy_name,
-                prefill=choice.prefill.worker if choice.prefill else None,
-                decode=choice.decode.worker if choice.decode else None,
-            )
+        asked_s = asyncio.get_running_loop().time()
+        decided = self._decide(query)
+        while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._may_find_more():
+            decided = self._decide(query)
+        now_s = asyncio.get_running_loop().time()
+        answer = decided.answer
         if isinstance(answer, Placement):
-            self._view.reserve(decision_id, query, answer, now_s)
+            self._view.reserve(decided.decision_id, query, answer, now_s)
+            self._expect(query, answer, now_s)
             self._metrics.decisions.labels(self._policy_name).inc()
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
-        self._metrics.decision_s.observe(loop.time() - now_s)
-        record = record_of(decision_id, self.scheduler_id, self._policy_name, query, answer, candidates)
-        self._recent.put(record)
-        self._keep(record)
+        self._metrics.decision_s.observe(now_s - asked_s)
+        self._recent.decided(decided)
+        self._keep(decided.decision_id)
         return answer
+
+    def _decide(self, query: PlacementQuery) -> Decided:
+        """Nothing is waited for."""
+        decision_id = DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
+        rules = Rules(turn_number=self._turn, admission=self._admission, max_waiting_seqs=self._max_waiting_seqs)
+        self._turn += 1
+        now_s = asyncio.get_running_loop().time()
+        cluster = self._view.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
+        choice = self._policy(query, cluster, turn_of(decision_id, rules))
+        answer: Placement | Rejection
+        if isinstance(choice, Rejection):
+            answer = choice
+        else:
+            refused = admit(query, choice, max_waiting_seqs=rules.max_waiting_seqs, mode=rules.admission)
+            answer = refused or choice.placement(decision_id, self.scheduler_id, self._policy_name)
+        return Decided(
+            decision_id=decision_id,
+            scheduler_id=self.scheduler_id,
+            policy=self._policy_name,
+            query=query,
+            answer=answer,
+            choice=None if isinstance(choice, Rejection) else choice,
+            cluster=cluster,
+            rules=rules,
+        )
+
+    def _expect(self, query: PlacementQuery, placement: Placement, now_s: float) -> None:
+        """Its prompt's blocks are as good as there: a burst on one new prefix is not scattered."""
+        until_s = now_s + 2 * (placement.ttft_s or 0.0) + EXPECTED_S
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                self.index.expect(worker, query.block_hashes, until_s)
 
     async def finished(self, *actuals: RequestActuals) -> None:
         for one in actuals:
@@ -132,9 +167,17 @@ class Scheduler(SchedulerService):
         if record is None:
             return
         if record.placement is not None:
+            self._compare(record.placement, actuals)
             ends = (record.placement.prefill, record.placement.decode)
             self._view.release(actuals.decision_id, tuple(w.worker_id for w in ends if w is not None))
-        self._keep(record)
+        self._keep(actuals.decision_id)
+
+    def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
+        """What was predicted, held against what happened."""
+        for term, said_s, was_s in (("ttft", predicted.ttft_s, actuals.ttft_s), ("tpot", predicted.tpot_s, actuals.tpot_s)):
+            worker = predicted.prefill if term == "ttft" and predicted.prefill is not None else predicted.decode or predicted.prefill
+            if said_s and was_s and worker is not None:
+                self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
 
     async def watch(self) -> Source[ClusterUpdate]:
         return self._watchers.add(self._view.reports())
@@ -168,6 +211,8 @@ class Scheduler(SchedulerService):
                     self._streams[worker] = stream
                     log.info("worker_joined", worker=str(worker), role=report.role.value, address=worker.address)
                 if self._view.take_report(report, asyncio.get_running_loop().time()):
+                    self._following.follow(report.worker, report.blocks.total)
+                    self._following.heard(report.worker, report.event_seq)
                     self._changed()
                 self._warm_pairs(report, stream, warmed)
         except StreamBroken:
@@ -176,6 +221,7 @@ class Scheduler(SchedulerService):
             if worker is not None and self._streams.get(worker) is stream:
                 del self._streams[worker]
                 self._unsettled()
+                self._following.unfollow(worker)
                 if self._view.lose(worker):
                     log.warning("worker_lost", worker=str(worker))
                     self._changed()
@@ -195,10 +241,6 @@ class Scheduler(SchedulerService):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-
-    def _choose(self, query: PlacementQuery) -> Choice | Rejection:
-        snapshot = self._view.snapshot(asyncio.get_running_loop().time())
-        return self._policy(query, snapshot, Turn(number=self._turn, rng=self._rng))
 
     async def _may_find_more(self) -> bool:
         """Wait for the view to change, while workers may only not have reported yet: after our own start, or after a stream broke."""
@@ -232,17 +274,23 @@ class Scheduler(SchedulerService):
         self._watchers.update(reports)
         self._view_changed.set()
 
-    def _keep(self, record: DecisionRecord) -> None:
+    def _keep(self, decision_id: DecisionId) -> None:
         """Write the record later; drop it where the store is too slow to keep up."""
         with suppress(asyncio.QueueFull):
-            self._unwritten.put_nowait(record)
+            self._unwritten.put_nowait(decision_id)
 
     async def _write_records(self) -> None:
-        """Off the decision path: a slow or absent store costs records, never time."""
+        """Off the decision path: a slow or absent store costs records, never time. Telling one takes longer than deciding, so no more
+        than a part of the time goes to it; of decisions that come faster only the answers are kept."""
+        loop = asyncio.get_running_loop()
         while True:
-            record = await self._unwritten.get()
+            decision_id = await self._unwritten.get()
+            began_s = loop.time()
+            record = self._recent.tell(decision_id)
+            await asyncio.sleep((loop.time() - began_s) * (1 / RECORDS_PART - 1))
             try:
-                await self._store.put(record, RECORD_TTL_S)
+                if record is not None:
+                    await self._store.put(record, RECORD_TTL_S)
                 self._metrics.store_degraded.set(0)
             except StoreUnavailable:
                 self._metrics.store_degraded.set(1)
@@ -261,7 +309,15 @@ class Scheduler(SchedulerService):
                 self._changed()
             for worker in self._leaving.choose(self._view.reports(), loop.time()):
                 log.warning("worker_let_go", worker=str(worker))
-                stream = self._streams.get(worker)
-                if stream is not None:
-                    with suppress(StreamBroken):
-                        stream.send(Command(kind=CommandKind.LEAVE))
+                self._command(worker, CommandKind.LEAVE)
+            self._following_metrics()
+
+    def _following_metrics(self) -> None:
+        self._metrics.prefix_index_claims.set(self.index.num_claims)
+        self._metrics.prefix_workers_behind.set(self._following.num_behind)
+
+    def _command(self, worker: WorkerRef, kind: CommandKind) -> None:
+        stream = self._streams.get(worker)
+        if stream is not None:
+            with suppress(StreamBroken):
+                stream.send(Command(kind=kind))

@@ -19,6 +19,7 @@ from baton.sim.memory import contents
 
 CALM_S = 20.0
 """After the last request and the last fault: longer than every lease, grace, deadline and stuck read."""
+MOMENT_S, MOMENTS_TO_BE_BUSY = 0.0002, 100
 GRACE_S = 1.0
 """By how much a request may end after its deadline (I4)."""
 
@@ -152,6 +153,10 @@ async def _cut_streams(cluster: SimCluster, storm: Storm, rng: Random, report: S
         streams = list(cluster.network.streams.values())
         if streams:
             stream = rng.choice(streams)
+            for _ in range(MOMENTS_TO_BE_BUSY):  # most are silent most of the time: what is lost is what was under way
+                if stream.num_under_way:
+                    break
+                await asyncio.sleep(MOMENT_S)
             report.fault("cut", "-".join(stream.hosts))
             stream.cut()
 

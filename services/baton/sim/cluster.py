@@ -15,7 +15,7 @@ from baton.sim.executor import SimExecutor, SimStepCost
 from baton.sim.memory import SimMemory
 from baton.sim.network import Delays, SimNetwork
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.store.memory import MemoryDecisionStore, MemoryMembership
+from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 
 
@@ -46,6 +46,7 @@ class SimCluster(LocalCluster):
             switchboard=self.network,
             membership=MemoryMembership(),
             decisions=MemoryDecisionStore(),
+            feed=MemoryKvEventFeed(),
             tokenizer=ByteTokenizer(vocab_size=model.vocab_size, max_model_len=model.max_model_len),
             make_leaves=self._make_sim_leaves,
             rng=rng,
@@ -74,6 +75,7 @@ class SimCluster(LocalCluster):
             pool=pool,
             executor=SimExecutor(layout=layout, memory=memory, vocab_size=model.vocab_size, cost=model.step),
             backend=backend,
+            costs=model.step.model,
             close=lambda: self.fabric.kill(backend.memory[0].agent_name),
         )
 

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from baton.core.costs import StepCostModel
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
 from baton.engine.step import SampledToken, StepPlan, StepResult, StepSequence
@@ -19,6 +20,17 @@ class SimStepCost:
 
     base_s: float = 0.004
     per_token_s: float = 0.0001
+
+    @property
+    def model(self) -> StepCostModel:
+        """The same, as workers report it: exact."""
+        return StepCostModel(
+            step_s=self.base_s,
+            prefill_token_s=self.per_token_s,
+            prefill_attended_s=0.0,
+            decode_seq_s=self.per_token_s,
+            decode_context_s=0.0,
+        )
 
 
 class SimExecutor:

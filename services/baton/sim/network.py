@@ -114,11 +114,15 @@ class SimStream:
 
     def cut(self, why: str = "the connection was cut") -> None:
         """Both ends break at once; what was under way is lost, and counted."""
+        self._network.messages_lost += self.num_under_way
         for end in self.ends:
-            if not end.is_broken:
-                self._network.messages_lost += len(end._arrived) + len(end._under_way)
             end._arrived.clear()
             end.break_off(StreamBroken(why))
+
+    @property
+    def num_under_way(self) -> int:
+        """Messages that were sent and not yet received, in both directions."""
+        return sum(len(end._arrived) + len(end._under_way) for end in self.ends if not end.is_broken)
 
     def forget_if_over(self) -> None:
         if all(end.is_broken for end in self.ends):

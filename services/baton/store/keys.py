@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.apis import MemberKind
+from baton.core.ids import WorkerRef
 
 DEFAULT_CLUSTER = "default"
 
@@ -32,3 +33,15 @@ class Keys:
     def last_decision(self) -> str:
         """The id, in hex, of the request whose record was put last."""
         return f"baton:{{{self.cluster}}}:last-decision"
+
+    def kv_events(self, worker: WorkerRef) -> str:
+        """Stream of one life's block events; the id of an entry is `{event_seq}-0`. Ends when the worker renews it no more."""
+        return f"baton:{{{self.cluster}}}:kv:{worker.worker_id}:{worker.worker_epoch:016x}"
+
+    def kv_snapshot(self, worker: WorkerRef) -> str:
+        """What that life holds, as of one event. Ends as the stream does."""
+        return f"baton:{{{self.cluster}}}:kv-snapshot:{worker.worker_id}:{worker.worker_epoch:016x}"
+
+    def costs(self, key: str) -> str:
+        """What engine steps cost, as JSON. Ends when no worker of that kind has told it for long."""
+        return f"baton:{{{self.cluster}}}:costs:{key}"

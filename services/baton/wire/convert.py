@@ -30,6 +30,7 @@ MAX_NAME = 256
 """Characters of a name, bytes of an id or salt. They are kept for as long as what they name, and some stand in logs and in every report."""
 MAX_SECONDS = 1e9
 """Of a duration: 30 years, which every clock and timer can still add to now."""
+MAX_AMOUNT = 1e12
 MAX_GROUPS, MAX_COMPONENTS = 4096, 64
 MAX_AGENT_BYTES = 2**20
 
@@ -75,6 +76,13 @@ def seconds(value: float, field: str) -> float:
 def optional_seconds(message: Any, field: str) -> float | None:
     """As `seconds`, of a field that may be unset."""
     return seconds(getattr(message, field), field) if message.HasField(field) else None
+
+
+def amount(value: float, field: str) -> float:
+    """A mean of counts."""
+    if not 0.0 <= value <= MAX_AMOUNT:
+        raise invalid(f"{field} is {value}: it must be a number, 0 or more, and at most {MAX_AMOUNT:g}")
+    return value
 
 
 def name(value: NameT, field: str) -> NameT:

@@ -18,6 +18,7 @@ from baton.core.cluster import (
     WorkerRole,
     WorkerState,
 )
+from baton.core.costs import StepCostModel
 from baton.core.errors import invalid
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals, Slo
@@ -29,6 +30,7 @@ STATES = c.EnumMap(WorkerState, pb.WorkerState)
 COMMAND_KINDS = c.EnumMap(CommandKind, pb.CommandKind)
 MAX_AVOID = 1024
 """Workers that failed a request: an attempt names two at most."""
+_COST_FIELDS = tuple(field.name for field in pb.StepCostModel.DESCRIPTOR.fields)
 
 
 def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
@@ -40,6 +42,7 @@ def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
         tenant=query.tenant,
         block_hashes=c.to_hash_bytes(query.block_hashes),
         hash_scheme=query.hash_scheme,
+        model_fingerprint=query.model_fingerprint,
         num_prompt_tokens=query.num_prompt_tokens,
         num_output_tokens=query.num_output_tokens,
         max_tokens=query.max_tokens,
@@ -65,6 +68,7 @@ def from_placement_query(message: pb.PlacementQuery) -> PlacementQuery:
         tenant=c.name(message.tenant, "tenant"),
         block_hashes=c.from_hash_bytes(message.block_hashes),
         hash_scheme=c.name(message.hash_scheme, "hash_scheme"),
+        model_fingerprint=c.name(message.model_fingerprint, "model_fingerprint"),
         num_prompt_tokens=message.num_prompt_tokens,
         num_output_tokens=message.num_output_tokens,
         max_tokens=message.max_tokens,
@@ -234,7 +238,21 @@ def to_worker_report(report: WorkerReport) -> pb.WorkerReport:
         event_seq=report.event_seq,
         counted_decision_ids=report.counted_decision_ids,
         worn_out=report.worn_out,
+        costs=None if report.costs is None else to_step_costs(report.costs),
+        max_num_batched_tokens=report.max_num_batched_tokens,
+        waiting_prefill_attended_tokens=report.waiting_prefill_attended_tokens,
+        mean_output_tokens=report.mean_output_tokens,
     )
+
+
+def to_step_costs(costs: StepCostModel) -> pb.StepCostModel:
+    return pb.StepCostModel(**{name: getattr(costs, name) for name in _COST_FIELDS})
+
+
+def from_step_costs(message: pb.StepCostModel) -> StepCostModel | None:
+    """None for one that cannot be used, such as that of another release: its worker is then as one that has not measured itself."""
+    costs = StepCostModel(**c.values_of(message))
+    return costs if costs.is_usable else None
 
 
 def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
@@ -277,6 +295,10 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
         event_seq=message.event_seq,
         counted_decision_ids=tuple(DecisionId(c.name(decision_id, "decision_id")) for decision_id in message.counted_decision_ids),
         worn_out=message.worn_out,
+        costs=from_step_costs(message.costs) if message.HasField("costs") else None,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        waiting_prefill_attended_tokens=message.waiting_prefill_attended_tokens,
+        mean_output_tokens=c.amount(message.mean_output_tokens, "mean_output_tokens"),
     )
 
 
@@ -304,6 +326,7 @@ def to_decision_record(record: DecisionRecord) -> pb.DecisionRecord:
         ],
         num_excluded=record.num_excluded,
         actuals_json=json.dumps(record.actuals, separators=(",", ":")),
+        inputs=record.inputs,
     )
 
 
@@ -328,6 +351,7 @@ def from_decision_record(message: pb.DecisionRecord) -> DecisionRecord:
         ),
         num_excluded=dict(message.num_excluded),
         actuals=_from_json_object(message.actuals_json, "actuals_json"),
+        inputs=message.inputs,
     )
 
 

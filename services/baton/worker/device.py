@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from baton.core.costs import COSTS_VERSION, StepCostModel
 from baton.core.errors import ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.kv_layout import KvLayout
@@ -32,7 +34,8 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`summary`: what it is, for people. `aclose` when the worker has ended."""
+    """`summary`: what it is, for people. `costs`: what its steps cost, where that is known without measuring. `costs_key`: all that decides
+    it, under which measured ones are kept; empty: they are neither measured nor kept. `aclose` when the worker has ended."""
 
     executor: Executor
     engine: Engine
@@ -40,6 +43,8 @@ class Device:
     backend: TransferBackend
     summary: str
     close_memory: Callable[[], None]
+    costs: StepCostModel | None = None
+    costs_key: str = ""
 
     async def aclose(self) -> None:
         """Ends the executor's thread after the step that runs, waits a little for reads that run, gives the memory back."""
@@ -50,6 +55,7 @@ class Device:
 
 def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """Takes seconds to minutes, in the calling thread; touches no event loop. Raises ModelError, ConfigError or LayoutMismatch."""
+    from baton.engine.model.device_name import device_name
     from baton.engine.model.executor import TorchExecutor
     from baton.engine.model.hub import resolve_model
     from baton.engine.model.loading import load_model
@@ -87,7 +93,15 @@ def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
             f"{config.block_size_tokens} tokens ({kv_bytes / 2**20:.0f} MiB), {config.transfer}, {way.name}"
         ),
         close_memory=memory.close,
+        costs_key=costs_key(
+            layout.model_fingerprint, device_name(loaded.device), str(loaded.dtype), num_threads, way.name, config.block_size_tokens
+        ),
     )
+
+
+def costs_key(*decides: str | int) -> str:
+    """Of everything that decides what a step costs."""
+    return blake2b("\n".join(str(part) for part in (COSTS_VERSION, *decides)).encode(), digest_size=16).hexdigest()
 
 
 def default_threads(workers_on_host: int) -> int:

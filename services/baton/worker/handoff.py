@@ -29,8 +29,7 @@ class PulledDecodeLeg(DecodeLeg):
 
     def __init__(self, job: DecodeJob, owner: WorkerRef, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
-        self.is_following = True
-        """No first KvReady yet: the engine does not know of it."""
+        self.is_following = True  # until the first KvReady
         self._owner = owner
         self._pull: Pull | None = None
         self._result: PullResult | None = None

@@ -81,7 +81,7 @@ class JobTable:
         max_following: int,
         on_counted: Callable[[DecisionId], None],
     ) -> None:
-        """`max_following`: pulls that may wait for their first KvReady; what waits for memory the engine bounds."""
+        """`max_following`: jobs that may wait for another worker's KV; what waits for memory the engine bounds."""
         self._parts = parts
         self._max_model_len = parts.engine.engine.config.max_model_len
         self._max_following = max_following
@@ -190,18 +190,15 @@ class JobTable:
 
     @property
     def num_following(self) -> int:
-        """Pulls that wait for their first KvReady."""
-        return sum(isinstance(o.leg, PulledDecodeLeg) and o.leg.is_following for o in self._by_seq.values())
+        """Jobs that wait for another worker's KV, the engine does not know of them: decodes for its first blocks, prefills for a prefix."""
+        return sum(o.leg is not None and o.leg.is_following for o in self._by_seq.values())
 
     # -- inside --------------------------------------------------------------------------------------------------------------------------
 
     def _leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
         seq_id = next(self._seq_ids)
-        if isinstance(job, PrefillJob):
-            return PrefillLeg(job, seq_id, self._parts, opened)
-        if job.owner is None:
-            return LocalDecodeLeg(job, seq_id, self._parts, opened)
-        if self.num_following >= self._max_following:
+        follows = job.prefix_source if isinstance(job, PrefillJob) else job.owner
+        if follows is not None and self.num_following >= self._max_following:
             raise Refused(
                 Failure(
                     code=Code.RESOURCE_EXHAUSTED,
@@ -210,6 +207,10 @@ class JobTable:
                     retriable=True,
                 )
             )
+        if isinstance(job, PrefillJob):
+            return PrefillLeg(job, seq_id, self._parts, opened)
+        if job.owner is None:
+            return LocalDecodeLeg(job, seq_id, self._parts, opened)
         return PulledDecodeLeg(job, job.owner, seq_id, self._parts, opened)
 
     @staticmethod

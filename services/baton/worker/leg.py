@@ -20,6 +20,7 @@ from baton.engine.sequence import SequenceRequest
 from baton.engine.step import SampledToken
 from baton.transfer.owner_service import OwnerService
 from baton.transfer.reader import KvReader
+from baton.worker.prefix_pull import PrefixPuller
 from baton.worker.tasks import Tasks
 
 
@@ -33,6 +34,7 @@ class LegParts:
     pool: BlockPool
     owner: OwnerService
     reader: KvReader
+    prefixes: PrefixPuller
     tasks: Tasks
     model_fingerprint: str
     sampler_version: int
@@ -58,6 +60,8 @@ class Leg(ABC):
     def __init__(self, job: Job, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         self.seq_id = seq_id
         self.has_ended = False
+        self.is_following = False
+        """It waits for another worker's KV; the engine does not know of it yet."""
         self._job = job
         self._open_samples = set(job.sample_indices)
         self._parts = parts

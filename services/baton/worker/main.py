@@ -6,18 +6,20 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.apis import Duplex, Membership
+from baton.core.apis import CostStore, Duplex, KvEventFeed, Membership
+from baton.core.costs import StepCostModel
 from baton.core.errors import BatonError, ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.engine.step import DeviceFault
 from baton.runtime import failpoints
 from baton.runtime.admin_http import AdminServer
 from baton.runtime.health import Health
@@ -27,11 +29,15 @@ from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, watch_loop_lag
 from baton.runtime.settings import WorkerConfig
 from baton.store.connection import RedisConnection
+from baton.store.costs import RedisCostStore
 from baton.store.keys import Keys
+from baton.store.kv_event_feed import RedisKvEventFeed
 from baton.store.membership import RedisMembership
-from baton.store.memory import MemoryMembership
+from baton.store.memory import MemoryCostStore, MemoryMembership
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
+from baton.worker.calibrate import measure_costs, turn, turn_path
+from baton.worker.costs import known_or_measured
 from baton.worker.device import Device, open_device
 from baton.worker.metrics import MeteredExecutor, WorkerMetrics
 from baton.worker.service import Worker, WorkerParts, WorkerUnhealthy
@@ -120,6 +126,8 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
         stack.push_async_callback(_close_answering, device, health)
         network = GrpcNetwork(heartbeat_s=config.heartbeat_s)
         stack.push_async_callback(network.aclose)
+        stores = _stores(config, stack)
+        costs = await _costs(device, stores.costs, health)
         worker = Worker(
             WorkerParts(
                 worker=ref,
@@ -129,10 +137,14 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
                 executor=MeteredExecutor(device.executor, metrics.engine),
                 backend=device.backend,
                 network=network,
-                membership=_membership(config, stack),
+                membership=stores.membership,
                 health=health,
                 rng=rng,
                 observer=metrics.pulls,
+                feed=stores.feed,
+                costs=costs,
+                cost_store=stores.costs,
+                costs_key=device.costs_key,
             )
         )
         doorway.worker = worker
@@ -157,22 +169,34 @@ class WorkerThread:
     def __init__(self, config: WorkerConfig, exit_now: Callable[[int], None] = os._exit) -> None:
         self._config = config
         self._exit_now = exit_now
+        self._starting = threading.Lock()
+        self._is_started = False
         self._is_ready = threading.Event()
         self._ready: WorkerReady | None = None
         self._thread = ServiceThread(self._main, name="worker")
 
     def start(self) -> WorkerReady:
-        """Load the model and serve; returns when the worker is ready. Raises what made it fail."""
-        self._thread.start()
+        """Load the model and serve; returns when the worker is ready. Raises what made it fail.
+
+        Asked again, by whom else it may concern, it says the same of the same worker; of one that has ended since, that it has.
+        """
+        with self._starting:
+            if not self._is_started:
+                self._is_started = True
+                self._thread.start()
         self._is_ready.wait()
-        if self._ready is None:
+        if self._ready is None or not self._thread.is_alive:
             self._thread.join()
-            raise self._thread.error or BatonError("the worker was stopped before it was ready")
+            error = self._thread.error
+            if error is None or isinstance(error, StoppedNow):
+                raise BatonError("the worker was stopped before it was ready" if self._ready is None else "the worker has ended")
+            raise error
         return self._ready
 
-    def wait(self) -> str:
-        """Block until the worker has ended; why it did, empty for a drain or stop that was asked for."""
-        self._thread.join()
+    def wait(self, limit_s: float | None = None) -> str | None:
+        """Block until the worker has ended; why it did, empty for a drain or stop that was asked for, None when it has not in `limit_s`."""
+        if not self._thread.join(limit_s):
+            return None
         error = self._thread.error
         return "" if error is None or isinstance(error, StoppedNow) else f"{type(error).__name__}: {error}"
 
@@ -209,13 +233,46 @@ async def _close_answering(device: Device, health: Health) -> None:
         await device.aclose()
 
 
-def _membership(config: WorkerConfig, stack: AsyncExitStack) -> Membership:
-    """In Redis, or without a URL in this process alone: then the schedulers' addresses are given."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stores:
+    """What processes share."""
+
+    membership: Membership
+    feed: KvEventFeed | None
+    costs: CostStore
+
+
+def _stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
+    """In Redis, or without a URL in this process alone: then the schedulers' addresses are given, and nobody asks what it holds."""
     if config.redis_url is None:
-        return MemoryMembership()
-    connection = RedisConnection(config.redis_url)
+        return _Stores(membership=MemoryMembership(), feed=None, costs=MemoryCostStore())
+    connection, keys = RedisConnection(config.redis_url), Keys()
     stack.push_async_callback(connection.aclose)
-    return RedisMembership(connection, Keys())
+    return _Stores(
+        membership=RedisMembership(connection, keys),
+        feed=RedisKvEventFeed(connection, keys),
+        costs=RedisCostStore(connection, keys),
+    )
+
+
+async def _costs(device: Device, store: CostStore, health: Health) -> StepCostModel | None:
+    """What the device says of itself, or else an earlier worker of its kind; or what is measured now, while no other worker of this host
+    measures. Raises WorkerUnhealthy where the device is at fault."""
+    if device.costs is not None or not device.costs_key:
+        return device.costs
+
+    async def alone() -> StepCostModel | None:
+        async with turn(turn_path()):  # whoever had it before us may have been of our kind
+            return await known_or_measured(store, device.costs_key, measured)
+
+    def measured() -> Awaitable[StepCostModel | None]:
+        return measure_costs(device.executor, device.engine.config, device.pool)
+
+    try:
+        return await known_or_measured(store, device.costs_key, alone)
+    except DeviceFault as error:
+        health.fail(str(error))
+        raise WorkerUnhealthy(f"the device failed while its steps were measured: {error}") from error
 
 
 async def _admin_port(

@@ -96,7 +96,12 @@ class WorkerMetrics:
         self.engine.waiting_seqs.set(engine.waiting_seqs)
         self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
         self._to(self.engine.preemptions, engine.counters.preemptions)
-        self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
+        if worker.publisher is None:
+            self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
+        else:  # what the pool tells is told once, and to the publisher
+            self._to(self.engine.evictions, worker.publisher.num_evicted)
+            self._to(self.engine.kv_resets, worker.publisher.num_resets)
+            self.engine.kv_publisher_behind.set(worker.publisher.is_behind)
         self.transfer.open_leases.set(worker.owner.open_leases)
         for outcome in ("released", "abandoned", "leases_ended", "never_claimed"):
             self._to(self.transfer.leases_ended.labels(outcome), getattr(owner, outcome))

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
-from baton.core.apis import Duplex, Member, MemberKind, Membership, Network
+from baton.core.apis import CostStore, Duplex, KvEventFeed, Member, MemberKind, Membership, Network
 from baton.core.cluster import Command, CommandKind, WorkerReport, WorkerRole, WorkerState
+from baton.core.costs import StepCostModel
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StoreUnavailable
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.jobs import GatewayMessage, WorkerMessage
@@ -25,12 +26,16 @@ from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
-from baton.transfer.observer import TransferObserver
+from baton.transfer.observer import NoObserver, TransferObserver
 from baton.transfer.owner_service import OwnerService
 from baton.transfer.peer_reads import ReaderTimes
 from baton.transfer.reader import KvReader
+from baton.worker.costs import CostKeeper
 from baton.worker.jobs import JobTable
+from baton.worker.kv_events import KvEventPublisher
 from baton.worker.leg import LegParts
+from baton.worker.prefix_pull import PrefixPuller
+from baton.worker.pull_watch import PullWatch
 from baton.worker.report import Reporter
 from baton.worker.sessions import Sessions
 from baton.worker.tasks import Tasks
@@ -44,6 +49,10 @@ LOOKS_A_HEARTBEAT = 10
 """How often a worker looks after itself: whether its step is stuck, whether its drain is done."""
 TTL_HEARTBEATS = 3
 """An announcement ends when so many heartbeats bring no new one."""
+KV_EVENTS_TTL_S = 30.0
+KV_EVENTS_TTL_HEARTBEATS = 10
+"""What this worker held is told for the longer of the two after it has gone: nobody asks for it, and schedulers that start need not read
+what is long over."""
 
 
 class WorkerUnhealthy(BatonError):
@@ -56,7 +65,8 @@ class WorkerWornOut(WorkerUnhealthy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker is built from: its leaves, and the engine that was sized for them."""
+    """What a worker is built from: its leaves, and the engine that was sized for them. `feed` None: nobody is told what it holds. `costs`
+    None: it does not know what its steps cost; else these, corrected by its steps, are kept in `cost_store` as `costs_key`."""
 
     worker: WorkerRef
     config: WorkerConfig
@@ -69,6 +79,10 @@ class WorkerParts:
     health: Health
     rng: Random
     observer: TransferObserver | None = None
+    feed: KvEventFeed | None = None
+    costs: StepCostModel | None = None
+    cost_store: CostStore | None = None
+    costs_key: str = ""
 
 
 class Worker:
@@ -93,7 +107,9 @@ class Worker:
         self._drain_until_s: float | None = None
         self._leases_until_s: float | None = None
         self.tasks = Tasks(self._fail)
-        self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver)
+        self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
+        self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver, self._costs.observe)
+        self.publisher = self._new_publisher()
         self.owner = OwnerService(
             worker=parts.worker,
             layout=self._layout,
@@ -117,7 +133,7 @@ class Worker:
                 deadline_min_s=config.transfer_deadline_min_s,
                 deadline_max_s=config.transfer_deadline_max_s,
             ),
-            observer=parts.observer,
+            observer=PullWatch(parts.observer or NoObserver(), self._blocks_changed),
         )
         leg_parts = LegParts(
             worker=parts.worker,
@@ -126,6 +142,12 @@ class Worker:
             pool=parts.pool,
             owner=self.owner,
             reader=self.reader,
+            prefixes=PrefixPuller(
+                engine=parts.engine,
+                reader=self.reader,
+                block_bytes=self._layout.block_bytes,
+                costs=lambda: self._costs.costs,
+            ),
             tasks=self.tasks,
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,
@@ -180,6 +202,9 @@ class Worker:
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
         for work in (self._reporter.run, self._announce, self._look_after):
             self.tasks.start(work(), name=f"worker-{work.__name__}")
+        self.tasks.start(self._costs.run(), name="worker-costs")
+        if self.publisher is not None:
+            self.tasks.start(self.publisher.run(), name="worker-kv-events")
         if self.state is WorkerState.STARTING:
             self._become(WorkerState.READY)
         problem: BaseException | None = None
@@ -213,14 +238,19 @@ class Worker:
             max_num_seqs=engine.config.max_num_seqs,
             pid=os.getpid(),
             host=self._host,
+            max_num_batched_tokens=engine.config.max_num_batched_tokens,
             waiting_prefill_tokens=engine.waiting_prefill_tokens + self.engine_loop.inbox_prefill_tokens,
+            waiting_prefill_attended_tokens=engine.waiting_prefill_attended_tokens + self.engine_loop.inbox_prefill_attended_tokens,
             waiting_seqs=engine.waiting_seqs + self.engine_loop.inbox_seqs + self.jobs.num_following,
             running_seqs=engine.running_seqs,
             running_context_tokens=engine.running_context_tokens,
             open_leases=self.owner.open_leases,
             links=tuple(self.reader.links()),
+            event_seq=self.publisher.event_seq if self.publisher is not None else 0,
             counted_decision_ids=counted,
             worn_out=self._wear.asks,
+            costs=self._costs.costs,
+            mean_output_tokens=engine.counters.mean_output_tokens,
         )
 
     def debug_state(self) -> dict[str, object]:
@@ -253,13 +283,27 @@ class Worker:
 
     def _deliver(self, outcome: Outcome) -> None:
         self.jobs.deliver(outcome)
+        self._blocks_changed()
         self._reporter.changed()
+
+    def _blocks_changed(self) -> None:
+        if self.publisher is not None:
+            self.publisher.wake()
+
+    def _new_publisher(self) -> KvEventPublisher | None:
+        parts = self._parts
+        if parts.feed is None:
+            return None
+        ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
+        return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
 
     def _obey(self, command: Command) -> None:
         log.info("command", kind=command.kind.value, peer=str(command.peer or ""))
         match command.kind:
             case CommandKind.DRAIN:
                 self.drain()
+            case CommandKind.SNAPSHOT if self.publisher is not None:
+                self.publisher.ask_snapshot()
             case CommandKind.LEAVE:
                 if self._wear.asks:  # its memory may have come back meanwhile
                     self._leave()

@@ -2,131 +2,238 @@
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from baton.fleet.run_dir import marked
+from baton.runtime.process import tethered
+from tests.integration.fleet.leftovers import GONE_S, Leftovers, shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
-FLAGS = ["--http-port", "0", "--grpc-port", "0", "--kv-memory", "128MiB", "--max-model-len", "4096"]
-COMMAND = [sys.executable, "-m", "baton.cli", "up", *FLAGS]
+FLAGS = ["--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", "--max-model-len", "4096"]
+ONE_WORKER = ["--prefill", "0", "--decode", "0", "--hybrid", "1", "--transfer", "local"]
 START_S = 120.0
-GONE_S = 10.0
+END_S = 30.0
+BODY = {"model": "demo", "prompt": "import os", "max_tokens": 4, "temperature": 0, "timeline": True}
+
+
+class Up:
+    """A running `baton up`, or another command that runs one, and what it has printed."""
+
+    def __init__(self, *argv: str, **environ: str) -> None:
+        self.shared_memory_before = shared_memory()
+        self._process = subprocess.Popen(
+            tethered(argv),  # a pytest that is killed leaves none behind, either
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a group of its own, to which a signal comes as Ctrl-C comes from a terminal
+        )
+        self.pid = self._process.pid
+        self.url = ""
+        self.printed = ""
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def until(self, pattern: str, limit_s: float = START_S) -> re.Match[str]:
+        """The first match in a line that is printed from now on."""
+        end_s = time.monotonic() + limit_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+            except Empty:
+                raise AssertionError(f"no {pattern!r} in: {self.printed}") from None
+            assert line, f"it ended without {pattern!r}: {self.printed}"
+            if found := re.search(pattern, line):
+                return found
+
+    def until_ready(self) -> Leftovers:
+        self.url = self.until(r"^ready (http://\S+)")[1]
+        return self.leftovers()
+
+    def leftovers(self) -> Leftovers:
+        return Leftovers(self.pid, self.shared_memory_before)
+
+    def answer(self) -> Any:
+        """Of a completion, asked again until there is one."""
+        end_s = time.monotonic() + 60
+        last = ""
+        while time.monotonic() < end_s:
+            try:
+                answer = httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60)
+            except httpx.TransportError as error:  # there is no gateway at the moment
+                last = repr(error)
+            else:
+                if answer.status_code == httpx.codes.OK:
+                    return answer.json()
+                last = answer.text
+            time.sleep(0.1)
+        raise AssertionError(f"no answer: {last}; {self.printed}")
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.pid, signal.SIGINT)
+
+    def exit_code(self, limit_s: float = END_S) -> int:
+        """Of its own end, within `limit_s`."""
+        code = self._process.wait(limit_s)
+        self._reading.join(5.0)
+        return code
+
+    def close(self) -> None:
+        """The reaper ends what a killed one leaves."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._reading.join(5.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.printed += line
+            self._lines.put(line)
+        self._lines.put("")
 
 
 @contextmanager
-def up(tmp_path: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [*COMMAND, "--log-dir", str(tmp_path / "logs"), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def up(log_dir: Path, *flags: str, **environ: str) -> Iterator[Up]:
+    running = Up(sys.executable, "-m", "baton.cli", "up", *FLAGS, "--log-dir", str(log_dir), *flags, **environ)
     try:
-        yield process
+        yield running
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        running.close()
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> str:
-    """The output up to and with the line that matches."""
-    assert process.stdout is not None
-    seen = ""
-    end_s = time.monotonic() + START_S
-    while time.monotonic() < end_s:
-        line = process.stdout.readline()
-        seen += line
-        if re.search(pattern, line):
-            return seen
-        assert line, f"it ended: {seen}"
-    raise AssertionError(f"no {pattern!r} in: {seen}")
-
-
-def run_id_of(process: subprocess.Popen[str]) -> str:
-    """The mark of its children, as the reaper beside it was told."""
-    for child in psutil.Process(process.pid).children():
-        command = child.cmdline()
-        if "baton.fleet.reaper" in command:
-            return command[-2]
-    raise AssertionError("no reaper beside baton up")
-
-
-def assert_all_gone(run_id: str) -> None:
-    end_s = time.monotonic() + GONE_S
-    while marked(run_id):
-        assert time.monotonic() < end_s, f"left behind: {[p.cmdline() for p in marked(run_id)]}"
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Leftovers]]:
+    """One prefill and one decode worker, for the tests that leave it as they find it, and the one that ends it."""
+    with up(tmp_path_factory.mktemp("logs"), "--transfer", "local") as running:
+        yield running, running.until_ready()
 
 
 def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
     flags = " ".join([*FLAGS, "--log-dir", str(tmp_path / "logs")])
-    done = subprocess.run(
-        ["make", "--no-print-directory", "run", "RUN_ONCE=1", f"ARGS={flags}"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_S + 60,
-        check=False,
-    )
-    output = done.stdout
-    assert done.returncode == 0, output
+    running = Up(shutil.which("make") or "make", "--no-print-directory", "run", "RUN_ONCE=1", f"ARGS={flags}")
+    try:
+        running.until("^link ")
+        left = running.leftovers()
+        code = running.exit_code(limit_s=START_S)
+    finally:
+        running.close()
+    output = running.printed
+    assert code == 0, output
     assert re.search(r"w0 \(pid \d+\) prefilled \d+ tokens, \d+ KiB pulled by w1 \(pid \d+\) by \S+, which decoded \d+", output), output
     assert re.search(r"TTFT \d+\.\d ms   TPOT \d+\.\d ms", output), output
-    for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link"):
+    for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link", "first token"):
         assert re.search(rf"^{phase} .* \d+\.\d s$", output, re.MULTILINE), f"{phase} in {output}"
-    if Path("/dev/shm").is_dir():
-        assert set(os.listdir("/dev/shm")) <= shared_memory
+    left.assert_gone()
 
 
-def test_a_dead_worker_comes_back_and_a_killed_cluster_is_gone(tmp_path: Path) -> None:
-    with up(tmp_path, "--transfer", "local") as process:
-        url = re.search(r"ready (http://\S+)", read_until(process, r"^ready "))[1]  # type: ignore[index]
-        run_id = run_id_of(process)
-        body = {"model": "demo", "prompt": "import os", "max_tokens": 4, "temperature": 0, "timeline": True}
-        first = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-        victim = first["baton"]["decode"]["pid"]
-        os.kill(victim, signal.SIGKILL)
-        read_until(process, r"worker w1 is back, pid \d+")
-        again = _until_answered(url, body)
-        assert again["choices"][0]["text"] == first["choices"][0]["text"]
-        assert again["baton"]["decode"]["pid"] != victim
-        process.kill()
-        process.wait()
-        assert_all_gone(run_id)
+def test_a_dead_worker_comes_back(serving: tuple[Up, Leftovers]) -> None:
+    running, _ = serving
+    first = running.answer()
+    victim = first["baton"]["decode"]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    running.until(r"worker w1 died; starting it again")
+    running.until(r"worker w1 is back, pid \d+")
+    again = running.answer()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert again["baton"]["decode"]["pid"] != victim
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("scheduler", "baton.cli scheduler"), ("gateway", "baton.cli gateway"), ("redis", "unixsocket:|-server")]
+)
+def test_a_dead_service_comes_back_and_the_next_request_works(serving: tuple[Up, Leftovers], name: str, word: str) -> None:
+    running, _ = serving
+    before = running.answer()
+    victim = next(child for child in psutil.Process(running.pid).children() if re.search(word, " ".join(child.cmdline())))
+    victim.kill()
+    back = running.until(rf"^{name} died and is back, pid (\d+)")
+    assert int(back[1]) != victim.pid
+    assert psutil.pid_exists(int(back[1]))
+    after = running.answer()
+    assert after["choices"] == before["choices"]
+    assert after["baton"]["decode"]["pid"] == before["baton"]["decode"]["pid"], "the workers live on"
+
+
+def test_ctrl_c_leaves_nothing(serving: tuple[Up, Leftovers]) -> None:
+    """Ends the cluster of the tests before, after the deaths in it."""
+    running, _ = serving
+    running.answer()
+    left = running.leftovers()
+    running.press_ctrl_c()
+    assert running.exit_code() == 0, running.printed
+    left.assert_gone()
+
+
+def test_two_at_once_do_not_meet_and_leave_nothing_when_killed_and_by_sigterm(tmp_path: Path) -> None:
+    with up(tmp_path / "a", *ONE_WORKER) as first, up(tmp_path / "b", *ONE_WORKER) as second:
+        ours, theirs = first.until_ready(), second.until_ready()
+        assert ours.run_id != theirs.run_id
+        assert ours.directory != theirs.directory
+        for running, left in ((first, ours), (second, theirs)):
+            assert running.answer()["baton"]["decode"]["pid"] in {process.pid for process in left.processes}
+        first.signal(signal.SIGKILL)
+        ours.assert_gone(GONE_S)
+        assert second.answer()["baton"]["decode"]["pid"] in {process.pid for process in theirs.processes}
+        assert all(process.is_running() for process in theirs.processes)
+        second.signal(signal.SIGTERM)
+        assert second.exit_code() == 0, second.printed
+        assert "died" not in second.printed
+        theirs.assert_gone()
+
+
+def test_a_start_that_fails_after_ray_is_up_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    with up(tmp_path, *ONE_WORKER, "--kv-memory", "64KiB") as running:
+        running.until("^ray ")
+        left = running.leftovers()
+        assert running.exit_code(START_S) == 1
+        assert re.search(r"^baton: worker w0 did not start: .*KV", running.printed, re.MULTILINE), running.printed
+        left.assert_gone()
+
+
+def test_ctrl_c_ends_a_download_that_hangs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(START_S)
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        with up(tmp_path, "--model", "owner/name", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_OFFLINE="0") as running:
+            asked, _ = hub.accept()  # and says nothing
+            left = running.leftovers()
+            began_s = time.monotonic()
+            running.press_ctrl_c()
+            assert running.exit_code() == 0, running.printed
+            assert time.monotonic() - began_s < 5.0
+            left.assert_gone()
+            asked.close()
 
 
 def test_a_taken_port_is_an_error_that_names_port_and_flag(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*COMMAND, "--http-port", str(port), "--log-dir", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-        )
-    assert done.returncode == 1
-    assert str(port) in done.stderr
-    assert "--http-port" in done.stderr
-
-
-def _until_answered(url: str, body: dict[str, object]) -> dict[str, object]:
-    end_s = time.monotonic() + 60
-    while True:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        if answer.status_code == httpx.codes.OK:
-            return answer.json()  # type: ignore[no-any-return]
-        assert time.monotonic() < end_s, answer.text
-        time.sleep(0.2)
+        with up(tmp_path, "--http-port", str(port)) as running:
+            assert running.exit_code(60) == 1
+    assert str(port) in running.printed
+    assert "--http-port" in running.printed

@@ -118,7 +118,7 @@ async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so()
 async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As servers do that keep idle connections for a short time only: nothing was answered, so the request goes out once more."""
     monkeypatch.setattr(http_connection, "STALE_S", 30.0)  # a busy machine sees the end late
-    made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 0.6))))
+    made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
     async with ScriptedServer(lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)) as server:
         run = await measure(made, target(server))
     assert (run.outcomes, server.num_served) == ([Outcome.GOOD] * 2, 3)

@@ -78,7 +78,7 @@ async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: s
         reader, owner = await asyncio.gather(group.start(backend, "d0", 8), group.start(backend, "p0", 100))
         for round_ in range(sized(1, 20)):
             assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.01))
+            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.02))
             await asyncio.sleep(rng.uniform(0.02, 0.25))
             before = owner.ref
             await owner.kill()

@@ -67,11 +67,26 @@ def test_candidates_show_their_terms_and_the_chosen_ones_are_marked() -> None:
         Candidate(worker=worker_ref("w2"), side="decode", terms={"free_blocks": 10}),
     )
     screen = shown(decision_record(candidates=candidates, num_excluded={"draining": 2, "serves other": 1}))
-    assert row(screen, "candidate") == ["candidate", "for", "free", "blocks", "queue", "queued", "prefill", "tokens"]
-    assert row(screen, "w0") == ["w0", "prefill", "-", "0.4", "ms", "1,200", "◀", "chosen"]
-    assert row(screen, "w1") == ["w1", "decode", "8,192", "-", "-", "◀", "chosen"]
-    assert row(screen, "w2") == ["w2", "decode", "10", "-", "-"]
+    assert row(screen, "candidate") == ["candidate", "for", "queue", "free", "blocks", "queued", "prefill", "tokens"]
+    assert row(screen, "w0") == ["w0", "prefill", "0.4", "ms", "-", "1,200", "◀", "chosen"]
+    assert row(screen, "w1") == ["w1", "decode", "-", "8,192", "-", "◀", "chosen"]
+    assert row(screen, "w2") == ["w2", "decode", "-", "10", "-"]
     assert "  excluded   2 draining, 1 serves other" in screen
+
+
+def test_the_seconds_of_a_candidate_are_shown_in_the_order_in_which_they_pass() -> None:
+    terms = {
+        "transfer_s": 0.004,
+        "queue_s": 0.02,
+        "cost_s": 0.3,
+        "busy_s": 0.0,
+        "prefill_s": 0.25,
+        "prefix_pull_s": 0.026,
+        "pulled_blocks": 12.0,
+    }
+    screen = shown(decision_record(candidates=(Candidate(worker=worker_ref("w0"), side="prefill", terms=terms),)))
+    assert row(screen, "candidate") == "candidate for cost queue prefix pull prefill exposed KV delays others pulled".split()
+    assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
 
 
 def test_predictions_stand_beside_what_happened() -> None:

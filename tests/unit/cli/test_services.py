@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +113,15 @@ def test_errors_of_several_tasks_are_one_line_and_a_bug_among_them_is_not_hidden
     stand_in(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
     with pytest.raises(ExceptionGroup):
         main(["fleet"])
+
+
+def test_every_command_turns_off_what_libraries_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "unset")
+    stand_in(monkeypatch, "worker")
+    with pytest.raises(SystemExit):
+        main(["worker"])
+    assert (os.environ["HF_HUB_DISABLE_TELEMETRY"], os.environ["RAY_USAGE_STATS_ENABLED"]) == ("1", "0")
 
 
 @pytest.mark.parametrize("service", ["scheduler", "up"])

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused
 from baton.core.request import FinishReason
+from baton.engine.outcome import MEAN_OVER_SAMPLES
 from baton.engine.step import SampledToken, StepPlan
 from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
@@ -631,6 +633,19 @@ def test_an_executor_that_forgets_a_sample_fails_that_sequence() -> None:
     rig.assert_clean()
 
 
+def test_the_mean_length_of_answers_is_that_of_the_last_ones() -> None:
+    rig = EngineRig()
+    counters = rig.engine.counters
+    rig.add(sequence_request(1, range(10, 30), max_tokens=9, prefill_only=True))
+    rig.add(sequence_request(2, range(30, 40), max_tokens=3))
+    rig.add(sequence_request(3, range(50, 60), max_tokens=5, sample_indices=(0, 1)))
+    rig.run()
+    assert (counters.ended_samples, counters.mean_output_tokens) == (3, pytest.approx((3 + 5 + 5) / 3))
+    for _ in range(20 * MEAN_OVER_SAMPLES):
+        counters.sample_ended(100)
+    assert counters.mean_output_tokens == pytest.approx(100, rel=1e-6)
+
+
 def test_counts_for_reports() -> None:
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=3)
     rig.add(sequence_request(1, range(10, 30)))
@@ -641,3 +656,4 @@ def test_counts_for_reports() -> None:
     rig.step()
     assert (engine.waiting_seqs, engine.running_seqs) == (1, 2)
     assert (engine.waiting_prefill_tokens, engine.running_context_tokens) == (12 + 10, 8 + 10)
+    assert engine.waiting_prefill_attended_tokens == attended_tokens(12, 8) + attended_tokens(10, 0)

@@ -376,3 +376,25 @@ async def test_deliver_may_call_back() -> None:
         loop.add(sequence_request(1, range(30, 40), sampling={"ignore_eos": True}))
     assert len(rig.outputs[1, 0]) == 1
     rig.assert_answered(second)
+
+
+async def test_steps_that_ran_as_planned_are_told_with_their_time() -> None:
+    rig = EngineRig()
+    told: list[tuple[int, float]] = []
+    loop = EngineLoop(rig.engine, rig.executor, rig.note, lambda plan, step_s: told.append((plan.num_tokens, step_s)))
+    async with running(loop):
+        loop.add(sequence_request(1, range(9), max_tokens=3))
+    assert [num_tokens for num_tokens, _ in told] == [9, 1, 1]
+    assert all(0 <= step_s < 1 for _, step_s in told)
+
+
+async def test_steps_that_failed_are_not_told() -> None:
+    rig = EngineRig()
+    told: list[object] = []
+    loop = EngineLoop(rig.engine, rig.executor, rig.note, lambda plan, step_s: told.append(plan))
+    rig.executor.guilty = lambda sequence: sequence.token_ids[0] == 7
+    async with running(loop):
+        loop.add(sequence_request(1, (7, 8, 9)))
+        loop.add(sequence_request(2, (1, 2, 3), max_tokens=3))
+        await turns()
+    assert len(told) == 2

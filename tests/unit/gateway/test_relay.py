@@ -678,3 +678,25 @@ async def _random_faults(rng: Random, seed: int) -> None:
 def test_the_stub_is_a_function_of_prompt_sample_and_position() -> None:
     assert answer_to(b"x", 9)[4:] == bytes(token_at(list(b"x"), 0, i) for i in range(4, 9))
     assert answer_to(b"x", 9) != answer_to(b"x", 9, 1)
+
+
+@virtual
+async def test_an_answer_goes_on_only_with_the_weights_that_began_it() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+        c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
+        h0.before_token = kill_at(5)
+        got = await c.ask(PROMPT, max_tokens=12)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        first, second = c.scheduler.queries
+        assert (first.model_fingerprint, second.model_fingerprint) == ("", h0.report.layout.model_fingerprint)
+
+
+@virtual
+async def test_a_request_of_which_the_client_has_nothing_may_begin_with_any_weights() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+        c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
+        h0.before_token = kill_at(0)
+        await c.ask(PROMPT, max_tokens=12)
+        assert [query.model_fingerprint for query in c.scheduler.queries] == ["", ""]

@@ -10,7 +10,18 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, new_event_loop, tethered, until_stopped, watch_loop_lag
+from baton.runtime.process import (
+    Background,
+    ServiceThread,
+    Stop,
+    StoppedNow,
+    age_s,
+    new_event_loop,
+    tethered,
+    unless_stopped,
+    until_stopped,
+    watch_loop_lag,
+)
 
 
 @contextmanager
@@ -223,3 +234,31 @@ def gone(pid: int, *, within_s: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+async def test_work_is_left_when_a_stop_is_asked_for_and_its_error_is_raised() -> None:
+    stop, cleaned = Stop(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            stop.request()
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    async with asyncio.timeout(5):
+        await unless_stopped(stop, work())
+    assert cleaned.is_set()
+
+    async def fail() -> None:
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work"):
+        await unless_stopped(Stop(), fail())
+
+
+def test_a_process_knows_its_age_from_its_very_start() -> None:
+    with program("from baton.runtime.process import age_s; print(age_s(), flush=True); input()") as process:
+        assert process.stdout is not None
+        age = float(process.stdout.readline())
+    assert 0.0 < age < age_s()

@@ -45,6 +45,14 @@ def test_one_token_needs_no_decode_worker(policy: Policy) -> None:
 
 
 @every_policy
+def test_one_token_needs_a_prefill_worker(policy: Policy) -> None:
+    assert ids(choose(policy, query(max_tokens=1), cluster(worker_report("p", "prefill")))) == ("p", None)
+    answer = policy(query(max_tokens=1), cluster(worker_report("d", "decode")), Turn(number=0, rng=rng()))
+    assert isinstance(answer, Rejection)
+    assert answer.term == "prefill"
+
+
+@every_policy
 def test_without_a_prefill_worker_the_decode_worker_computes(policy: Policy) -> None:
     assert ids(choose(policy, query(), cluster(worker_report("d", "decode")))) == (None, "d")
 
@@ -98,9 +106,9 @@ def test_no_policy_places_on_a_worker_that_cannot_serve(policy: Policy, seed: in
         )
         for i in range(random.randrange(6))
     ]
-    snapshot, turn = cluster(*reports), Turn(number=seed, rng=rng())
-    answer = policy(query(), snapshot, turn)
-    assert answer == policy(query(), snapshot, turn), "equal inputs, equal answers"
+    snapshot = cluster(*reports)
+    answer, again = (policy(query(), snapshot, Turn(number=seed, rng=Random(seed))) for _ in range(2))
+    assert answer == again, "equal inputs, equal answers"
     if isinstance(answer, Rejection):
         return
     assert answer.prefill is None or answer.decode is None or answer.prefill.worker_id != answer.decode.worker_id
@@ -114,6 +122,13 @@ def test_no_policy_places_on_a_worker_that_cannot_serve(policy: Policy, seed: in
 def test_round_robin_takes_turns() -> None:
     four = cluster(*(worker_report(f"{r[0]}{i}", r) for r in ("prefill", "decode") for i in (0, 1)))
     assert [ids(choose(POLICIES["round_robin"], query(), four, number=n)) for n in range(3)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
+
+
+def test_random_uses_everybody_and_its_seed_alone_decides() -> None:
+    four = cluster(*(worker_report(f"{r[0]}{i}", r) for r in ("prefill", "decode") for i in (0, 1)))
+    drawn = [ids(POLICIES["random"](query(), four, Turn(number=0, rng=Random(seed)))) for seed in range(50)]  # type: ignore[arg-type]
+    assert set(drawn) == {(p, d) for p in ("p0", "p1") for d in ("d0", "d1")}
+    assert drawn == [ids(POLICIES["random"](query(), four, Turn(number=9, rng=Random(seed)))) for seed in range(50)]  # type: ignore[arg-type]
 
 
 def test_least_loaded_follows_tokens_and_sequences() -> None:
@@ -132,3 +147,16 @@ def test_least_loaded_counts_reservations() -> None:
     snapshot = cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), worker_report("d", "decode"))
     placed = replace(snapshot, workers=tuple(replace(w, reserved_prefill_tokens=40 * (w.worker_id == "p0")) for w in snapshot.workers))
     assert ids(choose(POLICIES["least_loaded"], query(), placed)) == ("p1", "d")
+
+
+@every_policy
+def test_an_answer_that_has_begun_goes_on_with_the_same_weights(policy: Policy) -> None:
+    old, new = worker_report("w0"), worker_report("w1")
+    new = replace(new, layout=replace(new.layout, model_fingerprint="other weights"))
+    for report, name in ((old, "w0"), (new, "w1")):
+        answer = policy(query(attempt=1, model_fingerprint=report.layout.model_fingerprint), cluster(old, new), Turn(number=0, rng=rng()))
+        assert isinstance(answer, Choice)
+        assert [w.worker_id for w in (answer.prefill, answer.decode) if w] == [name]
+    gone = policy(query(attempt=1, model_fingerprint="third"), cluster(old, new), Turn(number=0, rng=rng()))
+    assert isinstance(gone, Rejection)
+    assert gone.reason is Reason.NO_WORKERS

@@ -16,8 +16,9 @@ from baton.core.errors import Reason, StoreUnavailable, StreamBroken
 from baton.core.request import RequestActuals
 from baton.runtime.in_process import InProcessNetwork
 from baton.runtime.metrics import SchedulerMetrics
+from baton.scheduler.admission import Admission
 from baton.scheduler.service import Scheduler, SchedulerTimes
-from baton.store.memory import MemoryDecisionStore
+from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
 from tests.builders import decision_record, query, worker_report
 
 ADDRESS = "scheduler:1"
@@ -38,9 +39,11 @@ async def a_scheduler(
     scheduler = Scheduler(
         scheduler_id="s0",
         policy=policy,
+        admission=Admission.OFF,
         times=SchedulerTimes(silence_s=0.5, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         max_waiting_seqs=max_waiting_seqs,
         store=store or BrokenStore(),
+        feed=MemoryKvEventFeed(),
         metrics=SchedulerMetrics(CollectorRegistry()),
         rng=Random(0),
     )
@@ -51,6 +54,13 @@ async def a_scheduler(
     finally:
         await network.aclose()
         await scheduler.aclose()
+
+
+async def told(stream: Duplex[WorkerReport, Command]) -> Command:
+    """The next command, less those for a snapshot, which these workers never write."""
+    while (command := await stream.receive()).kind is CommandKind.SNAPSHOT:
+        pass
+    return command
 
 
 async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[WorkerReport, Command]:
@@ -115,15 +125,15 @@ async def test_decode_workers_are_told_to_warm_their_pairs_once() -> None:
     async with a_scheduler() as (_, network):
         prefill = await join(network, worker_report("p", "prefill"))
         decode = await join(network, worker_report("d", "decode"))
-        command = await decode.receive()
+        command = await told(decode)
         assert command.kind is CommandKind.CONNECT
         assert command.peer == worker_report("p").worker
         decode.send(worker_report("d", "decode", report_seq=2))
         await settle()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(decode.receive(), 0.01)
+            await asyncio.wait_for(told(decode), 0.01)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(prefill.receive(), 0.01)
+            await asyncio.wait_for(told(prefill), 0.01)
 
 
 async def test_watchers_see_each_change_and_only_the_newest_state() -> None:
@@ -154,7 +164,7 @@ async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
     async with a_scheduler() as (_, network):
         streams = [await join(network, worker_report(name, "decode", worn_out=True)) for name in ("d0", "d1")]
         began_s = asyncio.get_running_loop().time()
-        heard = asyncio.create_task(streams[0].receive())
+        heard = asyncio.create_task(told(streams[0]))
         report_seq = 1
         while not heard.done():
             report_seq += 1
@@ -164,14 +174,14 @@ async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
         assert heard.result() == Command(kind=CommandKind.LEAVE)
         assert asyncio.get_running_loop().time() - began_s >= 0.5  # any scheduler would have heard of both
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(streams[1].receive(), 0.01)
+            await asyncio.wait_for(told(streams[1]), 0.01)
 
 
 async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> None:
     async with a_scheduler() as (scheduler, network):
         stream = await join(network, worker_report("w0", state=WorkerState.READY))
         assert await scheduler.drain("w0")
-        assert (await stream.receive()).kind is CommandKind.DRAIN
+        assert (await told(stream)).kind is CommandKind.DRAIN
         assert not await scheduler.drain("w9")
 
 

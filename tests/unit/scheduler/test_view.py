@@ -1,9 +1,15 @@
 """Reports, lives and reservations: what is counted, and exactly until when."""
 
+from typing import Any
+
 from baton.core.cluster import Placement
+from baton.core.costs import attended_tokens
 from baton.core.ids import DecisionId
+from baton.core.jobs import PrefixSource
+from baton.core.request import Slo
+from baton.scheduler import view as view_module
 from baton.scheduler.view import ClusterView
-from tests.builders import query, worker_ref, worker_report
+from tests.builders import layout, query, worker_ref, worker_report
 
 
 def a_view() -> ClusterView:
@@ -13,10 +19,9 @@ def a_view() -> ClusterView:
     return view
 
 
-def placement(decision_id: str = "1") -> Placement:
-    return Placement(
-        decision_id=DecisionId(decision_id), scheduler_id="s", policy="least_loaded", prefill=worker_ref("p"), decode=worker_ref("d")
-    )
+def placement(decision_id: str = "1", **changes: Any) -> Placement:
+    fields: dict[str, Any] = {"scheduler_id": "s", "policy": "least_loaded", "prefill": worker_ref("p"), "decode": worker_ref("d")}
+    return Placement(decision_id=DecisionId(decision_id), **(fields | changes))
 
 
 def test_a_placement_counts_at_once_on_both_sides() -> None:
@@ -66,3 +71,57 @@ def test_a_new_life_replaces_the_old_one_and_its_reservations() -> None:
     assert view.snapshot(0.1).workers[1].reserved_seqs == 0
     assert not view.lose(worker_ref("p", epoch=1)), "the end of the old life's stream must not remove the new life"
     assert view.lose(worker_ref("p", epoch=2))
+
+
+def test_only_what_must_be_computed_and_read_is_reserved() -> None:
+    view, block_bytes = a_view(), layout().block_bytes
+    source = PrefixSource(worker=worker_ref("d"), num_blocks=7)
+    view.reserve(
+        DecisionId("1"),
+        query(num_prompt_tokens=40, sample_count=2),
+        placement(prefix_source=source, prefill_overlap_blocks=2, decode_overlap_blocks=6),
+        0.0,
+    )
+    d, p = view.snapshot(0.0).workers
+    assert (p.reserved_prefill_tokens, p.reserved_attended_tokens) == (12, attended_tokens(12, 28))
+    assert (p.reserved_link_bytes, p.reserved_context_tokens) == ({"d": 5 * block_bytes}, 0)
+    assert (d.reserved_link_bytes, d.reserved_context_tokens, d.reserved_prefill_tokens) == ({"p": 4 * block_bytes}, 80, 0)
+    view.reserve(DecisionId("2"), query(num_prompt_tokens=40), placement("2", prefill=None, decode_overlap_blocks=6), 0.0)
+    d = view.snapshot(0.0).workers[0]
+    assert (d.reserved_prefill_tokens, d.reserved_link_bytes) == (16, {"p": 4 * block_bytes})
+    for decision_id in ("1", "2"):
+        view.release(DecisionId(decision_id), ("p", "d"))
+    assert view.snapshot(0.0).workers == a_view().snapshot(0.0).workers, "nothing is left of either"
+
+
+def test_the_strictest_promise_stands_until_its_request_has_ended() -> None:
+    view = a_view()
+    for decision_id, tpot_s in (("1", 0.05), ("2", 0.03), ("3", None)):
+        view.reserve(DecisionId(decision_id), query(slo=Slo(tpot_s=tpot_s)), placement(decision_id), 0.0)
+    counted = tuple(DecisionId(each) for each in "123")
+    view.take_report(worker_report("d", "decode", report_seq=2, counted_decision_ids=counted), 0.1)
+    d, p = view.snapshot(0.1).workers
+    assert (d.reserved_seqs, d.tpot_slo_s, p.tpot_slo_s) == (0, 0.03, None)
+    view.release(DecisionId("2"), ("p", "d"))
+    assert view.snapshot(0.1).workers[0].tpot_slo_s == 0.05
+    view.take_report(worker_report("d", "decode", epoch=2), 0.2)
+    assert view.snapshot(0.2).workers[0].tpot_slo_s is None, "its requests died with it"
+
+
+def test_a_promise_ends_with_its_deadline_at_the_latest() -> None:
+    view = ClusterView(silence_s=1e9, reservation_s=5.0)
+    view.take_report(worker_report("d", "decode"), 0.0)
+    view.reserve(DecisionId("1"), query(slo=Slo(tpot_s=0.03), deadline_s=60.0), placement(prefill=None), 0.0)
+    assert view.snapshot(59.0).workers[0].tpot_slo_s == 0.03
+    assert view.snapshot(61.0).workers[0].tpot_slo_s is None
+
+
+def test_reservations_and_promises_are_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(view_module, "MAX_RESERVATIONS", 4)
+    monkeypatch.setattr(view_module, "MAX_PROMISES", 2)
+    view = a_view()
+    for number in range(9):
+        view.reserve(DecisionId(str(number)), query(slo=Slo(tpot_s=0.01 * (number + 1))), placement(str(number)), 0.0)
+    d, p = view.snapshot(0.0).workers
+    assert d.reserved_seqs + p.reserved_seqs == 4
+    assert d.tpot_slo_s == 0.08

@@ -13,6 +13,7 @@ from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_
 from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import strategies as st
 
+from baton.core.costs import COSTS_VERSION, StepCostModel
 from baton.core.front import TotalUsage
 from baton.core.jobs import DecodeJob, Job, PrefillJob
 from baton.core.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, LayerGroup
@@ -40,13 +41,14 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "block_hashes": st.lists(HASH, max_size=4).map(tuple),
     "actuals": st.dictionaries(TEXT, PLAIN_JSON, max_size=3),
     "dtype": st.sampled_from(sorted(DTYPE_BYTES)),
+    "mean_output_tokens": SECONDS,
 }
 """Fields whose name says more than their type."""
 WIDE = {
     *("worker_epoch", "epoch", "seed", "transfer_id", "read_id", "renewal", "seq", "last_seq", "oldest_seq", "steps_done", "lost", "lives"),
     *("report_seq", "event_seq", "kv_bytes", "transfer_bytes", "inflight_bytes", "base_address", "block_stride_bytes", "num_blocks"),
     *("life_table_address", "total", "free", "cached", "used", "landing", "quarantined", "held_for_others"),
-    *("waiting_prefill_tokens", "running_context_tokens", "block_bytes"),
+    *("waiting_prefill_tokens", "running_context_tokens", "block_bytes", "waiting_prefill_attended_tokens"),
 }
 """Whole numbers of 64 bits; the others have 32."""
 NARROW_AGAIN = {("PrefixSource", "num_blocks")}
@@ -96,6 +98,8 @@ def _dataclass(kind: type) -> st.SearchStrategy[Any]:
     made = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind)}
     if kind in (KvComponent, LayerGroup):
         made |= {name: SMALL for name, hint in hints.items() if hint is int}
+    if kind is StepCostModel:  # one that can be used; others arrive as none
+        made = {name: st.floats(1e-9, 1e3) for name in made} | {"version": st.just(COSTS_VERSION), "num_measured": U32}
     if kind is KvLayout:
         made["block_size_tokens"] = SMALL
     if kind is TotalUsage:

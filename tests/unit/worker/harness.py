@@ -24,6 +24,7 @@ from baton.sim.executor import SimExecutor, SimStepCost
 from baton.sim.memory import SimMemory, contents, extend, token_after
 from baton.sim.network import Delays, SimNetwork
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.store.memory import MemoryCostStore, MemoryKvEventFeed
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 from baton.worker.service import Worker, WorkerParts
 from tests import builders
@@ -33,6 +34,7 @@ from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job
 
 BLOCK = 4
 SCHEDULER = "scheduler:1"
+STEP_COST = SimStepCost(base_s=0.002, per_token_s=0.0001)
 
 
 class StaticMembership:
@@ -109,9 +111,7 @@ class Node:
         self.pool = BlockPool(num_blocks, BLOCK, lives)
         self.memory = memory
         self.health = Health("worker")
-        self.executor = GatedExecutor(
-            SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.002, per_token_s=0.0001))
-        )
+        self.executor = GatedExecutor(SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=STEP_COST))
         engine_config = EngineConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
@@ -133,6 +133,10 @@ class Node:
                 membership=cluster.membership,
                 health=self.health,
                 rng=Random(f"{cluster.seed}-{worker_id}-{epoch}"),
+                feed=cluster.feed,
+                costs=STEP_COST.model,
+                cost_store=cluster.cost_store,
+                costs_key="sim",
             )
         )
         cluster.network.listen(self.ref.address, self.worker)
@@ -152,6 +156,8 @@ class Cluster:
         self.network = SimNetwork(Random(f"{seed}-network"), delays)
         self.fabric = SimFabric(Random(f"{seed}-fabric"), link)
         self.membership = StaticMembership()
+        self.feed = MemoryKvEventFeed()
+        self.cost_store = MemoryCostStore()
         self.scheduler = ListeningScheduler()
         self.network.listen(SCHEDULER, self.scheduler)  # type: ignore[arg-type]
         self.nodes: dict[str, Node] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import ConfigError, ModelError, StreamBroken
+from baton.core.errors import BatonError, ConfigError, ModelError, StreamBroken
 from baton.core.ids import WorkerRef
 from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
@@ -135,6 +135,16 @@ def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> N
     assert opened.closed.is_set()
 
 
+def test_asked_to_start_again_it_says_the_same_until_it_has_ended(opened: Opened) -> None:
+    thread = WorkerThread(config())
+    assert thread.start() is thread.start()
+    assert thread.wait(limit_s=0.0) is None, "it runs"
+    thread.stop()
+    assert thread.wait(limit_s=5.0) == ""
+    with pytest.raises(BatonError, match="has ended"):
+        thread.start()
+
+
 def test_in_a_thread_it_can_be_stopped_at_once(opened: Opened) -> None:
     thread = WorkerThread(config())
     thread.start()
@@ -150,9 +160,10 @@ def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch:
 
     monkeypatch.setattr(main, "open_device", fail)
     thread = WorkerThread(config())
-    with pytest.raises(ModelError, match="no such model"):
-        thread.start()
-    assert "no such model" in thread.wait()
+    for _ in range(2):
+        with pytest.raises(ModelError, match="no such model"):
+            thread.start()
+    assert "no such model" in (thread.wait() or "")
 
 
 def test_threads_are_the_cores_one_may_use_or_a_share_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,21 @@ from baton.scheduler.policies.choice import Choice, Turn, candidates_for, comput
 def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
     """Decode worker first: room for the prompt now, then the fewest sequences, then the most room. Prefill worker: the fewest tokens
     queued, then the fewest sequences. Ties break by id."""
-    field = candidates_for(query, cluster)
+    field = candidates_for(query, cluster, turn)
     if isinstance(field, Rejection):
         return field
     if needs_no_decode(query):
         chosen = min(field.prefill, key=_prefill_load)
-        return Choice(prefill=chosen, decode=None, candidates=(*_explained(field.prefill, "prefill"), *field.excluded))
+        considered = _explained(field.prefill, "prefill")
+        return Choice(prefill=chosen, decode=None, candidates=(*considered, *field.excluded), basis=(chosen.worker_id,))
     decode = min(field.decode, key=lambda w: _decode_load(w, query))
     sources = [] if computes_alone(decode) else field.readable_by(decode)
     prefill = min(sources, key=_prefill_load, default=None)
     considered = (*_explained(field.decode, "decode"), *_explained(sources, "prefill"))
-    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded))
+    basis: tuple[str, ...] | None = tuple(w.worker_id for w in (prefill, decode) if w is not None)
+    if prefill is None and not computes_alone(decode):
+        basis = None  # nobody could be read from: that is everybody's doing
+    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded), basis=basis)
 
 
 def _decode_load(w: WorkerView, query: PlacementQuery) -> tuple[bool, int, int, str]:

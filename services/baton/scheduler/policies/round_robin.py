@@ -6,7 +6,7 @@ from baton.scheduler.policies.choice import Choice, Turn, candidates_for, comput
 
 def round_robin(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
     """Decode and prefill workers in turn, in order of id. A hybrid worker whose turn it is to decode prefills too."""
-    field = candidates_for(query, cluster)
+    field = candidates_for(query, cluster, turn)
     if isinstance(field, Rejection):
         return field
     if needs_no_decode(query):

@@ -56,7 +56,7 @@ class Slo(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class PlacementQuery(_message.Message):
-    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key")
+    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class PlacementQuery(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     HASH_SCHEME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +81,7 @@ class PlacementQuery(_message.Message):
     tenant: str
     block_hashes: bytes
     hash_scheme: str
+    model_fingerprint: str
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int
@@ -89,7 +91,7 @@ class PlacementQuery(_message.Message):
     deadline_s: float
     avoid: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerRef]
     session_key: str
-    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
     __slots__ = ("placement", "rejection")
@@ -224,7 +226,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "worn_out")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "worn_out", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +247,10 @@ class WorkerReport(_message.Message):
     EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
     COUNTED_DECISION_IDS_FIELD_NUMBER: _ClassVar[int]
     WORN_OUT_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -265,7 +271,35 @@ class WorkerReport(_message.Message):
     event_seq: int
     counted_decision_ids: _containers.RepeatedScalarFieldContainer[str]
     worn_out: bool
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., worn_out: _Optional[bool] = ...) -> None: ...
+    costs: StepCostModel
+    max_num_batched_tokens: int
+    waiting_prefill_attended_tokens: int
+    mean_output_tokens: float
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., worn_out: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ...) -> None: ...
+
+class StepCostModel(_message.Message):
+    __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ATTENDED_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQ_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    step_s: float
+    prefill_token_s: float
+    prefill_attended_s: float
+    decode_seq_s: float
+    decode_context_s: float
+    prefill_factor: float
+    decode_factor: float
+    mixed_factor: float
+    num_measured: int
+    def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("kind", "peer")
@@ -307,7 +341,7 @@ class Candidate(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., side: _Optional[str] = ..., terms: _Optional[_Mapping[str, float]] = ..., excluded: _Optional[str] = ...) -> None: ...
 
 class DecisionRecord(_message.Message):
-    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json")
+    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json", "inputs")
     class NumExcludedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +360,7 @@ class DecisionRecord(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     NUM_EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     ACTUALS_JSON_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     scheduler_id: str
     policy: str
@@ -337,7 +372,8 @@ class DecisionRecord(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     num_excluded: _containers.ScalarMap[str, int]
     actuals_json: str
-    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ...) -> None: ...
+    inputs: str
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)

@@ -1,0 +1,1 @@
+"""Who holds which block: an index in memory, kept right by the workers' numbered events."""

@@ -1,0 +1,274 @@
+"""The numbers of all workers side by side, so that a decision over a hundred of them is a few operations on arrays.
+
+Nothing here is known that a `ClusterSnapshot` does not say: `columns_of` makes the columns of any snapshot, and `ColumnsKeeper` keeps them
+up to date between snapshots, because making them takes longer than deciding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.cluster import ClusterSnapshot, LinkReport, WorkerState, WorkerView
+from baton.core.kv_layout import KvLayout
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+"""One number a worker, in the order of their ids, where nothing else is said."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+DEFAULT_LINK_BYTES_PER_S = 1e9
+"""Of a pair that has not been measured yet."""
+DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_OUTPUT_TOKENS = 128
+"""Expected where no answer has ended yet."""
+
+_COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Workers of one kind serve one model in one layout: they can read each other's blocks."""
+
+    model: str
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How workers read from each other; all arrays are [reader, source]. `queued_s`: what is being read, or will be by own placements.
+    `is_broken`: a read was given up and no probe has succeeded since. `is_warm`: the pair is set up with this life of the source."""
+
+    s_per_byte: Floats
+    queued_s: Floats
+    is_broken: Mask
+    is_warm: Mask
+
+
+class Rows:
+    """One array a quantity, one element a worker.
+
+    `decoding_*`: of the running sequences, those that take part in every step (none at a prefill worker, whose sequences leave with
+    their first token). `joining_*`: placed there and not running yet; `unknown_seqs` of them are of unknown length. `decoding_s`: what
+    the decoding ones add to a step. `link_s_per_byte`: of a source not read from yet. `step_s`, `token_s`, `attended_s`: corrected costs of
+    the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of steps without prefill. `has_costs`: 1 where they are
+    the worker's own, 0.5 where they are borrowed, 0 where there are none.
+    """
+
+    kind: Floats
+    is_ready: Floats
+    can_prefill: Floats
+    can_decode: Floats
+    block_tokens: Floats
+    block_bytes: Floats
+    total_blocks: Floats
+    free_blocks: Floats
+    num_seqs: Floats
+    max_num_seqs: Floats
+    decoding_seqs: Floats
+    decoding_context: Floats
+    joining_seqs: Floats
+    joining_context: Floats
+    unknown_seqs: Floats
+    queued_tokens: Floats
+    queued_attended: Floats
+    chunk_tokens: Floats
+    output_tokens: Floats
+    link_s_per_byte: Floats
+    has_costs: Floats
+    decoding_s: Floats
+    step_s: Floats
+    token_s: Floats
+    attended_s: Floats
+    decode_step_s: Floats
+    decode_seq_s: Floats
+    decode_context_s: Floats
+
+
+ROWS = tuple(Rows.__annotations__)
+_COSTS = slice(ROWS.index("step_s"), ROWS.index("decode_context_s") + 1)
+_HAS_COSTS = ROWS.index("has_costs")
+_LINK = ROWS.index("link_s_per_byte")
+
+
+class Columns(Rows):
+    """`views` in the order of the columns; `kinds[i]` is what `kind == i` stands for; `numbers` [len(ROWS), num_workers] holds all rows."""
+
+    def __init__(
+        self, views: tuple[WorkerView, ...], index: Mapping[str, int], kinds: Sequence[Kind], numbers: Floats, links: "_LinkTable"
+    ) -> None:
+        self.views, self.index, self.kinds, self.numbers = views, index, kinds, numbers
+        self._table, self._version = links, links.version
+        for name, row in zip(ROWS, numbers, strict=True):
+            setattr(self, name, row)
+
+    @property
+    def links(self) -> Links:
+        """Those of `views`. The keeper's own arrays while they still are, which they are when a decision follows its snapshot."""
+        if self._table.version != self._version:
+            self._table = _LinkTable(self.views, self.index)
+            self._version = self._table.version
+        return self._table.links
+
+    def with_costs_borrowed(self) -> "Columns":
+        """Workers that have not measured themselves yet are taken for the median of those of their kind that have, where there are any."""
+        measured = self.has_costs > 0
+        if measured.all():
+            return self
+        numbers = self.numbers.copy()
+        for kind in range(len(self.kinds)):
+            of_kind = self.kind == kind
+            lenders, borrowers = np.flatnonzero(of_kind & measured), np.flatnonzero(of_kind & ~measured)
+            if len(lenders) and len(borrowers):
+                numbers[_COSTS, borrowers] = np.median(numbers[_COSTS, lenders], axis=1, keepdims=True)
+                numbers[_HAS_COSTS, borrowers] = 0.5
+        lent = Columns(self.views, self.index, self.kinds, numbers, self._table)
+        lent._version = self._version
+        return lent
+
+    def derive_into(self, cluster: ClusterSnapshot) -> None:
+        """`cluster` has these very `views`: `columns_of` need not make them again."""
+        cluster.derived[_COLUMNS] = self
+
+
+def columns_of(cluster: ClusterSnapshot) -> Columns:
+    """Made once a snapshot, unless it came with them."""
+    known = cluster.derived.get(_COLUMNS)
+    if isinstance(known, Columns):
+        return known
+    keeper = ColumnsKeeper()
+    keeper.rebuild(cluster.workers)
+    columns = keeper.columns()
+    columns.derive_into(cluster)
+    return columns
+
+
+class ColumnsKeeper:
+    """The columns of one view, kept up to date. Single owner: the scheduler's event loop."""
+
+    def __init__(self) -> None:
+        self.rebuild(())
+
+    def rebuild(self, views: Sequence[WorkerView]) -> None:
+        """Other workers than before, sorted by id. A millisecond for a hundred: only when one comes, goes or is reborn."""
+        self._views = list(views)
+        self._index = {view.worker_id: i for i, view in enumerate(views)}
+        self._kinds: dict[Kind, int] = {}
+        self._numbers = np.zeros((len(ROWS), len(views)))
+        for i, view in enumerate(views):
+            self._numbers[:, i] = self._numbers_of(view, _expected_s_per_byte(view.report.links))
+        self._links = _LinkTable(views, self._index)
+
+    def update(self, view: WorkerView) -> None:
+        """A newer view of a life that is known."""
+        i = self._index[view.worker_id]
+        same_links = view.report.links is self._views[i].report.links
+        self._numbers[:, i] = self._numbers_of(view, self._numbers[_LINK, i] if same_links else _expected_s_per_byte(view.report.links))
+        self._links.update(i, view, self._views[i])
+        self._views[i] = view
+
+    def columns(self) -> Columns:
+        """As they are now; later updates do not change them."""
+        return Columns(tuple(self._views), self._index, tuple(self._kinds), self._numbers.copy(), self._links)
+
+    def _numbers_of(self, view: WorkerView, link_s_per_byte: float) -> list[float]:
+        report = view.report
+        costs = report.costs if report.costs is not None and report.costs.is_usable else None
+        decodes = report.role.can_decode
+        decoding_seqs = report.running_seqs if decodes else 0
+        decoding_context = report.running_context_tokens if decodes else 0
+        waiting_attended = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (2 * max(1, report.waiting_seqs))
+        output_tokens = report.mean_output_tokens if 1 <= report.mean_output_tokens < float("inf") else DEFAULT_OUTPUT_TOKENS
+        numbers: list[float] = [
+            self._kinds.setdefault(Kind(report.model, report.layout), len(self._kinds)),
+            report.state is WorkerState.READY,
+            report.role.can_prefill,
+            decodes,
+            report.layout.block_size_tokens,
+            report.layout.block_bytes,
+            report.blocks.total,
+            view.num_free_blocks,
+            view.num_seqs,
+            report.max_num_seqs,
+            decoding_seqs,
+            decoding_context,
+            report.waiting_seqs + view.reserved_seqs,
+            view.reserved_context_tokens,
+            report.waiting_seqs,
+            view.queued_prefill_tokens,
+            waiting_attended + view.reserved_attended_tokens,
+            max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
+            output_tokens,
+            link_s_per_byte,
+            costs is not None,
+        ]
+        if costs is None:
+            return [*numbers, *[0.0] * 7]
+        prefill, decode = costs.mixed_factor if decoding_seqs else costs.prefill_factor, costs.decode_factor
+        decoding_s = (costs.decode_seq_s * decoding_seqs + costs.decode_context_s * decoding_context) * prefill
+        numbers += [decoding_s, costs.step_s * prefill, costs.prefill_token_s * prefill, costs.prefill_attended_s * prefill]
+        numbers += [costs.step_s * decode, costs.decode_seq_s * decode, costs.decode_context_s * decode]
+        return numbers
+
+
+class _LinkTable:
+    """`Links` that change in place, and a version that tells when they have."""
+
+    def __init__(self, views: Sequence[WorkerView], index: Mapping[str, int]) -> None:
+        size = len(views)
+        self.version = 0
+        shape = (size, size)
+        self.links = Links(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
+        self._reported_s = np.zeros(shape)
+        self._index = index
+        self._lives = [view.worker for view in views]
+        for i, view in enumerate(views):
+            self._fill(i, view)
+
+    def update(self, i: int, view: WorkerView, before: WorkerView) -> None:
+        same_links = view.report.links is before.report.links or not (view.report.links or before.report.links)
+        if same_links and view.reserved_link_bytes == before.reserved_link_bytes:
+            return
+        self.version += 1
+        if same_links:
+            self._reserve(i, dict.fromkeys(before.reserved_link_bytes, 0) | dict(view.reserved_link_bytes))
+        else:
+            self._fill(i, view)
+
+    def _fill(self, i: int, view: WorkerView) -> None:
+        links = self.links
+        links.s_per_byte[i] = _expected_s_per_byte(view.report.links)
+        self._reported_s[i] = 0.0
+        links.is_broken[i] = links.is_warm[i] = False
+        known = [(self._index[link.peer.worker_id], link) for link in view.report.links if link.peer.worker_id in self._index]
+        if known:
+            at = [j for j, _ in known]
+            links.s_per_byte[i, at] = s_per_byte = [_s_per_byte(link) for _, link in known]
+            self._reported_s[i, at] = [link.inflight_bytes * each for (_, link), each in zip(known, s_per_byte, strict=True)]
+            links.is_broken[i, at] = [link.broken for _, link in known]
+            links.is_warm[i, at] = [not link.broken and link.peer.is_same_life(self._lives[j]) for j, link in known]
+        links.queued_s[i] = self._reported_s[i]
+        self._reserve(i, view.reserved_link_bytes)
+
+    def _reserve(self, i: int, num_bytes: Mapping[str, int]) -> None:
+        for peer, more in num_bytes.items():
+            j = self._index.get(peer)
+            if j is not None:
+                self.links.queued_s[i, j] = self._reported_s[i, j] + more * self.links.s_per_byte[i, j]
+
+
+def _s_per_byte(link: LinkReport) -> float:
+    return 1 / link.bytes_per_s if link.bytes_per_s > 0 and isfinite(link.bytes_per_s) else 1 / DEFAULT_LINK_BYTES_PER_S
+
+
+def fastest(links: Sequence[LinkReport]) -> LinkReport | None:
+    """Of those that were measured and work: what a worker can expect of a source that it has not read from yet."""
+    known = [link for link in links if not link.broken and link.bytes_per_s > 0 and isfinite(link.bytes_per_s)]
+    return max(known, key=lambda link: link.bytes_per_s, default=None)
+
+
+def _expected_s_per_byte(links: Sequence[LinkReport]) -> float:
+    link = fastest(links)
+    return 1 / DEFAULT_LINK_BYTES_PER_S if link is None else 1 / link.bytes_per_s

@@ -1,0 +1,22 @@
+"""Any worker that can: the baseline that needs to know nothing."""
+
+from baton.core.cluster import Candidate, ClusterSnapshot, PlacementQuery, Rejection
+from baton.scheduler.policies.choice import Choice, Turn, candidates_for, computes_alone, needs_no_decode
+
+
+def random(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
+    """A decode worker and a prefill worker drawn at random, each with the same chance. A hybrid worker that is drawn to decode prefills
+    too."""
+    field = candidates_for(query, cluster, turn)
+    if isinstance(field, Rejection):
+        return field
+    if needs_no_decode(query):
+        chosen = turn.rng.choice(field.prefill)
+        considered = [Candidate(worker=w.worker, side="prefill") for w in field.prefill]
+        return Choice(prefill=chosen, decode=None, candidates=(*considered, *field.excluded))
+    decode = turn.rng.choice(field.decode)
+    sources = [] if computes_alone(decode) else field.readable_by(decode)
+    prefill = turn.rng.choice(sources) if sources else None
+    considered = [Candidate(worker=w.worker, side="decode") for w in field.decode]
+    considered += [Candidate(worker=w.worker, side="prefill") for w in sources]
+    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded))

@@ -1,0 +1,89 @@
+"""The contract of `CostStore`, for every implementation; and what only one in Redis can meet."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from baton.core.apis import CostStore
+from baton.core.costs import COSTS_VERSION, StepCostModel
+from baton.core.errors import StoreUnavailable
+from baton.store.connection import RedisConnection
+from baton.store.costs import RedisCostStore
+from baton.store.keys import Keys
+from tests.contract.stores import KINDS, eventually_not, stores_of
+from tests.redis_server import RunningRedis
+
+pytestmark = pytest.mark.contract
+
+LONG_S = 60.0
+COSTS = StepCostModel(
+    step_s=0.004,
+    prefill_token_s=1e-4,
+    prefill_attended_s=0.1 + 0.2,  # a number that no short text is
+    decode_seq_s=2e-4,
+    decode_context_s=5e-324,
+    prefill_factor=1.25,
+    mixed_factor=1 / 3,
+    num_measured=7,
+)
+
+
+@pytest.fixture(params=KINDS)
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[CostStore]:
+    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+        yield stores.costs
+
+
+async def test_costs_come_back_as_they_were(store: CostStore) -> None:
+    await store.put("a", COSTS, LONG_S)
+    assert await store.get("a") == COSTS
+
+
+async def test_each_key_has_its_own_and_the_last_put_counts(store: CostStore) -> None:
+    corrected = replace(COSTS, decode_factor=1.5)
+    await store.put("a", COSTS, LONG_S)
+    await store.put("b", COSTS, LONG_S)
+    await store.put("a", corrected, LONG_S)
+    assert (await store.get("a"), await store.get("b"), await store.get("c")) == (corrected, COSTS, None)
+
+
+async def test_costs_end(store: CostStore) -> None:
+    await store.put("brief", COSTS, 0.05)
+
+    async def what_is_left() -> list[StepCostModel]:
+        return [costs for costs in [await store.get("brief")] if costs is not None]
+
+    await eventually_not(what_is_left)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "not JSON",
+        "[" * 100_000,
+        "[1, 2]",
+        "{}",
+        json.dumps(COSTS.to_plain() | {"version": COSTS_VERSION + 1}),
+        json.dumps(COSTS.to_plain() | {"step_s": -1.0}),
+        json.dumps(COSTS.to_plain() | {"decode_factor": "nan"}),
+    ],
+)
+async def test_what_cannot_be_used_is_not_there(redis: RunningRedis, value: str) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster="costs-test")
+    async with aclosing(connection):
+        await connection.call(lambda client: client.set(keys.costs("a"), value))
+        assert await RedisCostStore(connection, keys).get("a") is None
+
+
+async def test_a_store_that_is_away_says_so() -> None:
+    connection = RedisConnection("redis://127.0.0.1:1", timeout_s=0.5)
+    async with aclosing(connection):
+        store = RedisCostStore(connection, Keys())
+        with pytest.raises(StoreUnavailable):
+            await store.get("a")
+        with pytest.raises(StoreUnavailable):
+            await store.put("a", COSTS, LONG_S)

@@ -1,0 +1,310 @@
+"""The contract of `KvEventFeed`, for every implementation; and what Redis alone can have in store: entries that are not ours."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from itertools import count
+from random import Random
+
+import pytest
+from redis import Redis
+
+from baton.core.apis import KvEventFeed
+from baton.core.errors import StoreUnavailable
+from baton.core.ids import WorkerRef
+from baton.core.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
+from baton.engine.block_pool import BlockPool
+from baton.prefix.index import PrefixIndex
+from baton.scheduler.following import KvEventFollowing
+from baton.store.connection import RedisConnection
+from baton.store.keys import Keys
+from baton.store.kv_event_feed import HEAD, RedisKvEventFeed, decode_snapshot, encode_snapshot
+from baton.store.memory import MemoryKvEventFeed
+from baton.worker.kv_events import KvEventPublisher
+from tests.builders import worker_ref
+from tests.contract.stores import KINDS
+from tests.fake_executor import FakeLifeTable
+from tests.redis_server import RunningRedis, running_redis
+
+pytestmark = pytest.mark.contract
+
+LONG_S = 60.0
+W = worker_ref("w ä:{*}\n", epoch=2**64 - 1)
+OTHER = worker_ref("w1")
+_clusters = count()
+
+
+@pytest.fixture(params=KINDS)
+async def feed(request: pytest.FixtureRequest) -> AsyncIterator[KvEventFeed]:
+    if request.param == "memory":
+        yield MemoryKvEventFeed()
+        return
+    connection = RedisConnection(request.getfixturevalue("redis").url)
+    yield RedisKvEventFeed(connection, Keys(cluster=f"kv-{next(_clusters)}"))
+    await connection.aclose()
+
+
+def hashes(number: int, seed: int = 0) -> tuple[bytes, ...]:
+    """Any bytes at all: a connection that reads text would spoil them."""
+    rng = Random(seed)
+    return tuple(rng.randbytes(16) for _ in range(number))
+
+
+def event(event_seq: int, kind: KvEventKind = KvEventKind.STORED, worker: WorkerRef = W, tier: Tier = Tier.DEVICE) -> KvEvent:
+    held = hashes(3, event_seq) if kind is not KvEventKind.RESET else ()
+    return KvEvent(worker=worker, event_seq=event_seq, kind=kind, tier=tier, hashes=held, block_size_tokens=16)
+
+
+def snapshot(event_seq: int, worker: WorkerRef = W, number: int = 3) -> KvSnapshot:
+    held = {Tier.DEVICE: hashes(number, event_seq), Tier.HOST: hashes(2), Tier.DISK: ()}
+    return KvSnapshot(worker=worker, event_seq=event_seq, block_size_tokens=16, hashes=held)
+
+
+async def test_events_come_back_as_they_were_and_in_order(feed: KvEventFeed) -> None:
+    events = [event(1), event(2, KvEventKind.EVICTED), event(3, tier=Tier.HOST), event(10, KvEventKind.EVICTED, tier=Tier.DISK)]
+    await feed.publish(W, events[:1], LONG_S)
+    await feed.publish(W, events[1:], LONG_S)
+    assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: events}
+    assert await feed.read({W: 0}, max_events=2, wait_s=1.0) == {W: events[:2]}
+    assert await feed.read({W: 2}, max_events=2, wait_s=1.0) == {W: events[2:]}
+
+
+async def test_many_lives_are_read_at_once_and_those_without_events_left_out(feed: KvEventFeed) -> None:
+    reborn = worker_ref(W.worker_id, epoch=1)
+    for worker in (W, OTHER):
+        await feed.publish(worker, [event(1, worker=worker)], LONG_S)
+    assert await feed.read({W: 0, OTHER: 1, reborn: 0}, max_events=10, wait_s=1.0) == {W: [event(1)]}
+    assert set(await feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=1.0)) == {W, OTHER}
+    assert await feed.read({}, max_events=10, wait_s=1.0) == {}
+
+
+async def test_a_reader_waits_for_the_next_event_and_not_for_ever(feed: KvEventFeed) -> None:
+    assert await feed.read({W: 0}, max_events=10, wait_s=0.02) == {}
+    reading = asyncio.create_task(feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=0.4))
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    await feed.publish(OTHER, [event(1, worker=OTHER)], LONG_S)
+    assert await reading == {OTHER: [event(1, worker=OTHER)]}
+
+
+async def test_numbers_only_grow(feed: KvEventFeed) -> None:
+    await feed.publish(W, [event(5)], LONG_S)
+    with pytest.raises(StoreUnavailable):
+        await feed.publish(W, [event(5)], LONG_S)
+    await feed.publish(W, [event(6)], LONG_S)
+    assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: [event(5), event(6)]}
+
+
+async def test_a_snapshot_replaces_the_last_one(feed: KvEventFeed) -> None:
+    assert await feed.snapshot(W) is None
+    await feed.publish(W, [event(1)], LONG_S, snapshot(1))
+    assert await feed.snapshot(W) == snapshot(1)
+    await feed.publish(W, [event(2)], LONG_S)
+    assert await feed.snapshot(W) == snapshot(1)
+    await feed.publish(W, [], LONG_S, snapshot(2, number=0))
+    assert await feed.snapshot(W) == snapshot(2, number=0)
+    assert await feed.snapshot(OTHER) is None
+
+
+async def test_a_reset_begins_the_stream_anew_whatever_stood_in_it(feed: KvEventFeed) -> None:
+    await feed.publish(W, [event(1), event(2**63)], LONG_S)
+    await feed.reset(snapshot(7), LONG_S)
+    assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: [event(7, KvEventKind.RESET)]}
+    assert await feed.snapshot(W) == snapshot(7)
+    await feed.publish(W, [event(8)], LONG_S)
+    assert await feed.read({W: 7}, max_events=10, wait_s=1.0) == {W: [event(8)]}
+
+
+async def test_renewing_says_what_is_kept(feed: KvEventFeed) -> None:
+    assert await feed.renew(W, LONG_S) == 0
+    await feed.publish(W, [event(1)], LONG_S)
+    assert await feed.renew(W, LONG_S) == 0  # no snapshot: whoever comes new could not begin
+    await feed.reset(snapshot(2), LONG_S)
+    await feed.publish(W, [event(3), event(2**63)], LONG_S)
+    assert await feed.renew(W, LONG_S) == 2**63
+
+
+async def test_what_is_not_renewed_ends(feed: KvEventFeed) -> None:
+    for worker in (W, OTHER):
+        await feed.reset(snapshot(1, worker), 0.1)
+    await feed.renew(OTHER, LONG_S)
+    await asyncio.sleep(0.2)
+    assert (await feed.renew(W, LONG_S), await feed.renew(OTHER, LONG_S)) == (0, 1)
+    assert (await feed.snapshot(W), await feed.snapshot(OTHER)) == (None, snapshot(1, OTHER))
+    assert set(await feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=0.02)) == {OTHER}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stream_has_a_bound(kind: str, request: pytest.FixtureRequest) -> None:
+    connection = RedisConnection(request.getfixturevalue("redis").url)
+    feed: KvEventFeed = (
+        MemoryKvEventFeed(max_stream_events=100)
+        if kind == "memory"
+        else RedisKvEventFeed(connection, Keys(cluster="kv-bound"), max_stream_events=100)
+    )
+    for first in range(1, 1_001, 100):
+        await feed.publish(W, [event(seq) for seq in range(first, first + 100)], LONG_S)
+    kept = (await feed.read({W: 0}, max_events=2_000, wait_s=1.0))[W]
+    assert 100 <= len(kept) <= 250  # Redis trims whole nodes of 100 entries
+    assert kept[-1].event_seq == 1_000
+    await connection.aclose()
+
+
+# -- Redis alone ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_from_later_release"),
+    [
+        ({"k": "stored", "t": "device", "s": "16", "h": b"x" * 17}, False),
+        ({"k": "stored", "t": "device", "s": "16", "h": b"x" * 16 * (MAX_EVENT_HASHES + 1)}, False),
+        ({"k": "stored", "t": "device", "s": "many", "h": b""}, False),
+        ({"k": b"\xff\xfe", "t": "device", "s": "16", "h": b""}, False),
+        ({"something": "else"}, False),
+        ({"k": "cloned", "t": "device", "s": "16", "h": b"x" * 16}, True),
+        ({"k": "stored", "t": "tape", "s": "16", "h": b"x" * 16, "new": "field"}, True),
+    ],
+)
+async def test_an_entry_that_cannot_be_read_keeps_its_number(
+    redis: RunningRedis, fields: dict[str, object], is_from_later_release: bool
+) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
+    feed = RedisKvEventFeed(connection, keys)
+    await feed.publish(W, [event(1)], LONG_S)
+    with Redis.from_url(redis.url) as raw:
+        raw.xadd(keys.kv_events(W), fields, id="2-0")  # type: ignore[arg-type]
+    await feed.publish(W, [event(3)], LONG_S)
+    first, unreadable, last = (await feed.read({W: 0}, max_events=10, wait_s=1.0))[W]
+    assert (first, last) == (event(1), event(3))
+    assert isinstance(unreadable, UnreadableEvent)
+    assert (unreadable.event_seq, unreadable.is_from_later_release) == (2, is_from_later_release)
+    await connection.aclose()
+
+
+async def test_a_value_that_is_no_snapshot_is_none(redis: RunningRedis) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
+    with Redis.from_url(redis.url) as raw:
+        raw.set(keys.kv_snapshot(W), b"\xff\x00 poison")
+    assert await RedisKvEventFeed(connection, keys).snapshot(W) is None
+    await connection.aclose()
+
+
+async def test_keys_of_another_type_are_a_store_that_cannot_be_used(redis: RunningRedis) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
+    feed = RedisKvEventFeed(connection, keys)
+    with Redis.from_url(redis.url) as raw:
+        raw.set(keys.kv_events(W), "a string")
+        raw.lpush(keys.kv_snapshot(W), "a list")
+    assert await feed.renew(W, LONG_S) == 0
+    with pytest.raises(StoreUnavailable):
+        await feed.publish(W, [event(1)], LONG_S)
+    await feed.reset(snapshot(2), LONG_S)  # heals it
+    assert await feed.renew(W, LONG_S) == 2
+    await connection.aclose()
+
+
+def test_every_cut_of_a_snapshot_and_every_later_tier_is_told_apart() -> None:
+    whole = snapshot(7)
+    value = encode_snapshot(whole)
+    assert decode_snapshot(W, value) == whole
+    assert len(value) < 16 * 5 + 40
+    for cut in range(len(value)):
+        with pytest.raises(ValueError):  # noqa: PT011 - any text
+            decode_snapshot(W, value[:cut])
+    with pytest.raises(ValueError, match="left over"):
+        decode_snapshot(W, value + b"x")
+    later = value[: HEAD.size - 1] + bytes([4]) + value[HEAD.size :] + bytes([9]) + (1).to_bytes(4, "little") + bytes(16)
+    assert decode_snapshot(W, later) == whole
+
+
+class Both:
+    """A worker's publisher and a scheduler's follower over one Redis, each with a connection of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.connections = [RedisConnection(url) for _ in range(2)]
+        published, followed = (RedisKvEventFeed(connection, Keys(cluster="kv-both")) for connection in self.connections)
+        self.pool = BlockPool(64, 4, FakeLifeTable(64))
+        self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=published, ttl_s=LONG_S, rng=Random(1))
+        self.index = PrefixIndex()
+        self.degraded: list[bool] = []
+        self.following = KvEventFollowing(
+            feed=followed,
+            index=self.index,
+            ask_snapshot=lambda worker: self.publisher.ask_snapshot(),
+            on_degraded=self.degraded.append,
+            rng=Random(2),
+        )
+        self.following.follow(W, 64)
+        self.tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.following.run())]
+
+    def store(self, *blocks: bytes) -> None:
+        ids = self.pool.allocate(len(blocks))
+        assert ids is not None
+        for block_id, block_hash in zip(ids, blocks, strict=True):
+            self.pool.set_hash(block_id, block_hash)
+        self.pool.unref(ids)
+        self.publisher.wake()
+
+    async def is_right(self, within_s: float) -> None:
+        """The index has exactly what the pool holds, and goes on having it."""
+        async with asyncio.timeout(within_s):
+            while not self._is_right():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+
+    def _is_right(self) -> bool:
+        held = self.pool.hashes()
+        return self.index.num_held(W) == len(held) and all(self.index.overlaps([block], 0.0) for block in held)
+
+    async def aclose(self) -> None:
+        for task in self.tasks:
+            assert not task.done(), task
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        for connection in self.connections:
+            await connection.aclose()
+
+
+async def test_the_index_is_right_within_five_seconds_of_whatever_befell_redis() -> None:
+    blocks = iter(hashes(64))
+    with running_redis() as server, Redis.from_url(server.url) as raw:
+        both = Both(server.url)
+        both.store(*(next(blocks) for _ in range(8)))
+        await both.is_right(5.0)
+
+        raw.flushall()
+        both.store(next(blocks))
+        await both.is_right(5.0)
+
+        server.kill()
+        both.store(next(blocks))
+        await asyncio.sleep(0.5)
+        assert both.degraded == [True]
+        assert len(both.index.overlaps([both.pool.hashes()[0]], 0.0)) == 1  # what was known is a hint still
+        await asyncio.to_thread(server.start)
+        await both.is_right(5.0)
+        await asyncio.sleep(0.1)
+        assert both.degraded == [True, False]
+
+        server.process.send_signal(signal.SIGSTOP)
+        both.store(next(blocks))
+        await asyncio.sleep(1.5)
+        assert both.following.is_degraded
+        server.process.send_signal(signal.SIGCONT)
+        await both.is_right(5.0)
+
+        stream, kept = (key(W) for key in (Keys(cluster="kv-both").kv_events, Keys(cluster="kv-both").kv_snapshot))
+        for key in (stream, kept):  # somebody's mistake
+            raw.set(key, "poison")
+            both.store(next(blocks))
+            await both.is_right(5.0)
+        raw.xadd(stream, {"k": "stored", "t": "device", "s": "4", "h": bytes(16)}, id=f"{2**64 - 1}-0")
+        both.store(next(blocks))
+        await both.is_right(5.0)
+
+        raw.config_set("maxmemory", 1)
+        both.store(next(blocks))
+        await asyncio.sleep(0.5)
+        assert both.publisher.is_behind
+        raw.config_set("maxmemory", 0)
+        await both.is_right(5.0)
+        await both.aclose()

@@ -1,0 +1,73 @@
+"""What a worker process leaves in a real Redis: the blocks that it holds, for schedulers; its costs, for the next worker of its kind."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from baton.core.ids import WorkerRef
+from baton.core.kv_events import Tier
+from baton.runtime.process import Stop
+from baton.runtime.settings import WorkerConfig
+from baton.sim.executor import SimStepCost
+from baton.store.connection import RedisConnection
+from baton.store.costs import RedisCostStore
+from baton.store.keys import Keys
+from baton.store.kv_event_feed import RedisKvEventFeed
+from baton.wire.network import GrpcNetwork
+from baton.worker import main
+from baton.worker.device import Device
+from baton.worker.main import WorkerReady, run_worker
+from tests.redis_server import RunningRedis, running_redis
+from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.test_main import Opened, config
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RunningRedis]:
+    with running_redis() as server:
+        yield server
+
+
+async def test_blocks_and_costs_are_there(redis: RunningRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Opened()
+
+    def open_costed(settings: WorkerConfig, worker: WorkerRef) -> Device:
+        return replace(device.open(settings, worker), costs=SimStepCost().model, costs_key="kind")
+
+    monkeypatch.setattr(main, "open_device", open_costed)
+    stop, ready = Stop(), asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result))
+    started: WorkerReady = await asyncio.wait_for(ready, 10.0)
+    connection, keys = RedisConnection(redis.url), Keys()
+    network = GrpcNetwork(heartbeat_s=0.2)
+    try:
+        feed, costs = RedisKvEventFeed(connection, keys), RedisCostStore(connection, keys)
+        gateway = Gateway(network, started.worker)
+        await gateway.connect()
+        job = decode_job(20)
+        gateway.send(job)
+        await gateway.ended(job.job)
+        stored: set[bytes] = set()
+        async with asyncio.timeout(5.0):
+            while len(stored) < 6:
+                events = await feed.read({started.worker: 1}, max_events=10, wait_s=0.2)
+                stored = {block_hash for event in events.get(started.worker, ()) for block_hash in event.hashes}  # type: ignore[union-attr]
+        snapshot = await feed.snapshot(started.worker)
+        assert snapshot is not None
+        assert snapshot.hashes[Tier.DEVICE] == ()
+        stop.request()
+        await asyncio.wait_for(serving, 10.0)
+        kept = await costs.get("kind")
+        assert kept is not None
+        assert kept.coefficients == SimStepCost().model.coefficients
+        assert kept.decode_factor != 1.0, "as live steps have corrected it"
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
+        await network.aclose()
+        await connection.aclose()

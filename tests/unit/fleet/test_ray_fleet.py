@@ -1,0 +1,48 @@
+"""What is asked of Ray has a limit, whatever Ray does. The workers themselves: tests/integration/fleet."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from baton.fleet import ray_fleet
+from baton.fleet.ray_fleet import RayFailed, RayFleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> RayFleet:
+    return RayFleet(ray_dir=tmp_path, ray_address="h:1", log_dir=None, detached=False)
+
+
+async def test_closing_what_was_never_connected_is_nothing(fleet: RayFleet) -> None:
+    await fleet.close(grace_s=1.0)
+
+
+async def test_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(fleet, "_init", never.wait)
+    monkeypatch.setattr(ray_fleet, "CONNECT_LIMIT_S", 0.05)
+    async with asyncio.timeout(5):
+        with pytest.raises(RayFailed, match=r"could not be joined at h:1: no answer within 0.05 s"):
+            await fleet.connect()
+        with pytest.raises(RayFailed, match="could not go on: no answer"):
+            await fleet._call("go on", lambda: None, 0.05)
+    never.set()
+
+
+async def test_what_ray_raises_is_said(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
+    def refuse() -> str:
+        raise ConnectionError("no such cluster")
+
+    monkeypatch.setattr(fleet, "_init", refuse)
+    with pytest.raises(RayFailed, match="joined at h:1: no such cluster"):
+        await fleet.connect()
+
+
+async def test_calls_come_one_after_the_other_from_one_thread(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
+    monkeypatch.setattr(fleet, "_init", lambda: threading.current_thread().name)
+    assert await fleet.connect() == "ray"
+    order: list[int] = []
+    await asyncio.gather(*(fleet._call("count", lambda i=i: order.append(i)) for i in range(5)))  # type: ignore[misc]
+    assert order == [0, 1, 2, 3, 4]

@@ -1,0 +1,89 @@
+"""Workers that have measured themselves, and clusters of them drawn at random."""
+
+from random import Random
+from typing import Any
+
+from baton.core.cluster import ClusterSnapshot, LinkReport, WorkerReport, WorkerState, WorkerView
+from baton.core.costs import StepCostModel
+from baton.scheduler.explain import RecordedOverlap
+from tests.builders import blocks, layout, worker_ref, worker_report
+
+COSTS = StepCostModel(step_s=2e-3, prefill_token_s=1e-4, prefill_attended_s=2e-9, decode_seq_s=5e-4, decode_context_s=1e-7)
+LAYOUT = layout(block_size_tokens=16)
+
+
+def costed(worker_id: str, role: str, **changes: Any) -> WorkerReport:
+    """Idle, with 10,000 blocks of 16 tokens and 64 places; answers there have 100 tokens."""
+    fields: dict[str, Any] = {
+        "layout": LAYOUT,
+        "blocks": blocks(total=10_000),
+        "max_num_seqs": 64,
+        "max_model_len": 100_000,
+        "max_num_batched_tokens": 512,
+        "mean_output_tokens": 100.0,
+        "costs": COSTS,
+    }
+    return worker_report(worker_id, role, **(fields | changes))
+
+
+def decoding(seqs: int, context: int = 500) -> dict[str, int]:
+    return {"running_seqs": seqs, "running_context_tokens": seqs * context}
+
+
+def queued(num_tokens: int, seqs: int = 1) -> dict[str, int]:
+    return {"waiting_prefill_tokens": num_tokens, "waiting_seqs": seqs}
+
+
+def fast_link(peer: str, *, epoch: int = 1, bytes_per_s: float = 1e9, inflight_bytes: int = 0, broken: bool = False) -> LinkReport:
+    return LinkReport(peer=worker_ref(peer, epoch), bytes_per_s=bytes_per_s, inflight_bytes=inflight_bytes, broken=broken)
+
+
+def seen(*workers: WorkerReport | WorkerView, **overlaps: int | tuple[int, int]) -> ClusterSnapshot:
+    """`overlaps`: blocks of the prompt that each worker holds, or (holds or soon will, holds)."""
+    views = [w if isinstance(w, WorkerView) else WorkerView(report=w) for w in workers]
+    known = {name: RecordedOverlap(*(n if isinstance(n, tuple) else (n, n))) for name, n in overlaps.items()}
+    return ClusterSnapshot(workers=tuple(sorted(views, key=lambda w: w.worker_id)), overlaps=known)
+
+
+def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
+    """In any state, mostly ready; here and there too full, broken, of another model, or without costs."""
+    role = random.choice(["prefill", "decode", "hybrid"])
+    peers = random.sample(names, random.randrange(len(names) + 1))
+    report = costed(
+        name,
+        role,
+        state=random.choice([WorkerState.READY] * 6 + list(WorkerState)),
+        model=random.choice(["demo"] * 8 + ["other"]),
+        layout=random.choice([LAYOUT] * 6 + [layout(block_size_tokens=32)]),
+        blocks=blocks(total=random.choice([50, 1000]), used=random.randrange(50), cached=0),
+        max_num_seqs=random.choice([4, 16]),
+        **decoding(random.randrange(8), random.randrange(1, 900)),
+        **queued(random.choice([0, random.randrange(9000)]), random.randrange(5)),
+        links=tuple(
+            fast_link(
+                peer,
+                epoch=random.choice([1, 1, 1, 2]),
+                bytes_per_s=random.choice([0.0, 1e6, 1e8, 5e9, float("nan")]),
+                inflight_bytes=random.choice([0, 0, 10**7]),
+                broken=random.random() < 0.1,
+            )
+            for peer in peers
+        ),
+        costs=random.choice([COSTS] * 12 + [None]),
+        mean_output_tokens=random.choice([0.0, 50.0, 400.0]),
+    )
+    return WorkerView(
+        report=report,
+        reserved_seqs=random.choice([0, 0, 2]),
+        reserved_prefill_tokens=random.choice([0, 0, 500]),
+        reserved_blocks=random.choice([0, 0, 20]),
+        reserved_context_tokens=random.choice([0, 0, 900]),
+        reserved_link_bytes={peer: random.randrange(10**7) for peer in peers[:1]},
+        tpot_slo_s=random.choice([None, None, 0.01, 0.1]),
+    )
+
+
+def random_cluster(random: Random, most: int = 9) -> ClusterSnapshot:
+    names = [f"w{i}" for i in range(random.randrange(most))]
+    overlaps = {name: (n := random.randrange(60), random.randrange(n + 1)) for name in names if random.random() < 0.5}
+    return seen(*(random_view(random, name, names) for name in names), **overlaps)

@@ -1,0 +1,117 @@
+"""Who is refused before any prefill is spent, why, and when it is worth asking again."""
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.cluster import Rejection
+from baton.core.errors import Reason
+from baton.core.request import Slo
+from baton.scheduler.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, admit, must_wait
+from baton.scheduler.policies.choice import Choice, Prediction, Turn
+from baton.scheduler.policies.kv_centric import kv_centric
+from tests.builders import query, rng
+from tests.unit.scheduler.costed import costed, decoding, queued, random_cluster, seen
+
+MODES = [Admission.EARLY, Admission.PREDICTIVE]
+
+
+def expecting(**changes: float) -> Choice:
+    """A choice with these seconds: half a second of queue, one of prefill; 30 ms a token now, 20 ms once the prompt is computed."""
+    fields: dict[str, float] = {
+        "queue_s": 0.5,
+        "prefix_pull_s": 0.0,
+        "prefill_s": 1.0,
+        "transfer_s": 0.0,
+        "busy_s": 0.0,
+        "ttft_s": 1.5,
+        "least_queue_s": 0.5,
+        "tpot_s": 0.02,
+        "tpot_now_s": 0.03,
+        "idle_tpot_s": 0.01,
+        "leave_s": 2.0,
+    }
+    return Choice(prefill=None, decode=None, predicted=Prediction(**(fields | changes)))
+
+
+def answer(choice: Choice, mode: Admission = Admission.PREDICTIVE, *, attempt: int = 0, **slo: float) -> Rejection | None:
+    return admit(query(slo=Slo(**slo), attempt=attempt), choice, max_waiting_seqs=100, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_first_token_is_refused_with_its_numbers(mode: Admission) -> None:
+    refused = answer(expecting(), mode, ttft_s=1.2)
+    assert refused is not None
+    assert (refused.reason, refused.term, refused.predicted_s, refused.limit_s) == (Reason.TTFT_SLO, "ttft_s", 1.5, 1.2)
+    assert refused.retry_after_s == pytest.approx(0.3), "the queue is a second shorter each second"
+    assert answer(expecting(), mode, ttft_s=1.5) is None
+
+
+def test_early_looks_at_now_and_predictive_at_when_the_prompt_is_computed() -> None:
+    assert answer(expecting(), Admission.EARLY, tpot_s=0.025) is not None
+    assert answer(expecting(), Admission.PREDICTIVE, tpot_s=0.025) is None
+    filling = expecting(tpot_now_s=0.02, tpot_s=0.03)
+    assert answer(filling, Admission.EARLY, tpot_s=0.025) is None
+    refused = answer(filling, Admission.PREDICTIVE, tpot_s=0.025)
+    assert refused is not None
+    assert (refused.reason, refused.term, refused.predicted_s) == (Reason.TPOT_SLO, "tpot_s", 0.03)
+    assert refused.retry_after_s == pytest.approx(2.0 * math.log(0.02 / 0.015)), "until enough of the others have ended"
+
+
+def test_what_even_an_idle_cluster_would_miss_is_said_so() -> None:
+    for refused in (answer(expecting(), ttft_s=0.9), answer(expecting(), tpot_s=0.005)):
+        assert refused is not None
+        assert refused.retry_after_s == MAX_RETRY_S
+        assert "idle" in refused.message
+
+
+def test_off_and_policies_without_predictions_let_promises_pass() -> None:
+    assert answer(expecting(), Admission.OFF, ttft_s=0.1, tpot_s=0.001) is None
+    assert answer(Choice(prefill=None, decode=None), ttft_s=0.1, tpot_s=0.001) is None
+    assert answer(expecting()) is None, "who asks for nothing is promised nothing"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_later_attempt_is_never_turned_away_for_load(mode: Admission) -> None:
+    assert answer(expecting(), mode, attempt=1, ttft_s=0.1, tpot_s=0.001) is None
+    assert not must_wait(query(attempt=1), expecting(), max_worker_queue_s=0.1)
+
+
+def test_a_request_waits_while_every_queue_is_too_long() -> None:
+    assert must_wait(query(), expecting(least_queue_s=2.0), max_worker_queue_s=1.0)
+    assert not must_wait(query(), expecting(queue_s=3.0, least_queue_s=0.5), max_worker_queue_s=1.0)
+    assert not must_wait(query(), Choice(prefill=None, decode=None), max_worker_queue_s=1.0)
+
+
+def test_the_least_queue_is_that_of_the_candidates() -> None:
+    long, longer = costed("p0", "prefill", **queued(50_000)), costed("p1", "prefill", **queued(60_000))
+    choice = kv_centric(query(), seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))), Turn(number=0, rng=rng()))
+    assert isinstance(choice, Choice)
+    assert must_wait(query(), choice, max_worker_queue_s=1.0)
+
+
+@given(seed=st.integers(0, 1_000_000), mode=st.sampled_from(MODES))
+def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed: int, mode: Admission) -> None:
+    random = Random(seed)
+    slo = Slo(ttft_s=random.choice([None, 0.05, 1.0, 60.0]), tpot_s=random.choice([None, 0.003, 0.02, 10.0]))
+    asking = query(num_prompt_tokens=random.randrange(1, 700), max_tokens=100, slo=slo, attempt=random.choice([0, 0, 0, 1]))
+    choice = kv_centric(asking, random_cluster(random), Turn(number=seed, rng=random))
+    if isinstance(choice, Rejection):
+        return
+    refused = admit(asking, choice, max_waiting_seqs=10_000, mode=mode)
+    misses = []
+    if choice.predicted is not None and asking.attempt == 0:
+        tpot_s = choice.predicted.tpot_now_s if mode is Admission.EARLY else choice.predicted.tpot_s
+        misses = [
+            limit_s is not None and value is not None and value > limit_s
+            for value, limit_s in ((choice.predicted.ttft_s, slo.ttft_s), (tpot_s, slo.tpot_s))
+        ]
+    assert (refused is not None) == any(misses)
+    if refused is not None:
+        assert MIN_RETRY_S <= refused.retry_after_s <= MAX_RETRY_S
+        assert refused.predicted_s is not None
+        assert refused.limit_s is not None
+        assert refused.predicted_s > refused.limit_s

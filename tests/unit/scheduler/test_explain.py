@@ -1,0 +1,143 @@
+"""Records tell why, stay small, and are enough to decide again."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.cluster import ClusterSnapshot, DecisionRecord, PlacementQuery, Rejection
+from baton.core.ids import DecisionId
+from baton.core.plain import from_plain, to_plain
+from baton.core.request import RequestActuals, Slo
+from baton.scheduler.admission import Admission, admit
+from baton.scheduler.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, Rules, repeat, turn_of
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.choice import Choice
+from tests.builders import decision_record, query
+from tests.unit.scheduler.costed import costed, decoding, fast_link, queued, random_cluster, seen
+
+
+def decide(
+    asking: PlacementQuery, cluster: ClusterSnapshot, policy: str = "kv_centric", decision_id: str = "c0ffee", rules: Rules | None = None
+) -> Decided:
+    """As the scheduler does."""
+    rules = rules or Rules(turn_number=3, admission=Admission.PREDICTIVE)
+    choice = POLICIES[policy](asking, cluster, turn_of(DecisionId(decision_id), rules))
+    refused = (
+        choice if isinstance(choice, Rejection) else admit(asking, choice, max_waiting_seqs=rules.max_waiting_seqs, mode=rules.admission)
+    )
+    return Decided(
+        decision_id=DecisionId(decision_id),
+        scheduler_id="s",
+        policy=policy,
+        query=asking,
+        answer=refused or choice.placement(DecisionId(decision_id), "s", policy),  # type: ignore[union-attr]
+        choice=choice if isinstance(choice, Choice) else None,
+        cluster=cluster,
+        rules=rules,
+    )
+
+
+def many(number: int) -> ClusterSnapshot:
+    links = tuple(fast_link(f"p{i:02}") for i in range(number))
+    prefills = [costed(f"p{i:02}", "prefill", **queued(100 * i)) for i in range(number)]
+    return seen(*prefills, *(costed(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20)
+
+
+def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_the_others() -> None:
+    drained = replace(costed("z", "decode"), state=type(costed("z", "decode").state).DRAINING)
+    cluster = seen(*(w.report for w in many(20).workers), drained)
+    record = decide(query(num_prompt_tokens=2000, block_hashes=(b"h" * 16,)), cluster).record()
+    assert record.placement is not None
+    assert len(record.candidates) == MAX_CANDIDATES
+    assert {c.side for c in record.candidates} == {"prefill", "decode"}
+    chosen = [c for c in record.candidates if c.worker in (record.placement.prefill, record.placement.decode)]
+    assert len(chosen) >= 2
+    assert chosen == list(record.candidates[: len(chosen)])
+    prefill = next(c for c in record.candidates if c.side == "prefill")
+    assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "busy_s", "cost_s"} <= prefill.terms.keys()
+    assert prefill.terms["queue_s"] == record.placement.queue_s
+    assert record.num_excluded == {"draining": 1, "predicted slower": 33}, "16 to decode; 17 to prefill, the decode worker among them"
+    assert record.query.block_hashes == ()
+
+
+def test_a_record_does_not_grow_with_the_cluster() -> None:
+    asking = query(num_prompt_tokens=2000)
+    assert len(decide(asking, many(60)).record().inputs) < 16_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(seed=st.integers(0, 1_000_000))
+def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> None:
+    random = Random(seed)
+    cluster = random_cluster(random, most=24)
+    asking = query(
+        num_prompt_tokens=random.choice([1, 100, 700]),
+        max_tokens=random.choice([1, 100]),
+        attempt=random.choice([0, 0, 1]),
+        slo=Slo(ttft_s=random.choice([None, 0.1, 5.0]), tpot_s=random.choice([None, 0.01])),
+        avoid=tuple(w.worker for w in cluster.workers if random.random() < 0.1),
+    )
+    rules = Rules(turn_number=seed, refuse_full=random.random() < 0.5, admission=random.choice(list(Admission)), max_waiting_seqs=6)
+    decided = decide(asking, cluster, policy, f"{seed:016x}", rules)
+    stored = from_plain(DecisionRecord, to_plain(decided.record()))
+    assert repeat(stored) == decided.answer
+
+
+def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
+    """Of six that hold the same, the four with the least to send are considered; what the first two send, nobody in the record reads."""
+    holders = [costed(f"h{i}", "prefill", **queued(50_000)) for i in range(6)]
+    links = (fast_link("h0"), *(fast_link(f"h{i}", bytes_per_s=1e4) for i in range(1, 6)))
+    readers = [
+        costed(f"r{i}", "decode", **decoding(40), links=tuple(fast_link(f"h{j}", inflight_bytes=10**9) for j in (0, 1))) for i in range(6)
+    ]
+    decodes = [costed(f"d{i}", "decode", **decoding(20)) for i in range(4)]
+    cluster = seen(costed("a", "prefill", links=links), *decodes, *holders, *readers, **{f"h{i}": 60 for i in range(6)})
+    decided = decide(query(num_prompt_tokens=2000), cluster)
+    assert decided.choice is not None
+    assert decided.choice.prefix_source is None
+    record = decided.record()
+    assert "h0" in {c.worker.worker_id for c in record.candidates}
+    assert repeat(record) == decided.answer
+
+
+def test_what_cannot_be_repeated_says_so() -> None:
+    record = decide(query(), many(2)).record()
+    for other in (replace(record, policy="oracle"), replace(record, inputs=""), replace(record, inputs='{"workers":[]}')):
+        with pytest.raises(ValueError, match=r"cannot be repeated|no inputs"):
+            repeat(other)
+
+
+def test_the_record_is_made_when_somebody_asks_and_keeps_what_came_of_it() -> None:
+    recent, decided = RecentDecisions(), decide(query(request_id=b"r"), many(2))
+    recent.decided(decided)
+    assert recent.placement(decided.decision_id) == decided.answer
+    (told,) = recent.of_request(b"r")
+    assert told.candidates
+    assert told.inputs
+    done = recent.finish(RequestActuals(decision_id=decided.decision_id, outcome="stop", ttft_s=0.5))
+    assert done is not None
+    assert done.actuals["ttft_s"] == 0.5
+    assert done.inputs == told.inputs
+    assert recent.of_request(None) == (done,)
+    assert recent.tell(decided.decision_id) == done
+
+
+def test_of_decisions_that_nobody_had_time_for_the_answers_stay() -> None:
+    recent = RecentDecisions()
+    for number in range(MAX_UNTOLD + 5):
+        recent.decided(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
+    (old,) = recent.of_request(b"0")
+    assert old.placement is not None
+    assert (old.candidates, old.inputs) == ((), "")
+    (new,) = recent.of_request(b"5")
+    assert new.inputs
+
+
+def test_records_that_are_whole_already_are_kept_as_they_are() -> None:
+    recent = RecentDecisions()
+    recent.put(decision_record(request_id=b"r"))
+    assert recent.of_request(b"r") == (decision_record(request_id=b"r"),)
+    assert recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop")) is None

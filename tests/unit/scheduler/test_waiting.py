@@ -1,0 +1,158 @@
+"""Who goes next, who gives way, and who has waited too long."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import Reason
+from baton.core.request import Slo
+from baton.scheduler.waiting import WaitingQueue, displaced, overdue
+from tests.builders import query
+
+
+def asked(tenant: str = "default", *, within_s: float = 10.0, priority: int = 0, attempt: int = 0) -> dict[str, object]:
+    return {"tenant": tenant, "deadline_s": within_s, "priority": priority, "attempt": attempt}
+
+
+def queue_of(*requests: dict[str, object], max_waiting: int = 100, **weights: float) -> WaitingQueue[int]:
+    """Their handles are their places in `requests`."""
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=max_waiting, weights=weights)
+    for handle, fields in enumerate(requests):
+        queue.add(query(**fields), handle, 0.0)
+    return queue
+
+
+def order(queue: WaitingQueue[int], count: int = 1000) -> list[int]:
+    taken = []
+    while len(taken) < count and (waiting := queue.next()) is not None:
+        taken.append(waiting.handle)
+    return taken
+
+
+def test_the_earliest_due_goes_first_and_equals_as_they_came() -> None:
+    assert order(queue_of(asked(within_s=9), asked(within_s=3), asked(within_s=3), asked(within_s=6))) == [1, 2, 3, 0]
+
+
+def test_an_slo_is_due_before_the_deadline_but_not_for_a_later_attempt() -> None:
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    first, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0), 0, 100.0)
+    again, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0, attempt=1), 1, 100.0)
+    assert (first.due_s, again.due_s) == (100.5, 160.0)
+    assert queue.next_due_s == 100.5
+
+
+def test_a_lower_priority_number_goes_before_any_deadline() -> None:
+    assert order(queue_of(asked(within_s=1, priority=3), asked(within_s=99, priority=-1), asked(within_s=50))) == [1, 2, 0]
+
+
+def test_tenants_take_turns_whoever_came_first() -> None:
+    queue = queue_of(*[asked("rush", within_s=1.0)] * 50, *[asked("calm", within_s=9.0)] * 3)
+    assert [handle >= 50 for handle in order(queue, 6)] == [False, True, False, True, False, True]
+
+
+def test_a_tenant_gets_turns_by_its_weight() -> None:
+    taken = order(queue_of(*[asked("a")] * 60, *[asked("b")] * 60, b=3.0), 40)
+    assert sum(handle >= 60 for handle in taken) == 30
+
+
+def test_a_tenant_that_comes_back_each_time_gets_no_more_than_its_turns() -> None:
+    queue = queue_of(*[asked("patient", within_s=100.0)] * 10)
+    taken = []
+    for _ in range(10):
+        if "hasty" in taken[-1:] or not taken:
+            queue.add(query(tenant="hasty", deadline_s=1.0), -1, 0.0)
+        waiting = queue.next()
+        assert waiting is not None
+        taken.append(waiting.query.tenant)
+    assert 4 <= taken.count("patient") <= 6
+
+
+def test_a_full_queue_sends_away_the_last_due_of_the_tenant_that_holds_most() -> None:
+    queue = queue_of(*[asked("rush", within_s=s) for s in (1, 8, 2)], asked("calm", within_s=9), max_waiting=4)
+    new, victim = queue.add(query(tenant="calm", deadline_s=5.0), 4, 0.0)
+    assert victim is not None
+    assert (new.handle, victim.handle, len(queue)) == (4, 1, 4)
+    refusal = displaced(queue, 0.7)
+    assert (refusal.reason, refusal.retry_after_s) == (Reason.QUEUE_FULL, 0.7)
+
+
+def test_a_full_queue_refuses_a_newcomer_that_is_no_better() -> None:
+    queue = queue_of(*[asked(within_s=1)] * 3, max_waiting=3)
+    new, victim = queue.add(query(deadline_s=2.0), 3, 0.0)
+    assert victim is new
+    new, victim = queue.add(query(deadline_s=2.0, priority=-1), 4, 0.0)
+    assert victim is not None
+    assert victim.query.priority == 0
+
+
+def test_what_is_overdue_is_told_why() -> None:
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    queue.add(query(slo=Slo(ttft_s=0.5)), 0, 0.0)
+    queue.add(query(deadline_s=2.0), 1, 0.0)
+    queue.add(query(deadline_s=9.0), 2, 0.0)
+    assert queue.expire(0.4) == []
+    late, dead = sorted(queue.expire(2.0), key=lambda waiting: waiting.handle)
+    assert (overdue(late, 2.0).reason, overdue(late, 2.0).limit_s) == (Reason.TTFT_SLO, 0.5)
+    assert (overdue(dead, 2.0).reason, overdue(dead, 2.0).predicted_s) == (Reason.DEADLINE, 2.0)
+    assert overdue(dead, 2.0).retry_after_s > 0
+    assert order(queue) == [2]
+
+
+def test_a_client_that_went_away_is_not_served() -> None:
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]
+    assert queue.remove(places[1])
+    assert not queue.remove(places[1])
+    assert order(queue) == [0, 2]
+    assert (len(queue), queue.next(), queue.peek(), queue.next_due_s) == (0, None, None, None)
+
+
+def test_those_that_stay_keep_their_order() -> None:
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=100)
+    dues = Random(0).sample(range(1, 100), 40)
+    places = [queue.add(query(deadline_s=float(due)), due, 0.0)[0] for due in dues]
+    for place in places[5:30]:
+        assert queue.remove(place)
+    assert order(queue) == sorted(dues[:5] + dues[30:])
+
+
+@pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"max_waiting": 1, "weights": {"a": 0.0}}])
+def test_a_queue_for_nobody_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="at least one request"):
+        WaitingQueue(**wrong)  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 100_000))
+def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> None:
+    random = Random(seed)
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=random.randrange(1, 12), weights={"a": 2.0})
+    inside: dict[int, object] = {}
+    for handle in range(60):
+        now_s = handle / 4
+        match random.randrange(6):
+            case 0 | 1 | 2:
+                fields = asked(random.choice("abc"), within_s=random.uniform(0.1, 9), priority=random.randrange(2))
+                new, victim = queue.add(query(**fields), handle, now_s)
+                inside[handle] = new
+                if victim is not None:
+                    assert inside.pop(victim.handle) is victim
+            case 3:
+                taken = queue.next()
+                assert (taken is None) == (not inside)
+                if taken is not None:
+                    assert inside.pop(taken.handle) is taken
+                    same = [w for w in inside.values() if w.query.tenant == taken.query.tenant]  # type: ignore[attr-defined]
+                    assert all(
+                        (taken.query.priority, taken.due_s, taken.seq) < (w.query.priority, w.due_s, w.seq)  # type: ignore[attr-defined]
+                        for w in same
+                    )
+                    assert all(taken.query.priority <= w.query.priority for w in inside.values())  # type: ignore[attr-defined]
+            case 4 if inside:
+                assert queue.remove(inside.pop(random.choice(sorted(inside))))  # type: ignore[arg-type]
+            case 5:
+                gone = {waiting.handle for waiting in queue.expire(now_s)}
+                assert gone == {handle for handle, w in inside.items() if w.due_s <= now_s}  # type: ignore[attr-defined]
+                inside = {handle: w for handle, w in inside.items() if handle not in gone}
+        assert len(queue) == len(inside)

@@ -1,0 +1,114 @@
+"""Where a worker's costs come from, how steps correct them, and that the next worker of its kind begins with them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from baton.core.blocks import token_ids
+from baton.core.costs import StepCostModel, StepWork
+from baton.core.errors import StoreUnavailable
+from baton.engine.step import StepPlan, StepSequence
+from baton.store.memory import MemoryCostStore
+from baton.worker.costs import COSTS_TTL_S, SAVE_S, CostKeeper, known_or_measured, work_of
+from tests.unit.worker.virtual import virtual
+
+COSTS = StepCostModel(step_s=0.01, prefill_token_s=1e-4, prefill_attended_s=0, decode_seq_s=1e-4, decode_context_s=0, num_measured=9)
+
+
+class Away:
+    """A store that cannot be reached."""
+
+    async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None:
+        raise StoreUnavailable("away")
+
+    async def get(self, key: str) -> StepCostModel | None:
+        raise StoreUnavailable("away")
+
+
+class Measuring:
+    def __init__(self, costs: StepCostModel | None = COSTS) -> None:
+        self.costs = costs
+        self.times = 0
+
+    async def __call__(self) -> StepCostModel | None:
+        self.times += 1
+        return self.costs
+
+
+def part(num_tokens: int, kv_begin: int) -> StepSequence:
+    return StepSequence(seq_id=1, token_ids=token_ids(range(num_tokens)), position_begin=kv_begin, kv_begin=kv_begin, block_table=())
+
+
+def plan(*parts: StepSequence) -> StepPlan:
+    return StepPlan(step_id=1, sequences=parts)
+
+
+def test_the_work_of_a_step_is_its_chunks_and_its_decoding_sequences() -> None:
+    assert work_of(plan(part(1, 7), part(3, 10), part(1, 0))) == StepWork(
+        num_prefill_tokens=3, prefill_attended_tokens=11 + 12 + 13, num_decode_seqs=2, decode_context_tokens=7
+    )
+
+
+def test_steps_correct_the_costs_of_their_kind() -> None:
+    keeper = CostKeeper(COSTS)
+    slow = plan(part(1, 5))
+    for _ in range(200):
+        keeper.observe(slow, 2 * COSTS.step_seconds(work_of(slow)))
+        keeper.observe(StepPlan(step_id=1, sequences=(), block_copies=((1, 2),)), 60.0)
+    assert keeper.costs is not None
+    assert (keeper.costs.decode_factor, keeper.costs.prefill_factor) == (pytest.approx(2.0, rel=0.05), 1.0)
+
+
+def test_without_costs_nothing_is_kept() -> None:
+    keeper = CostKeeper(None)
+    keeper.observe(plan(part(1, 5)), 1.0)
+    assert keeper.costs is None
+
+
+@virtual
+async def test_corrected_costs_are_saved_now_and_then_and_at_the_end() -> None:
+    store = MemoryCostStore()
+    keeper = CostKeeper(COSTS, store, "k")
+    task = asyncio.create_task(keeper.run())
+    await asyncio.sleep(SAVE_S + 1)
+    assert await store.get("k") is None, "nothing was observed"
+    keeper.observe(plan(part(1, 5)), 1.0)
+    await asyncio.sleep(SAVE_S)
+    assert await store.get("k") == keeper.costs != COSTS
+    keeper.observe(plan(part(1, 5)), 1.0)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert await store.get("k") == keeper.costs
+
+
+@virtual
+async def test_a_store_that_is_away_ends_nothing() -> None:
+    keeper = CostKeeper(COSTS, Away(), "k")
+    keeper.observe(plan(part(1, 5)), 1.0)
+    task = asyncio.create_task(keeper.run())
+    await asyncio.sleep(3 * SAVE_S)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    assert await known_or_measured(Away(), "k", Measuring()) == COSTS
+
+
+@virtual
+async def test_a_worker_of_the_same_kind_does_not_measure_again() -> None:
+    store, measure = MemoryCostStore(), Measuring()
+    assert await known_or_measured(store, "k", measure) == COSTS
+    assert (await known_or_measured(store, "k", measure), measure.times) == (COSTS, 1)
+    corrected = replace(COSTS, decode_factor=1.5)
+    await store.put("k", corrected, COSTS_TTL_S)
+    assert await known_or_measured(store, "k", measure) == corrected
+    await known_or_measured(store, "another", measure)
+    assert measure.times == 2
+
+
+@virtual
+async def test_what_could_not_be_measured_is_not_kept() -> None:
+    store, measure = MemoryCostStore(), Measuring(None)
+    assert await known_or_measured(store, "k", measure) is None
+    assert await store.get("k") is None

@@ -1,0 +1,292 @@
+"""A prefix that another worker holds is pulled instead of computed; and when that cannot be, it is computed, and nobody notices.
+
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the test by itself.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Reason
+from baton.core.ids import WorkerRef
+from baton.core.jobs import Cancel, DecodeJob, PrefillJob, PrefixSource
+from baton.core.request import Sampling
+from baton.sim.executor import SimStepCost
+from baton.sim.transfer_backend import LinkModel
+from baton.worker.prefix_pull import MAX_PULLED_SHARE, MAX_TIMES_COMPUTING, MIN_PULL_S, PULL_S, PrefixPuller
+from tests import builders
+from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.harness import BLOCK, Node, Pair, expected_tokens, pair
+from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.virtual import virtual
+
+NUM_TOKENS = 82
+NUM_BLOCKS = 20
+"""Full blocks before the prompt's last token."""
+BLOCK_BYTES = builders.layout().block_bytes
+
+
+class Trio:
+    """A pair, and a third worker that holds the beginning of a prompt."""
+
+    def __init__(self, made: Pair, holder: Node, to_holder: Gateway) -> None:
+        self.pair, self.holder, self.to_holder = made, holder, to_holder
+        self.p, self.d, self.to_p, self.to_d = made.p, made.d, made.to_p, made.to_d
+
+    async def hold(self, num_tokens: int = NUM_TOKENS) -> None:
+        """The holder computes that much of the prompt."""
+        whole = prefill_job(NUM_TOKENS)
+        job = decode_job(num_tokens, request=b"earlier", token_ids=whole.token_ids[:num_tokens], sampling=Sampling(max_tokens=1))
+        self.to_holder.send(job)
+        await self.to_holder.ended(job.job)
+
+    def jobs(self, number: int = 0, **changes: Any) -> tuple[PrefillJob, DecodeJob]:
+        """Both jobs of a request for the same prompt; P is told of the holder."""
+        prompt = prefill_job(NUM_TOKENS).token_ids
+        fields = {"request": b"request-%d" % number, "token_ids": prompt, "num_prompt_tokens": NUM_TOKENS} | changes
+        source = fields.pop("prefix_source", PrefixSource(worker=self.holder.ref, num_blocks=NUM_BLOCKS))
+        return prefill_job(reader=self.d.ref, prefix_source=source, **fields), decode_job(owner=self.p.ref, **fields)
+
+    def send(self, number: int = 0, **changes: Any) -> tuple[PrefillJob, DecodeJob]:
+        prefill, decode = self.jobs(number, **changes)
+        self.to_p.send(prefill)
+        self.to_d.send(decode)
+        return prefill, decode
+
+    async def answered(self, prefill: PrefillJob, decode: DecodeJob) -> int:
+        """The answer is exact; how many tokens of the prompt P did not compute."""
+        first = await self.to_p.ended_prefill(prefill.job)
+        await self.to_d.ended(decode.job)
+        assert self.to_d.tokens(decode.job) == expected_tokens(decode)
+        assert first.timeline is not None
+        assert first.timeline.num_computed_tokens + first.timeline.num_cached_tokens == NUM_TOKENS
+        return first.timeline.num_cached_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.p.executor.plans)
+
+
+@asynccontextmanager
+async def trio(*, link: LinkModel | None = None, p_blocks: int = 128, **changes: Any) -> AsyncIterator[Trio]:
+    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, **changes) as made:
+        holder = made.cluster.start("h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16)
+        to_holder = made.cluster.gateway(holder)
+        await to_holder.connect()
+        yield Trio(made, holder, to_holder)
+        await made.until_clean()
+
+
+@virtual
+async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
+    async with trio() as made:
+        await made.hold()
+        assert await made.answered(*made.send()) == NUM_BLOCKS * BLOCK
+        assert made.computed_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
+        assert made.p.worker.engine.counters.cached_tokens == NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_what_is_here_already_is_not_pulled() -> None:
+    async with trio() as made:
+        await made.hold()
+        await made.answered(*made.send(0))
+        before = made.p.worker.reader.links()
+        assert await made.answered(*made.send(1)) == NUM_BLOCKS * BLOCK
+        assert [link.peer for link in before] == [link.peer for link in made.p.worker.reader.links()] == [made.holder.ref]
+        assert made.holder.worker.owner.counts.followed == 1
+
+
+@pytest.mark.parametrize("num_held", [0, 3, 40])
+@virtual
+async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: int) -> None:
+    async with trio() as made:
+        if num_held:
+            await made.hold(num_held)
+        assert await made.answered(*made.send()) == num_held // BLOCK * BLOCK
+
+
+@virtual
+async def test_no_more_is_pulled_than_was_said() -> None:
+    async with trio() as made:
+        await made.hold()
+        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=5))) == 5 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "source", [WorkerRef(worker_id="nobody", worker_epoch=1, address="nobody:1"), WorkerRef(worker_id="h", worker_epoch=99, address="h:1")]
+)
+@virtual
+async def test_a_holder_that_is_not_there_costs_a_moment(source: WorkerRef) -> None:
+    async with trio() as made:
+        await made.hold()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=source, num_blocks=NUM_BLOCKS))) == 0
+        assert loop.time() - began_s < MIN_PULL_S + 0.1
+
+
+@virtual
+async def test_a_worker_that_is_sent_to_itself_computes() -> None:
+    async with trio() as made:
+        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=made.p.ref, num_blocks=NUM_BLOCKS))) == 0
+
+
+@pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
+@virtual
+async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        jobs = made.send()
+        await asyncio.sleep(after_s)
+        await made.pair.cluster.kill("h")
+        assert await made.answered(*jobs) <= NUM_BLOCKS * BLOCK
+        assert loop.time() - began_s < MIN_PULL_S + 0.5
+        assert made.p.pool.counts().landing == 0
+
+
+@virtual
+async def test_a_pull_that_is_slower_than_computing_is_given_up() -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.03)) as made:
+        await made.hold()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        prefill, decode = made.send()
+        first = await made.to_p.ended_prefill(prefill.job)
+        assert loop.time() - began_s < MIN_PULL_S + 0.1
+        assert first.timeline is not None
+        assert 0 < first.timeline.num_cached_tokens < NUM_BLOCKS * BLOCK, "what had landed is used"
+        made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+        await made.to_d.failed(decode.job)
+
+
+@virtual
+async def test_reads_that_get_stuck_harm_nobody() -> None:
+    async with trio(link=LinkModel(stuck=0.3, stuck_s=1.5)) as made:
+        await made.hold()
+        prefill, decode = made.send()
+        first = await made.to_p.ended_prefill(prefill.job)
+        assert first.token_ids[0] == expected_tokens(decode)[0]
+        await asyncio.sleep(5.0)
+
+
+@virtual
+async def test_many_requests_with_one_new_prefix_pull_it_once() -> None:
+    async with trio(max_num_seqs=32) as made:
+        await made.hold()
+        made.d.executor.gate.clear()  # so that they all arrive before the first is done
+        sent = [made.send(number, sampling=Sampling(max_tokens=4, ignore_eos=True)) for number in range(20)]
+        made.d.executor.gate.set()
+        for prefill, decode in sent:
+            assert await made.answered(prefill, decode) == NUM_BLOCKS * BLOCK
+        assert made.holder.worker.owner.counts.followed == 1
+        assert made.computed_tokens == 20 * (NUM_TOKENS - NUM_BLOCKS * BLOCK)
+
+
+@virtual
+async def test_what_is_under_way_at_once_is_bounded() -> None:
+    async with trio(p_blocks=40) as made:
+        await made.hold()
+        assert await made.answered(*made.send()) == int(MAX_PULLED_SHARE * 40) * BLOCK
+
+
+@pytest.mark.parametrize(("num_blocks", "num_pulled"), [(6, 6), (7, 0)])
+@virtual
+async def test_running_sequences_keep_a_block_each(num_blocks: int, num_pulled: int) -> None:
+    async with trio(p_blocks=40) as made:
+        await made.hold()
+        made.p.executor.gate.clear()
+        others = [decode_job(62, request=b"other-%d" % number) for number in range(2)]
+        for other in others:
+            made.to_p.send(other)
+            await asyncio.sleep(0.01)
+        made.p.executor.gate.set()
+        await asyncio.sleep(0.012)
+        made.p.executor.gate.clear()
+        assert (made.p.worker.engine.running_seqs, made.p.pool.num_allocatable) == (2, 8)
+        jobs = made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=num_blocks))
+        await asyncio.sleep(0.1)
+        assert made.p.pool.count_cached(made.holder.pool.hashes()) == num_pulled
+        made.p.executor.gate.set()
+        for other in others:
+            await made.to_p.ended(other.job)
+            assert made.to_p.tokens(other.job) == expected_tokens(other)
+        await made.answered(*jobs)
+
+
+@virtual
+async def test_a_cancel_in_mid_pull_gives_everything_back() -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        prefill, _ = made.send()
+        await asyncio.sleep(0.03)
+        assert made.p.worker.jobs.num_following == 1
+        for gateway in (made.to_p, made.to_d):
+            gateway.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+            await gateway.failed(prefill.job)
+        await asyncio.sleep(0.015)  # a slice takes 10 ms, all of them 100
+        assert made.p.pool.counts().landing == 0
+        await made.pair.until_clean()
+        assert made.p.executor.plans == []
+        assert made.holder.worker.owner.open_leases == 0
+        assert await made.answered(*made.send(1)) == NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        prefill, decode = made.send(sample_indices=(0, 1))
+        await asyncio.sleep(0.03)
+        for gateway in (made.to_p, made.to_d):
+            gateway.send(Cancel(job=prefill.job, reason=Reason.CANCELLED, sample_indices=(0,)))
+        await made.to_d.ended(decode.job, samples=(1,))
+        assert {delta.sample_index for delta in made.to_p.deltas[prefill.job]} == {1}
+        assert made.to_d.tokens(decode.job, 1) == expected_tokens(decode, 1)
+
+
+@virtual
+async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        jobs = made.send()
+        await asyncio.sleep(0.03)
+        made.p.worker.drain()
+        assert await made.answered(*jobs) == NUM_BLOCKS * BLOCK
+        await asyncio.wait_for(made.p.running, 5.0)
+
+
+@virtual
+async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        prefill, decode = made.jobs()
+        counted = replace(prefill, decision_id="one")  # type: ignore[arg-type]
+        made.to_p.send(counted)
+        made.to_d.send(decode)
+        await asyncio.sleep(0.03)
+        assert list(made.p.worker.jobs.counted_decisions()) == []
+        await made.answered(counted, decode)
+        reports = made.pair.cluster.scheduler.reports["p"]
+        await asyncio.sleep(0.5)
+        assert [d for report in reports for d in report.counted_decision_ids] == ["one"]
+
+
+@pytest.mark.parametrize(("token_s", "limit_s"), [(None, PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_TIMES_COMPUTING * 0.8)])
+@virtual
+async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | None, limit_s: float) -> None:
+    async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as made:
+        costs = None if token_s is None else SimStepCost(base_s=0.0, per_token_s=token_s).model
+        puller = PrefixPuller(engine=made.p.worker.engine, reader=made.p.worker.reader, block_bytes=BLOCK_BYTES, costs=lambda: costs)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await made.pair.cluster.network.kill(made.holder.ref.address)
+        source = PrefixSource(worker=made.holder.ref, num_blocks=NUM_BLOCKS)
+        await puller.bring(source, builders.hashes_of(range(NUM_TOKENS), BLOCK))
+        assert loop.time() - began_s == pytest.approx(limit_s, abs=0.01)

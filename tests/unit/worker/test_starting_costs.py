@@ -1,0 +1,74 @@
+"""With which costs a worker process begins: its device's own, those of the store, or measured ones."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.costs import StepCostModel
+from baton.engine.step import DeviceFault
+from baton.runtime.health import Health
+from baton.sim.executor import SimStepCost
+from baton.store.memory import MemoryCostStore
+from baton.worker import main
+from baton.worker.device import Device, costs_key
+from baton.worker.service import WorkerUnhealthy
+from tests import builders
+from tests.unit.worker.test_calibrate import CostedExecutor
+from tests.unit.worker.test_main import Opened, config
+from tests.unit.worker.virtual import virtual
+
+KNOWN = SimStepCost().model
+
+
+@pytest.fixture(autouse=True)
+def own_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(main, "turn_path", lambda: tmp_path / "lock")
+
+
+def opened(**changes: Any) -> Device:
+    device = Opened().open(config(), builders.worker_ref("w"))
+    return replace(device, **{"executor": CostedExecutor(), "costs_key": "k", **changes})
+
+
+@virtual
+async def test_measured_once_then_read_from_the_store() -> None:
+    store, first, second = MemoryCostStore(), opened(), opened()
+    costs = await main._costs(first, store, Health())
+    assert isinstance(costs, StepCostModel)
+    assert await main._costs(second, store, Health()) == costs
+    assert (len(first.executor.plans) > 0, second.executor.plans) == (True, [])  # type: ignore[attr-defined]
+
+
+@virtual
+async def test_workers_of_one_kind_that_start_together_measure_once() -> None:
+    store, devices = MemoryCostStore(), [opened() for _ in range(4)]
+    found = await asyncio.gather(*(main._costs(device, store, Health()) for device in devices))
+    assert len(set(found)) == 1
+    assert sum(bool(device.executor.plans) for device in devices) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("costs", "key"), [(KNOWN, "k"), (KNOWN, ""), (None, "")])
+@virtual
+async def test_a_device_that_knows_its_costs_or_has_no_name_is_not_measured(costs: StepCostModel | None, key: str) -> None:
+    device = opened(costs=costs, costs_key=key)
+    assert await main._costs(device, MemoryCostStore(), Health()) == costs
+    assert device.executor.plans == []  # type: ignore[attr-defined]
+
+
+@virtual
+async def test_a_device_that_fails_for_good_makes_the_worker_unhealthy() -> None:
+    executor, health = CostedExecutor(), Health()
+    executor.error = DeviceFault("gone")
+    with pytest.raises(WorkerUnhealthy, match="gone"):
+        await main._costs(opened(executor=executor), MemoryCostStore(), health)
+    assert not health.is_alive
+
+
+def test_the_key_depends_on_everything_that_it_is_told() -> None:
+    parts = ("model", "cpu", "float32", 2, "torch", 16)
+    others = [(*parts[:i], "other", *parts[i + 1 :]) for i in range(len(parts))]
+    assert len({costs_key(*each) for each in (parts, *others)}) == len(parts) + 1
+    assert costs_key(*parts) == costs_key(*parts)

@@ -1,0 +1,221 @@
+"""What a whole worker tells schedulers so that they can predict seconds: blocks it holds, its costs, its queue, its answers' lengths."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.cluster import Command, CommandKind, WorkerReport
+from baton.core.costs import attended_tokens
+from baton.core.errors import Reason, StoreUnavailable
+from baton.core.ids import WorkerRef
+from baton.core.jobs import Cancel
+from baton.core.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier
+from baton.core.request import Sampling
+from baton.sim.transfer_backend import LinkModel
+from baton.store.memory import MemoryKvEventFeed
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.service import KV_EVENTS_TTL_S
+from tests.unit.worker.harness import STEP_COST, Cluster, Node, Pair, pair
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.virtual import virtual
+
+SOON_S = 0.1
+"""Several of the publisher's intervals."""
+
+
+async def told(cluster: Cluster, node: Node) -> set[bytes]:
+    """What a scheduler that follows that worker now believes it to hold."""
+    snapshot = await cluster.feed.snapshot(node.ref)
+    assert snapshot is not None
+    held = set(snapshot.hashes[Tier.DEVICE])
+    events = await cluster.feed.read({node.ref: snapshot.event_seq}, max_events=1_000, wait_s=0.001)
+    for event in events.get(node.ref, ()):
+        assert isinstance(event, KvEvent)
+        held = held | set(event.hashes) if event.kind is KvEventKind.STORED else held - set(event.hashes)
+    return held
+
+
+def last_report(made: Pair, worker_id: str) -> WorkerReport:
+    return made.cluster.scheduler.reports[worker_id][-1]
+
+
+@virtual
+async def test_both_workers_of_a_pair_tell_what_they_hold() -> None:
+    async with pair() as made:
+        _, decode = made.send(num_tokens=30)
+        await made.to_d.ended(decode.job)
+        await asyncio.sleep(SOON_S)
+        for node, num_blocks in ((made.p, 7), (made.d, 9)):
+            assert await told(made.cluster, node) == set(node.pool.hashes())
+            assert len(node.pool.hashes()) == num_blocks
+        await asyncio.sleep(1.0)
+        assert last_report(made, "d").event_seq == made.d.worker.publisher.event_seq > 1  # type: ignore[union-attr]
+
+
+@virtual
+async def test_blocks_that_landed_for_a_request_that_was_cancelled_are_told_at_once() -> None:
+    async with pair(link=LinkModel(bytes_per_s=2e5)) as made:
+        prefill, decode = made.send(num_tokens=200)
+        while len(made.d.pool.hashes()) < 20:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+        made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+        made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+        await made.to_d.failed(decode.job)
+        await asyncio.sleep(SOON_S)
+        assert 0 < len(made.d.pool.hashes()) < 50
+        assert await told(made.cluster, made.d) == set(made.d.pool.hashes())
+
+
+@virtual
+async def test_a_scheduler_may_ask_for_a_snapshot() -> None:
+    async with pair() as made:
+        _, decode = made.send(num_tokens=30)
+        await made.to_d.ended(decode.job)
+        await asyncio.sleep(1.0)
+        before = await made.cluster.feed.snapshot(made.p.ref)
+        made.cluster.scheduler.send("p", Command(kind=CommandKind.SNAPSHOT))
+        await asyncio.sleep(SOON_S)
+        after = await made.cluster.feed.snapshot(made.p.ref)
+        assert before is not None
+        assert after is not None
+        assert (before.hashes[Tier.DEVICE], set(after.hashes[Tier.DEVICE])) == ((), set(made.p.pool.hashes()))
+
+
+@virtual
+async def test_what_it_held_is_forgotten_some_time_after_it_has_gone() -> None:
+    async with pair() as made:
+        await asyncio.sleep(SOON_S)
+        feed, ref = made.cluster.feed, made.d.ref
+        await made.cluster.kill("d")
+        await asyncio.sleep(KV_EVENTS_TTL_S - 2.0)
+        assert await feed.snapshot(ref) is not None
+        await asyncio.sleep(3.0)
+        assert await feed.snapshot(ref) is None
+
+
+class BrokenFeed(MemoryKvEventFeed):
+    async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
+        raise AssertionError("a bug")
+
+
+class AwayFeed(MemoryKvEventFeed):
+    async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
+        raise StoreUnavailable("away")
+
+
+@virtual
+async def test_a_publisher_that_fails_does_not_do_so_unseen() -> None:
+    async with pair() as made:
+        made.cluster.feed = BrokenFeed()
+        node = made.cluster.start("x")
+        await asyncio.wait((node.running,), timeout=5.0)
+        assert node.running.done()
+        assert "a bug" in str(node.running.exception())
+
+
+@virtual
+async def test_a_store_that_is_away_costs_no_request() -> None:
+    async with pair() as made:
+        made.cluster.feed = AwayFeed()
+        node = made.cluster.start("x")
+        gateway = made.cluster.gateway(node)
+        await gateway.connect()
+        job = decode_job(30)
+        gateway.send(job)
+        await gateway.ended(job.job)
+        registry = CollectorRegistry()
+        WorkerMetrics(registry).refresh(node.worker)
+        assert registry.get_sample_value("baton_kv_publisher_behind") == 1
+        assert registry.get_sample_value("baton_kv_resets_total") == 0
+
+
+@virtual
+async def test_the_publisher_is_seen_in_the_metrics() -> None:
+    async with pair(num_blocks=16) as made:
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        for number in range(3):
+            job = decode_job(40, request=b"r%d" % number)
+            made.to_d.send(job)
+            await made.to_d.ended(job.job)
+            await asyncio.sleep(SOON_S)
+            metrics.refresh(made.d.worker)
+        assert registry.get_sample_value("baton_kv_publisher_behind") == 0
+        assert registry.get_sample_value("baton_kv_resets_total") == 1
+        assert registry.get_sample_value("baton_evictions_total") == 3 * 11 - len(made.d.pool.hashes()) > 0
+        assert await told(made.cluster, made.d) == set(made.d.pool.hashes())
+
+
+# -- costs and loads --------------------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_exact_costs_stay_exact() -> None:
+    async with pair() as made:
+        for number in range(3):
+            _, decode = made.send(num_tokens=100, request=b"r%d" % number)
+            await made.to_d.ended(decode.job)
+        await asyncio.sleep(1.0)
+        for worker_id in ("p", "d"):
+            costs = last_report(made, worker_id).costs
+            assert costs is not None
+            exact = STEP_COST.model
+            assert costs.coefficients == exact.coefficients
+            assert [costs.prefill_factor, costs.decode_factor, costs.mixed_factor] == pytest.approx([1.0, 1.0, 1.0])
+
+
+@virtual
+async def test_costs_follow_the_steps_and_are_kept_for_the_next_life() -> None:
+    async with pair() as made:
+        made.d.executor.inner._cost = replace(STEP_COST, base_s=4 * STEP_COST.base_s)  # type: ignore[attr-defined]
+        job = decode_job(30, sampling=Sampling(max_tokens=200, ignore_eos=True))
+        made.to_d.send(job)
+        await made.to_d.ended(job.job)
+        await asyncio.sleep(1.0)
+        costs = last_report(made, "d").costs
+        assert costs is not None
+        assert costs.decode_step_s(1, 100) == pytest.approx(0.0081, rel=0.05)
+        await made.cluster.kill("d")
+        assert await made.cluster.cost_store.get("sim") == costs
+
+
+@virtual
+async def test_a_step_that_failed_corrects_nothing() -> None:
+    async with pair() as made:
+        made.d.executor.error = RuntimeError("bad")
+        job = decode_job(30)
+        made.to_d.send(job)
+        await made.to_d.failed(job.job)
+        await asyncio.sleep(1.0)
+        costs = last_report(made, "d").costs
+        assert costs == STEP_COST.model
+
+
+@virtual
+async def test_the_queue_is_told_with_what_it_attends_to() -> None:
+    async with pair(max_num_batched_tokens=16) as made:
+        made.d.executor.gate.clear()
+        for number in range(2):
+            made.to_d.send(decode_job(50, request=b"r%d" % number))
+        await asyncio.sleep(0.5)
+        report = last_report(made, "d")
+        assert report.max_num_batched_tokens == 16
+        assert (report.waiting_prefill_tokens, report.waiting_prefill_attended_tokens) == (100, 2 * attended_tokens(50, 0))
+        made.d.executor.gate.set()
+        await made.to_d.until(lambda: len(made.to_d.deltas) == 2)
+        await asyncio.sleep(0.5)
+        assert last_report(made, "d").waiting_prefill_attended_tokens == 0
+
+
+@virtual
+async def test_answers_lengths_are_told_by_who_decodes() -> None:
+    async with pair() as made:
+        lengths = (4, 10, 16)
+        for length in lengths:
+            _, decode = made.send(num_tokens=30, request=b"r%d" % length, sampling=Sampling(max_tokens=length, ignore_eos=True))
+            await made.to_d.ended(decode.job)
+        await asyncio.sleep(1.0)
+        assert last_report(made, "d").mean_output_tokens == pytest.approx(10.0)
+        assert last_report(made, "p").mean_output_tokens == 0.0
