@@ -104,10 +104,10 @@ class LegTimeline:
     """Where one leg's seconds went; every value a duration by one clock of the worker's, None for what the leg did not do.
 
     Of the prompt: `queue_s` until memory was there, `compute_s` from then to its first token. Of a pull: `kv_wait_s` until the owner's
-    first block was computed; `kv_transfer_s` while a read was running; `kv_exposed_s` from the owner's last block to the last one landed;
-    `kv_admission_s` from there to the start of the first step with it. Of the answer: `first_decode_s`, that of the first step that made a
-    token after the prompt's own; `decode_s` from the first token to the last. `kv_early_bytes` of `kv_bytes` had been read when the owner
-    announced its last block.
+    first block was computed; `kv_transfer_s` while a read was running; `kv_exposed_s` from the owner's last block to the last one landed,
+    of which `kv_exposed_wait_s` until the last read began; `kv_admission_s` from there to the start of the first step with it. Of the
+    answer: `first_decode_s`, that of the first step that made a token after the prompt's own; `decode_s` from the first token to the
+    last. `kv_early_bytes` of `kv_bytes` had been read when the owner announced its last block.
     """
 
     worker_id: str
@@ -119,6 +119,7 @@ class LegTimeline:
     kv_wait_s: float | None = None
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
+    kv_exposed_wait_s: float | None = None
     kv_admission_s: float | None = None
     kv_bytes: int = 0
     kv_early_bytes: int = 0

@@ -30,9 +30,10 @@ LEASE_MARGIN = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What a pull brought. `num_blocks` landed; `num_computed_tokens` have their KV at the owner, and what it sampled are `first_tokens`.
-    `kv_wait_s`: from the start to the first KvReady; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from the final KvReady to
-    the last block landed. `early_bytes` of `transfer_bytes` had been read at the final KvReady."""
+    """What a pull brought. `num_blocks` landed; `num_computed_tokens` have their KV at the owner, and what it sampled are
+    `first_tokens`. `kv_wait_s`: from the start to the first KvReady; `kv_transfer_s`: while a read was running; `kv_exposed_s`: from
+    the final KvReady to the last block landed, of which `kv_exposed_wait_s` until the last read began. `early_bytes` of
+    `transfer_bytes` had been read at the final KvReady."""
 
     first_tokens: tuple[FirstToken, ...]
     num_computed_tokens: int
@@ -42,6 +43,7 @@ class PullResult:
     kv_wait_s: float
     kv_transfer_s: float
     kv_exposed_s: float
+    kv_exposed_wait_s: float
     transport: str
 
 
@@ -142,6 +144,7 @@ class Pull:
             kv_wait_s=self._first_ready_s - self._started_s,
             kv_transfer_s=self._transfer_s,
             kv_exposed_s=self._ended_s - self._final_s,
+            kv_exposed_wait_s=max(0.0, self._reading_since_s - self._final_s),
             transport=self._link.reads.transport if self._link.reads else "",
         )
 

@@ -132,6 +132,7 @@ class PulledDecodeLeg(DecodeLeg):
             kv_wait_s=result.kv_wait_s if result else None,
             kv_transfer_s=result.kv_transfer_s if result else None,
             kv_exposed_s=result.kv_exposed_s if result else None,
+            kv_exposed_wait_s=result.kv_exposed_wait_s if result else None,
             kv_admission_s=self._admission_s,
             kv_bytes=result.transfer_bytes if result else 0,
             kv_early_bytes=result.early_bytes if result else 0,

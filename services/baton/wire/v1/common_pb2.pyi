@@ -212,7 +212,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LegTimeline(_message.Message):
-    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s")
+    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s", "kv_exposed_wait_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class LegTimeline(_message.Message):
     KV_ADMISSION_S_FIELD_NUMBER: _ClassVar[int]
     KV_EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_EXPOSED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     queue_s: float
@@ -243,7 +244,8 @@ class LegTimeline(_message.Message):
     kv_admission_s: float
     kv_early_bytes: int
     first_decode_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
+    kv_exposed_wait_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., kv_exposed_wait_s: _Optional[float] = ...) -> None: ...
 
 class KvComponent(_message.Message):
     __slots__ = ("name", "num_kv_heads", "head_dim", "dtype")
