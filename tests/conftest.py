@@ -2,16 +2,17 @@
 
 import os
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
-ONE_AFTER_THE_OTHER = ("tests/integration", "tests/contract", "tests/gpu", "tests/unit/transfer", "tests/unit/fleet")
+ONE_AFTER_THE_OTHER = ("tests/integration/", "tests/contract/", "tests/gpu/", "tests/unit/transfer/", "tests/unit/fleet/")
 
 # A property is right or wrong, however slow the machine is at the moment.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,9 +26,19 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none; where tests
-    run side by side, those that start processes or look at what the machine is left with go one after the other."""
+class _SideBySide(LoadScopeScheduling):
+    """File by file, but tests that start processes or look at what the machine is left with go one after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ONE_AFTER_THE_OTHER[0] if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _SideBySide(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -36,12 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
-        if _goes_alone(item.path.relative_to(config.rootpath)):
-            item.add_marker(pytest.mark.xdist_group("one after the other"))
-
-
-def _goes_alone(path: Path) -> bool:
-    return any(path.is_relative_to(place) for place in ONE_AFTER_THE_OTHER)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
