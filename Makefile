@@ -35,7 +35,7 @@ run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
 test: setup check
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-long: setup check
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)

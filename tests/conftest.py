@@ -2,17 +2,14 @@
 
 import os
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadScopeScheduling
 
 import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
-ONE_AFTER_THE_OTHER = ("tests/integration/", "tests/contract/", "tests/gpu/", "tests/unit/transfer/", "tests/unit/fleet/")
 
 # A property is right or wrong, however slow the machine is at the moment.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,17 +21,6 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
-
-
-class _SideBySide(LoadScopeScheduling):
-    """File by file, but tests that start processes or look at what the machine is left with go one after the other."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return ONE_AFTER_THE_OTHER[0] if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _SideBySide(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

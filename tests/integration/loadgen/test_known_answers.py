@@ -21,7 +21,7 @@ from loadgen.target import Target
 from tests.integration.loadgen.rig import measure
 from tests.unit.loadgen.plans import plan, request
 
-SLACK_S = 0.5
+SLACK_S = 1.0
 """What a busy machine may add."""
 
 
@@ -77,7 +77,7 @@ async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall
         if begin <= record.intended_s < end - 0.02:
             assert ttft >= end - record.intended_s
         assert ttft < max(0.0, end - record.intended_s) + SLACK_S
-    assert 10 <= run.outcomes.count(Outcome.LATE) <= 20
+    assert 6 <= run.outcomes.count(Outcome.LATE) <= 20
 
 
 async def test_a_plan_of_everything_ends_in_classes_that_sum_to_what_was_offered() -> None:
