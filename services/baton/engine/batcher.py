@@ -27,8 +27,17 @@ def share_budget(running: Iterable[EngineSequence], max_num_batched_tokens: int)
     shares: list[tuple[EngineSequence, int]] = []
     budget = max_num_batched_tokens
     for seq in sorted(running, key=lambda seq: (seq.num_tokens_behind > 1, seq.order)):
-        num_scheduled_tokens = min(seq.num_tokens_behind, budget)
+        num_scheduled_tokens = _chunk(seq, budget, max_num_batched_tokens)
         if num_scheduled_tokens:
             shares.append((seq, num_scheduled_tokens))
             budget -= num_scheduled_tokens
     return shares
+
+
+def _chunk(seq: EngineSequence, budget: int, max_num_batched_tokens: int) -> int:
+    """Of a prompt of four chunks and more whose KV another worker reads, the last one is at most a fifth: the reader has four fifths by the
+    time the prompt is done."""
+    num_tokens = min(seq.num_tokens_behind, budget)
+    fifth = len(seq.token_ids) // 5
+    is_long = seq.request.for_reader and seq.num_computed_tokens >= 3 * max_num_batched_tokens
+    return num_tokens - fifth if is_long and num_tokens == seq.num_tokens_behind > fifth else num_tokens
