@@ -35,9 +35,9 @@ def share_budget(running: Iterable[EngineSequence], max_num_batched_tokens: int)
 
 
 def _chunk(seq: EngineSequence, budget: int, max_num_batched_tokens: int) -> int:
-    """Of a prompt of four chunks and more whose KV another worker reads, the last one is at most a fifth: the reader has four fifths by the
-    time the prompt is done."""
+    """Of a prompt of four chunks and more whose KV another worker reads, the last one is at most a sixth: with what does not
+    fill a block the reader has four fifths by the time the prompt is done."""
     num_tokens = min(seq.num_tokens_behind, budget)
-    fifth = len(seq.token_ids) // 5
+    sixth = len(seq.token_ids) // 6
     is_long = seq.request.for_reader and seq.num_computed_tokens >= 3 * max_num_batched_tokens
-    return num_tokens - fifth if is_long and num_tokens == seq.num_tokens_behind > fifth else num_tokens
+    return num_tokens - sixth if is_long and num_tokens == seq.num_tokens_behind > sixth else num_tokens

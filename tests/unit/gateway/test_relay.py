@@ -665,8 +665,8 @@ async def _random_faults(rng: Random, seed: int) -> None:
         answers = await asyncio.gather(*(c.ask(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True)
         for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
             if isinstance(got, Refused):
-                # By chance two workers died under it in a row, or one under each of its attempts.
-                assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST)
+                # By chance two workers died under it in a row, or one under each of its attempts (its successor may already answer).
+                assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
                 continue
             assert not isinstance(got, BaseException), got
             assert {i: text.encode() for i, text in got.texts.items()} == {
