@@ -50,7 +50,7 @@ proto: setup
 	$(BIN)/python tools/gen_proto.py
 
 bench: setup
-	@set -e; for script in bench/handoff.py bench/gateway.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in bench/handoff.py bench/gateway.py bench/scheduler.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf $(VENV) build dist services/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

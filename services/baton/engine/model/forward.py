@@ -35,7 +35,7 @@ class Forward(Protocol):
     def __call__(self, step: PackedStep) -> Forwarded: ...
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Take out of the model what was put into it."""
         ...
 
 

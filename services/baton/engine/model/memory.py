@@ -1,62 +1,22 @@
-"""How many KV blocks a worker can have."""
+"""Memory of the device that a model runs on."""
 
-from pathlib import Path
+import ctypes
+from contextlib import suppress
 
-import psutil
 import torch
 
-from baton.core.blocks import num_blocks_for
-from baton.core.errors import ConfigError
-from baton.core.kv_layout import KvLayout
-from baton.runtime.quantities import format_size
-
-DEFAULT_SHARE = 0.5
-"""Of the memory that is free once the model is loaded, for KV; the rest is left to activations, other processes and the page cache."""
-_CGROUP = Path("/sys/fs/cgroup")
+from baton.engine.kv_memory import free_host_bytes
 
 
-def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
-    """Memory that can still be taken on `device`: of a host, within the limit of this process's cgroup."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on `device`."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit, current = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - current))
+    return free_host_bytes()
 
 
-def num_kv_blocks(
-    layout: KvLayout,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    free: int,
-    workers_on_host: int = 1,
-    kv_memory: int | None = None,
-) -> int:
-    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of `free`.
-
-    Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one
-    such sequence fits, or if more is asked for than is free.
-    """
-    if workers_on_host < 1:
-        raise ValueError(f"workers_on_host is {workers_on_host}")
-    least = num_blocks_for(max_model_len, layout.block_size_tokens)
-    if kv_memory is not None:
-        if kv_memory > free:
-            raise ConfigError(f"--kv-memory {format_size(kv_memory)} is more than the {free >> 20} MiB that are free here: give less")
-        blocks = kv_memory // layout.block_bytes
-        given = f"--kv-memory {format_size(kv_memory)}"
-    else:
-        budget = int(free * DEFAULT_SHARE) // workers_on_host
-        blocks = min(budget // layout.block_bytes, least * max_num_seqs)
-        given = f"this worker's share of the free memory, {budget >> 20} MiB,"
-    if blocks < least:
-        raise ConfigError(
-            f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens, less than one sequence of {max_model_len}: give at least "
-            f"--kv-memory {format_size(least * layout.block_bytes)}, or a smaller --max-model-len"
-        )
-    return blocks
+def give_back_freed() -> None:
+    """What this process has freed and its allocator keeps goes back to the host, where the C library can be told to (glibc)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

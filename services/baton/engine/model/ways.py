@@ -1,14 +1,16 @@
 """How a model is run here: the fastest way that is proven to compute what the model itself does."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import ModelError
+from baton.core.errors import BatonError
 from baton.engine.model.attention import PagedKernel, paged_attention
+from baton.engine.model.attention_step import Asked
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward, can_fuse
 from baton.engine.model.loading import LoadedModel
-from baton.engine.model.native.build import NoKernels
-from baton.engine.model.native.library import kernel_of, load_kernels
+from baton.engine.model.memory import give_back_freed
+from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.runtime.logging import get_logger
 
@@ -25,20 +27,45 @@ class Way:
 
 
 def choose_way(loaded: LoadedModel, *, kernels: str, num_threads: int, block_size_tokens: int) -> Way:
-    """`kernels`: as the setting. Raises ModelError if the model cannot be served in any way; one that is not proven is said in the log."""
+    """`kernels`: as the setting. Raises ModelError if the model cannot be served in any way; a way that is not taken is said in the log,
+    whatever it failed with. Afterwards the model may run in the way returned alone, see `FusedForward.own_weights`."""
     asked = prove_masks(loaded, block_size_tokens)
+    way = None
     if kernels == "auto" and loaded.device.type == "cpu":
-        try:
-            ours = load_kernels(num_threads)
-            if can_fuse(loaded.model):
-                fused = FusedForward(loaded.model, asked, ours)
-                prove_numbers(loaded, block_size_tokens, forward=fused)
-                return Way(name="our kernels", forward=fused)
-            prove_numbers(loaded, block_size_tokens, kernel=kernel_of(ours))
-            return Way(name="our attention", forward=ModelForward(loaded.model), kernel=kernel_of(ours))
-        except NoKernels as error:
-            log.warning("no_kernels", problem=str(error), hint="the model runs through torch, slower; see `baton doctor`")
-        except ModelError as error:
-            log.warning("kernels_not_proven", problem=str(error), hint="the model runs through torch, slower")
-    prove_numbers(loaded, block_size_tokens)
-    return Way(name="torch", forward=ModelForward(loaded.model))
+        way = _with_kernels(loaded, asked, num_threads, block_size_tokens)
+    if way is None:
+        prove_numbers(loaded, block_size_tokens)
+        way = Way(name="torch", forward=ModelForward(loaded.model))
+    give_back_freed()  # proofs leave a lot, and KV memory is sized next by what is free
+    return way
+
+
+def _with_kernels(loaded: LoadedModel, asked: Sequence[Asked], num_threads: int, block_size_tokens: int) -> Way | None:
+    """The fastest way with our kernels that builds and is proven here, if any is."""
+    try:
+        kernels = load_kernels(num_threads)
+    except Exception as error:  # a compiler, a linker or a loader may fail in ways of its own, and torch needs none of them
+        log.warning("no_kernels", problem=_said(error), hint="the model runs through torch, slower; see `baton doctor`")
+        return None
+    try:
+        if can_fuse(loaded.model):
+            return _fused(loaded, asked, kernels, block_size_tokens)
+    except Exception as error:  # operations of oneDNN that this build of torch lacks, a layer that is not what it seems
+        log.warning("not_fused", problem=_said(error), hint="the model runs by its own code, with our attention, slower")
+    try:
+        prove_numbers(loaded, block_size_tokens, kernel=kernel_of(kernels))
+    except Exception as error:
+        log.warning("kernels_not_proven", problem=_said(error), hint="the model runs through torch, slower")
+        return None
+    return Way(name="our attention", forward=ModelForward(loaded.model), kernel=kernel_of(kernels))
+
+
+def _fused(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int) -> Way:
+    forward = FusedForward(loaded.model, asked, kernels)
+    prove_numbers(loaded, block_size_tokens, forward=forward)
+    forward.own_weights()  # only now: the proof compares with the model's own pass, and what is not proven needs it
+    return Way(name="our kernels", forward=forward)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from baton.core.errors import ModelError
@@ -42,6 +44,7 @@ FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral with a window": lambda: MistralConfig(**TINY, sliding_window=40),
     "qwen2, a window on one layer": lambda: Qwen2Config(**TINY, use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=32, tie_word_embeddings=True),
+    "160 query heads of one KV head": lambda: Qwen3Config(**TINY | {"num_attention_heads": 160, "num_key_value_heads": 1}, head_dim=8),
 }
 NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**TINY),
@@ -49,6 +52,42 @@ NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "mlp biases": lambda: LlamaConfig(**TINY, mlp_bias=True),
     "another activation": lambda: LlamaConfig(**TINY, hidden_act="gelu"),
 }
+
+
+class Quantized(nn.Linear):
+    """Computes something of its own."""
+
+
+def _set_dtype(base: Any) -> None:
+    base.norm.weight.data = base.norm.weight.data.bfloat16()
+
+
+def _set_rotary(base: Any) -> None:
+    base.rotary_emb.inv_freq = base.rotary_emb.inv_freq[:4]
+
+
+def _set_eps(base: Any) -> None:
+    base.layers[1].self_attn.k_norm.variance_epsilon = 1e-3
+
+
+def _set_bias(base: Any) -> None:
+    base.layers[1].self_attn.k_proj.bias = nn.Parameter(torch.zeros(64))
+
+
+def _set_kind(base: Any) -> None:
+    base.layers[1].mlp.down_proj.__class__ = Quantized
+
+
+def _set_embedding(base: Any) -> None:
+    base.embed_tokens.__class__ = type("ScaledEmbedding", (nn.Embedding,), {})
+
+
+def _set_width(base: Any) -> None:
+    base.layers[1].mlp.up_proj = nn.Linear(64, 80, bias=False)
+
+
+def _set_depth(base: Any) -> None:
+    base.layers.append(base.layers[0])
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +157,18 @@ def test_half_precision_is_no_further_from_float32_than_the_model_itself(
 @pytest.mark.parametrize("name", list(NOT_FUSED))
 def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
     assert not can_fuse(load_model(save(NOT_FUSED[name]()), device="cpu").model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_set_dtype, _set_rotary, _set_eps, _set_bias, _set_kind, _set_embedding, _set_width, _set_depth],
+    ids=lambda f: f.__name__[5:],
+)
+def test_a_module_that_is_not_as_it_is_taken_for(change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]) -> None:
+    model = load_model(save(Qwen3Config(**TINY, head_dim=32)), device="cpu").model
+    assert can_fuse(model)
+    change(model.base_model)
+    assert not can_fuse(model)
 
 
 def test_a_decoder_that_is_not_this_one_is_found_out(save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:

@@ -1,5 +1,7 @@
 """Our kernels against torch, and how they come to be."""
 
+import ctypes
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -9,16 +11,37 @@ import numpy as np
 import pytest
 import torch
 
+from baton.core.errors import LayoutMismatch
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
-from baton.engine.model.native.build import MAX_KEPT, NoKernels, build
+from baton.engine.model.native.build import COMPILERS, HERE, MAX_KEPT, OPTIONS, NoKernels, build
 from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
 """(tokens of the step, context) of each."""
-SHAPES = ((4, 2, 64, 16), (8, 1, 128, 16), (8, 8, 32, 8), (4, 2, 80, 16), (14, 2, 64, 32))
+SHAPES = (
+    (4, 2, 64, 16),
+    (8, 1, 128, 16),
+    (8, 8, 32, 8),
+    (4, 2, 80, 16),
+    (14, 2, 64, 32),
+    (4, 4, 7, 1),
+    (160, 1, 8, 16),  # more query heads of a KV head than a tile has rows, of which the next two are
+    (258, 2, 32, 16),
+    (128, 1, 32, 16),
+)
+"""(query heads, KV heads, head size, block size)."""
+HALVES = """
+#include "numbers.h"
+extern "C" void widen(const baton::Fp16* from, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = baton::to_float(from[i]);
+}
+extern "C" void narrow(const float* from, baton::Fp16* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = baton::from_float<baton::Fp16>(from[i]);
+}
+"""
 NOTING_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo 1 && exit 0
 echo x >> "$CALLS"
@@ -111,6 +134,45 @@ def test_norm_and_gate_are_those_of_torch(library: Path, dtype: torch.dtype) -> 
     pair = (torch.randn(70, 520) * 20).to(dtype)
     gated = torch.nn.functional.silu(pair[:, :260].float()) * pair[:, 260:].float()
     torch.testing.assert_close(kernels.silu_gate(pair).float(), gated, rtol=near, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, ("-O1", "-std=c++17", "-fPIC", "-shared")], ids=["in vectors", "one by one"])
+@pytest.mark.parametrize("flush", [False, True])
+def test_halves_are_those_of_numpy(library: Path, tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
+    """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours, and any bits at all. A
+    thread that flushes subnormal floats gets the same."""
+    (tmp_path / "halves.cpp").write_text(HALVES)
+    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
+    subprocess.run([compiler, *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
+    halves = ctypes.CDLL(str(tmp_path / "halves.so"))
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = bits.view(np.float16).astype(np.float32)
+        below, above = exact[:0x7C00], np.append(exact[1:0x7C00], np.float32(65536))  # the last middle is where infinity begins
+        middle = (below + above) / 2
+        near = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))])
+        anything = np.random.default_rng(0).integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
+        floats = np.ascontiguousarray(np.concatenate([exact, near, -near, anything]))
+        right = floats.astype(np.float16)
+    widened, narrowed = np.empty(bits.size, np.float32), np.empty(floats.size, np.float16)
+    torch.set_flush_denormal(flush)
+    try:
+        halves.widen(ctypes.c_void_p(bits.ctypes.data), ctypes.c_void_p(widened.ctypes.data), ctypes.c_int64(bits.size))
+        halves.narrow(ctypes.c_void_p(floats.ctypes.data), ctypes.c_void_p(narrowed.ctypes.data), ctypes.c_int64(floats.size))
+    finally:
+        torch.set_flush_denormal(False)
+    for got, wanted, kind in ((widened, exact, np.uint32), (narrowed, right, np.uint16)):
+        assert np.array_equal(np.isnan(got), np.isnan(wanted))
+        numbers = ~np.isnan(wanted)
+        assert np.array_equal(got.view(kind)[numbers], wanted.view(kind)[numbers])
+
+
+def test_heads_that_are_not_those_of_the_cache_are_refused(library: Path) -> None:
+    cache = cache_of(2, 64, 16, torch.float32, 140)
+    step = step_of(cache)
+    for heads, dim in ((5, 64), (4, 32)):
+        with pytest.raises(LayoutMismatch, match="2 KV heads of 64"):
+            kernel_of(Kernels(library, 1))(torch.zeros(heads, 5, dim), 1, step, 1.0, None)
 
 
 def test_without_a_compiler_it_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

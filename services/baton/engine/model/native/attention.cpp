@@ -11,9 +11,10 @@ namespace {
 
 constexpr int PART_TOKENS = 256;  // the least stretch of KV that is worth a part of its own
 
-// A tile, or one part of one: tokens [token_begin, token_end) of a sequence, by one KV head, over the range of its KV.
+// A tile, or one part of one: tokens [token_begin, token_end) of a sequence, by query heads [head_begin, head_end) of one KV head, over the
+// range of its KV.
 struct Item {
-    int seq, kv_head, token_begin, token_end;
+    int seq, kv_head, head_begin, head_end, token_begin, token_end;
     Limits range;
     int part, num_parts, first_part;  // parts of one tile are neighbours in the scratch, from `first_part` on
 };
@@ -21,14 +22,18 @@ struct Item {
 template <typename T>
 struct Work {
     const AttentionArgs& args;
-    int group, tokens_a_tile;
+    int group, heads_a_tile, tokens_a_tile;
     std::vector<Item> items;
     int num_partial = 0;
 
     explicit Work(const AttentionArgs& given) : args(given), group(given.num_heads / given.num_kv_heads) {
-        tokens_a_tile = std::max(1, MAX_ROWS / group);
+        const int splits = (group + MAX_ROWS - 1) / MAX_ROWS;  // heads of one KV head that are more than a tile holds are shared out evenly
+        heads_a_tile = (group + splits - 1) / splits;
+        tokens_a_tile = MAX_ROWS / heads_a_tile;
         int num_tiles = 0;
-        for (int s = 0; s < args.num_seqs; s++) num_tiles += (num_tokens(s) + tokens_a_tile - 1) / tokens_a_tile * args.num_kv_heads;
+        for (int s = 0; s < args.num_seqs; s++) {
+            num_tiles += (num_tokens(s) + tokens_a_tile - 1) / tokens_a_tile * args.num_kv_heads * splits;
+        }
         // long tiles first, so that no thread is left with one at the end
         for (int s = 0; s < args.num_seqs; s++) plan(s, num_tiles);
         std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return cost(a) > cost(b); });
@@ -45,22 +50,25 @@ struct Work {
             const int wanted = (4 * args.num_threads + num_tiles - 1) / num_tiles;  // parts, so that every thread has a few
             const int parts = args.num_threads == 1 ? 1 : std::clamp(wanted, 1, std::max(1, (high - low) / PART_TOKENS));
             const int step = up((high - low + parts - 1) / parts, LANES);
-            for (int head = 0; head < args.num_kv_heads; head++) {
+            for (int head = 0; head < args.num_heads;) {
+                const int kv_head = head / group, head_end = std::min(head + heads_a_tile, (kv_head + 1) * group);
                 const int num_parts = (high - low + step - 1) / step;
                 for (int part = 0; part < num_parts; part++) {
                     const Limits range{low + part * step, std::min(high, low + (part + 1) * step)};
-                    items.push_back(Item{seq, head, begin, end, range, part, num_parts, num_partial});
+                    items.push_back(Item{seq, kv_head, head, head_end, begin, end, range, part, num_parts, num_partial});
                 }
                 if (num_parts > 1) num_partial += num_parts;
+                head = head_end;
             }
         }
     }
 
-    int num_rows(const Item& item) const { return (item.token_end - item.token_begin) * group; }
-
-    // Row r of a tile: token r / group, head r % group of the KV head's.
-    int64_t token_of(const Item& item, int row) const { return args.token_begin[item.seq] + item.token_begin + row / group; }
-    int64_t head_of(const Item& item, int row) const { return int64_t(item.kv_head) * group + row % group; }
+    // Row r of a tile: token r / heads, head r % heads of its own.
+    int num_heads(const Item& item) const { return item.head_end - item.head_begin; }
+    int num_rows(const Item& item) const { return (item.token_end - item.token_begin) * num_heads(item); }
+    int own_token(const Item& item, int row) const { return item.token_begin + row / num_heads(item); }
+    int64_t token_of(const Item& item, int row) const { return args.token_begin[item.seq] + own_token(item, row); }
+    int64_t head_of(const Item& item, int row) const { return item.head_begin + row % num_heads(item); }
 };
 
 template <typename T, typename Tile>
@@ -71,7 +79,7 @@ void run_item(const Work<T>& work, const Item& item, Tile& tile, Running& run) {
     Limits seen[MAX_ROWS];
     for (int r = 0; r < rows; r++) {
         queries[r] = static_cast<const T*>(args.q) + work.token_of(item, r) * args.q_token_stride + work.head_of(item, r) * args.q_head_stride;
-        const int own = before + item.token_begin + r / work.group;
+        const int own = before + work.own_token(item, r);
         seen[r] = Limits{args.window ? std::max(0, own + 1 - args.window) : 0, own + 1};
     }
     const KvRows<T> kv{
@@ -147,8 +155,8 @@ extern "C" void baton_paged_attention(const baton::AttentionArgs* args) {
         case FLOAT16: return attention<Fp16, FloatTile<Fp16>>(*args);
         default: break;
     }
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-    if (args->head_dim % 32 == 0 && args->head_dim <= 1024) return attention<Bf16, PairTile>(*args);
+#ifdef BATON_PAIRS
+    if (args->head_dim % 32 == 0 && args->head_dim <= PairTile::MAX_DIM) return attention<Bf16, PairTile>(*args);
 #endif
     attention<Bf16, FloatTile<Bf16>>(*args);
 }

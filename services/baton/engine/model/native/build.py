@@ -20,7 +20,9 @@ from baton.core.errors import BatonError
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "layers.cpp")
 HEADERS = ("attention.h", "numbers.h", "tile.h")
-OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
+"""Every instruction of this processor: clang for ARM long knew but the second spelling."""
+OPTIONS = ("-O3", NATIVE, "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 120.0
 MAX_KEPT = 4

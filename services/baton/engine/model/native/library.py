@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from baton.core.errors import LayoutMismatch
 from baton.engine.model.attention import PagedKernel
 from baton.engine.model.attention_step import Asked, AttentionStep, Tables
 from baton.engine.model.kv_cache import KvCache
@@ -60,8 +61,11 @@ class Kernels:
         self.num_threads = num_threads
 
     def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:
-        """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`."""
+        """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`. Raises LayoutMismatch if the
+        cache has other heads."""
         blocks = cache.blocks
+        if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
+            raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}")
         args = _AttentionArgs(
             query.data_ptr(),
             out.data_ptr(),

@@ -5,10 +5,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
-#endif
-
 namespace baton {
 
 struct Bf16 {
@@ -19,19 +15,31 @@ struct Fp16 {
     uint16_t bits;
 };
 
-inline float to_float(float value) { return value; }
-
-inline float to_float(Bf16 value) {
-    uint32_t bits = uint32_t(value.bits) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
+inline float of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
 }
 
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bf16 value) { return of_bits(uint32_t(value.bits) << 16); }
+
+// float16 goes through integers: compilers have no common type for it, and loops of this are vectorized, which those of one are not. What is
+// subnormal (below 2^-14) is the difference of two normal floats, so that flushing subnormals changes nothing.
+constexpr uint32_t EXPONENT_STEP = 1u << 23;  // of a float; a half's exponents are 112 lower, its mantissa 13 bits shorter
+
 inline float to_float(Fp16 value) {
-    _Float16 half;
-    std::memcpy(&half, &value.bits, 2);
-    return float(half);
+    const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, size = uint32_t(value.bits & 0x7fff) << 13;
+    const uint32_t subnormal = bits_of(of_bits(size + 113 * EXPONENT_STEP) - of_bits(113 * EXPONENT_STEP));
+    const uint32_t other = size + (size >= 31 * EXPONENT_STEP ? 224 : 112) * EXPONENT_STEP;
+    return of_bits(sign | (size < EXPONENT_STEP ? subnormal : other));
 }
 
 template <typename T>
@@ -45,19 +53,21 @@ inline float from_float<float>(float value) {
 // To nearest, ties to even; NaN stays NaN.
 template <>
 inline Bf16 from_float<Bf16>(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
+    uint32_t bits = bits_of(value);
     if (value != value) return Bf16{uint16_t((bits >> 16) | 0x40)};
     bits += 0x7fff + ((bits >> 16) & 1);
     return Bf16{uint16_t(bits >> 16)};
 }
 
+// The same. Adding 0.5 to what will be subnormal leaves its half in the lowest bits, rounded.
 template <>
 inline Fp16 from_float<Fp16>(float value) {
-    _Float16 half = _Float16(value);
-    Fp16 out;
-    std::memcpy(&out.bits, &half, 2);
-    return out;
+    const uint32_t bits = bits_of(value), sign = bits & 0x80000000u, size = bits ^ sign;
+    const uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f);
+    const uint32_t normal = (size - 112 * EXPONENT_STEP + 0xfff + ((size >> 13) & 1)) >> 13;
+    const uint32_t beyond = size > 255 * EXPONENT_STEP ? 0x7e00 : 0x7c00;
+    const uint32_t half = size < 113 * EXPONENT_STEP ? subnormal : size < 143 * EXPONENT_STEP ? normal : beyond;
+    return Fp16{uint16_t(half | sign >> 16)};
 }
 
 // 2^x for x in [-126, 127], beyond which it stays; relative error below 2e-7. Without branches, so that loops of it are vectorized.
@@ -71,10 +81,7 @@ inline float exp2_near(float x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    const int32_t exponent = (int32_t(whole) + 127) << 23;
-    float by;
-    std::memcpy(&by, &exponent, 4);
-    return p * by;
+    return p * of_bits(uint32_t(int32_t(whole) + 127) << 23);
 }
 
 constexpr float LOG2_E = 1.44269504f;

@@ -11,11 +11,16 @@
 
 #include "numbers.h"
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define BATON_PAIRS
+#include <immintrin.h>
+#endif
+
 namespace baton {
 
 constexpr int LANES = 16;
 constexpr int KV_TILE = 128;
-constexpr int MAX_ROWS = 128;
+constexpr int MAX_ROWS = 128;  // of a tile; who makes tiles keeps to it
 constexpr float NEVER = -1e30f;  // below every score; not infinite, so that differences stay numbers
 
 inline int up(int value, int step) { return (value + step - 1) / step * step; }
@@ -121,7 +126,7 @@ class FloatTile {
     std::vector<float> keys_, values_, queries_, scores_;
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#ifdef BATON_PAIRS
 
 // 2^x for x <= 0: a polynomial of the fraction (relative error below 2e-7), scaled by the exponent.
 inline __m512 exp2_lanes(__m512 x) {
@@ -201,9 +206,11 @@ inline void multiply_all(
     for (; c < columns; c += LANES) multiply_rows<1>(sums + c, sum_stride, left, rows, right + c, right_step, pairs);
 }
 
-// bfloat16, for head sizes that are multiples of 32.
+// bfloat16, for head sizes that are multiples of 32, up to MAX_DIM.
 class PairTile {
    public:
+    static constexpr int MAX_DIM = 1024;
+
     void attend(const Bf16* const* rows, int num_rows, const Limits* seen, const KvRows<Bf16>& kv, Limits range, float factor, Running& run) {
         const int dim = kv.head_dim;
         keys_.resize(size_t(dim / 2) * KV_TILE);
@@ -230,7 +237,7 @@ class PairTile {
     // 16 tokens from `index` on, of which `count` exist, to column `column` of the keys and row `column` of the values.
     void pack(const KvRows<Bf16>& kv, int index, int count, int column) {
         const int dim = kv.head_dim;
-        alignas(64) static const Bf16 nothing[1024] = {};
+        alignas(64) static const Bf16 nothing[MAX_DIM] = {};
         const Bf16* keys[LANES];
         const Bf16* values[LANES];
         for (int i = 0; i < LANES; i++) {

@@ -1,0 +1,151 @@
+"""Which way is taken, and what is taken where one fails: each failure is one line in the log, and the model is served all the same."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import Olmo2Config, PreTrainedConfig
+
+from baton.core.errors import ModelError
+from baton.engine.model import fused, ways
+from baton.engine.model.forward import ModelForward
+from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.native.build import NoKernels, build
+from baton.engine.model.self_proof import prove_numbers
+from baton.engine.model.ways import Way, choose_way
+from tests.unit.engine.model.conftest import TINY
+
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def needs_a_compiler() -> None:
+    try:
+        build()
+    except NoKernels as error:
+        pytest.skip(f"no C++ compiler: {error}")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(event, problem) of each warning."""
+    events: list[tuple[str, str]] = []
+
+    class Log:
+        def warning(self, event: str, *, problem: str, hint: str) -> None:
+            events.append((event, problem))
+
+    monkeypatch.setattr(ways, "log", Log())
+    return events
+
+
+@pytest.fixture
+def loaded(tiny_dir: Path) -> LoadedModel:
+    return load_model(tiny_dir, device="cpu")
+
+
+def chosen(loaded: LoadedModel, kernels: str = "auto") -> Way:
+    """The way taken, which is proven once more."""
+    way = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    prove_numbers(loaded, SIZE, kernel=way.kernel, forward=way.forward)
+    way.forward.close()
+    return way
+
+
+def fail(*_arguments: Any, **_options: Any) -> NoReturn:
+    raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+
+def test_the_fastest_where_nothing_fails(
+    loaded: LoadedModel, save: Callable[[PreTrainedConfig], Path], said: list[tuple[str, str]]
+) -> None:
+    assert chosen(loaded).name == "our kernels"
+    assert chosen(load_model(save(Olmo2Config(**TINY)), device="cpu")).name == "our attention"
+    assert chosen(loaded, "torch").name == "torch"
+    assert not said
+
+
+@pytest.mark.parametrize("broken", ["FusedForward", "can_fuse"])
+def test_a_decoder_that_cannot_be_built(
+    broken: str, loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, broken, fail)
+    assert chosen(loaded).name == "our attention"
+    assert [event for event, _ in said] == ["not_fused"]
+    assert said[0][1].startswith("AttributeError: ")
+
+
+def test_a_decoder_that_fails_half_way_leaves_the_model_whole(
+    loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of the weights are joined by then."""
+    layers, before = iter(range(9)), fused._layer
+    monkeypatch.setattr(fused, "_layer", lambda module, asked: before(module, asked) if next(layers) < 1 else fail())
+    assert chosen(loaded).name == "our attention"
+    assert [event for event, _ in said] == ["not_fused"]
+
+
+def test_a_decoder_that_is_not_proven(loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fused.FusedForward._turns
+    monkeypatch.setattr(fused.FusedForward, "_turns", lambda self, positions: before(self, positions + 1000 * (positions > 3)))
+    assert chosen(loaded).name == "our attention"
+    assert [event for event, _ in said] == ["not_fused"]
+    assert "computes something else" in said[0][1]
+
+
+def test_an_attention_that_is_not_proven(loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "FusedForward", fail)
+    monkeypatch.setattr(ways, "kernel_of", lambda _: lambda query, layer, step, scaling, window: query.transpose(0, 1).contiguous())
+    assert chosen(loaded).name == "torch"
+    assert [event for event, _ in said] == ["not_fused", "kernels_not_proven"]
+
+
+@pytest.mark.parametrize("error", [NoKernels("no C++ compiler"), AttributeError("undefined symbol: baton_rms_norm")])
+def test_kernels_that_cannot_be_had(
+    error: Exception, loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_num_threads: int) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(ways, "load_kernels", refuse)
+    assert chosen(loaded).name == "torch"
+    assert [event for event, _ in said] == ["no_kernels"]
+    assert str(error) in said[0][1]
+
+
+def test_a_model_that_cannot_be_served_at_all(loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every proof fails; the last one's reason is what the worker ends with."""
+
+    def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
+        raise ModelError("computes something else")
+
+    monkeypatch.setattr(ways, "prove_numbers", refuse)
+    with pytest.raises(ModelError, match="computes something else"):
+        choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    assert [event for event, _ in said] == ["not_fused", "kernels_not_proven"]
+
+
+def test_packed_weights_are_held_once(tiny_dir: Path) -> None:
+    """What is left of the model after its choice: what was not packed, and all that is asked of a loaded model."""
+    loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    if not fused._can_pack(loaded.dtype):
+        pytest.skip("this processor or this build of torch packs no bfloat16 weights")
+    layout = loaded.layout(SIZE)
+    way = choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    assert way.name == "our kernels"
+    left = {name for name, parameter in loaded.model.named_parameters() if parameter.numel()}
+    assert left == {name for name, _ in loaded.model.named_parameters() if "norm" in name or "embed_tokens" in name}
+    assert (loaded.dtype, loaded.device, loaded.layout(SIZE)) == (torch.bfloat16, torch.device("cpu"), layout)
+    with pytest.raises(ModelError, match="cannot run"), closing(ModelForward(loaded.model)) as own:
+        prove_numbers(loaded, SIZE, forward=own)
+
+
+def test_weights_that_are_not_packed_stay_the_models_own(loaded: LoadedModel) -> None:
+    choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    assert all(parameter.numel() for parameter in loaded.model.parameters())
+    attention = loaded.model.base_model.layers[0].self_attn
+    storages = {module.weight.untyped_storage().data_ptr() for module in (attention.q_proj, attention.k_proj, attention.v_proj)}
+    assert len(storages) == 1, "the model has views of what was joined"
