@@ -13,7 +13,7 @@ from baton.core.apis import LifeTable
 from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.cluster import BlockCounts
 from baton.core.kv_events import KvEventKind
-from baton.engine.invariants import demand
+from baton.engine.demand import demand
 
 
 class BlockFill(Enum):

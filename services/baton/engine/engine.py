@@ -1,18 +1,20 @@
 """The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no clock, no device."""
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
-from baton.engine.batcher import one_token_behind, queue_order, share_budget, victim
+from baton.engine.batcher import share_budget
 from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig as EngineConfig
 from baton.engine.config import check_possible, no_room
-from baton.engine.invariants import check_sequences, demand
-from baton.engine.outcome import Admission, EngineCounters, Outcome, Progress, SequenceOutput
-from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with, max_cached_blocks, num_blocks_wanted
+from baton.engine.demand import demand
+from baton.engine.invariants import check_sequences
+from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutput
+from baton.engine.room import Room
+from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
+from baton.engine.sequence_table import SequenceTable
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
@@ -29,14 +31,9 @@ class Engine:
         self.config = config
         self.pool = pool
         self.counters = EngineCounters()
-        self._queue: dict[int, EngineSequence] = {}  # WAITING or PREEMPTED, by key
-        self._landing: dict[int, EngineSequence] = {}
-        self._running: dict[int, EngineSequence] = {}
-        self._of_request: dict[int, list[EngineSequence]] = {}  # by the caller's seq_id; one until it forks
-        self._next_key = 0
+        self._sequences = SequenceTable()
+        self._room = Room(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
-        self._copies: list[tuple[int, int]] = []  # of the plan that is not applied yet; each source has a reference until then
-        self._admissions: list[Admission] = []
         self._progress: list[Progress] = []
         self._outputs: list[SequenceOutput] = []
 
@@ -44,57 +41,55 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._of_request
+        return self._sequences.is_empty
 
     @property
     def waiting_seqs(self) -> int:
         """Sequences that have no blocks (yet, or any more)."""
-        return len(self._queue)
+        return len(self._sequences.queue)
 
     @property
     def running_seqs(self) -> int:
         """Sequences that have their blocks, those that still land included."""
-        return len(self._running) + len(self._landing)
+        return len(self._sequences.running) + len(self._sequences.landing)
 
     @property
     def waiting_prefill_tokens(self) -> int:
         """Tokens that the device must still compute before their sequences give a next token; cached ones may turn out fewer."""
-        return sum(seq.num_tokens_behind for seq in self._prefills())
+        return sum(seq.num_tokens_behind for seq in self._sequences.prefills())
 
     @property
     def waiting_prefill_attended_tokens(self) -> int:
         """(query, context) pairs of these tokens, `core.costs.attended_tokens`."""
-        return sum(attended_tokens(seq.num_tokens_behind, seq.num_computed_tokens) for seq in self._prefills())
+        return sum(attended_tokens(seq.num_tokens_behind, seq.num_computed_tokens) for seq in self._sequences.prefills())
 
     @property
     def running_context_tokens(self) -> int:
         """KV entries that the running and landing sequences hold or will hold once landed."""
-        landing = sum(len(seq.token_ids) for seq in self._landing.values())
-        return landing + sum(seq.num_computed_tokens for seq in self._running.values())
+        landing = sum(len(seq.token_ids) for seq in self._sequences.landing.values())
+        return landing + sum(seq.num_computed_tokens for seq in self._sequences.running.values())
 
     # -- between steps ------------------------------------------------------------------------------------------------------------------
 
     def check_request(self, request: SequenceRequest, *, num_more_waiting: int = 0) -> None:
         """Raises Refused for what can never run here, or if the queue (with `num_more_waiting` about to join it) is full; ValueError for
         a `seq_id` that lives here already."""
-        if request.seq_id in self._of_request:
+        if self._sequences.of_request(request.seq_id):
             raise ValueError(f"sequence {request.seq_id} exists already")
         check_possible(request, self.config, self.pool.num_blocks)
-        num_waiting = sum(seq.state is SequenceState.WAITING for seq in self._queue.values()) + num_more_waiting
+        num_waiting = sum(seq.state is SequenceState.WAITING for seq in self._sequences.queue.values()) + num_more_waiting
         if num_waiting >= self.config.max_waiting_seqs:
             raise no_room(Reason.QUEUE_FULL, f"{num_waiting} sequences wait here already; try again later")
 
     def add(self, request: SequenceRequest) -> None:
         """Queue a sequence. Raises as `check_request`."""
         self.check_request(request)
-        seq = EngineSequence(request, key=self._new_key(), arrival=self._next_key)
-        self._queue[seq.key] = seq
-        self._of_request[seq.seq_id] = [seq]
+        self._sequences.add(request)
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
         """End these samples (none named: all) without another output. Idempotent; unknown ids are ignored. Blocks that a pull is landing in
         stay out of use until the pull has dropped, landed or quarantined them."""
-        for seq in list(self._of_request.get(seq_id, ())):
+        for seq in self._sequences.of_request(seq_id):
             left = tuple(i for i in seq.sample_indices if sample_indices and i not in sample_indices)
             if left:
                 seq.sample_indices = left
@@ -103,7 +98,7 @@ class Engine:
 
     def fail(self, seq_id: int, failure: Failure) -> None:
         """End all samples that are left, each with this failure as its last output. Unknown ids are ignored."""
-        for seq in list(self._of_request.get(seq_id, ())):
+        for seq in self._sequences.of_request(seq_id):
             for sample_index in seq.sample_indices:
                 self._outputs.append(
                     SequenceOutput(
@@ -119,7 +114,7 @@ class Engine:
     def landed(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
         """All KV of a LANDING sequence is here and proven, and its owner has sampled these tokens. Ignored for a sequence that is not
         (any more) landing. One that is, but whose blocks are not all here with its own content, or whose tokens are not, fails."""
-        seq = next((s for s in self._of_request.get(seq_id, ()) if s.state is SequenceState.LANDING), None)
+        seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.LANDING), None)
         if seq is None:
             return
         num_wrong = sum(not self.pool.is_readable(b) for b in seq.block_table)
@@ -135,13 +130,13 @@ class Engine:
 
     def plan(self) -> StepPlan:
         """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`, before the step need run."""
-        self._give_room_to_decode()
-        shares = share_budget(self._running.values(), self.config.max_num_batched_tokens)
-        shares += self._admit(self.config.max_num_batched_tokens - sum(n for _, n in shares))
+        self._room.give_to_decode()
+        shares = share_budget(self._sequences.running.values(), self.config.max_num_batched_tokens)
+        shares += self._room.admit(self.config.max_num_batched_tokens - sum(n for _, n in shares))
         plan = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(self._step_sequence(seq, num_scheduled_tokens) for seq, num_scheduled_tokens in shares),
-            block_copies=tuple(self._copies),
+            block_copies=tuple(self._room.copies),
         )
         if not plan.is_empty:
             self._next_step_id += 1
@@ -150,20 +145,18 @@ class Engine:
 
     def request_of(self, key: int) -> int:
         """Whose sequence that is which the present plan calls `key`: the `seq_id` that it was added with, shared by all samples."""
-        return self._running[key].seq_id
+        return self._sequences.running[key].seq_id
 
     def apply(self, plan: StepPlan, result: StepResult) -> Outcome:
         """What the step has brought. Sequences that ended while it ran are passed over."""
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} for plan {plan.step_id}")
         self.pool.step_finished()
-        self.pool.unref([source for source, _ in self._copies])
+        self._room.copies_done()
         self.counters.steps += 1
         self.counters.scheduled_tokens += plan.num_tokens
-        self.counters.block_copies += len(self._copies)
-        self._copies.clear()
         for part in plan.sequences:
-            seq = self._running.get(part.seq_id)
+            seq = self._sequences.running.get(part.seq_id)
             if seq is None:
                 continue
             tokens = result.samples.get(part.seq_id, ())
@@ -181,110 +174,13 @@ class Engine:
 
     def take_outcome(self) -> Outcome:
         """What has happened since the last call."""
-        outcome = Outcome(admissions=tuple(self._admissions), progress=tuple(self._progress), outputs=tuple(self._outputs))
-        self._admissions.clear()
+        outcome = Outcome(admissions=tuple(self._room.admissions), progress=tuple(self._progress), outputs=tuple(self._outputs))
+        self._room.admissions.clear()
         self._progress.clear()
         self._outputs.clear()
         return outcome
 
     # -- planning -----------------------------------------------------------------------------------------------------------------------
-
-    def _give_room_to_decode(self) -> None:
-        """Each sequence that is one token behind gets a block of its own to write it to, or somebody is preempted, in the end itself."""
-        for seq in one_token_behind(self._running.values()):
-            while seq.state is SequenceState.RUNNING and not self._has_or_gets_room(seq):
-                loser = victim(self._running.values())
-                if loser is None:  # `seq` itself may not be preempted, so its blocks came all at once and it cannot lack one
-                    raise AssertionError(f"no block for {seq}")
-                self._preempt(loser)
-
-    def _has_or_gets_room(self, seq: EngineSequence) -> bool:
-        """Whether the next token has a place of its own: if not, and there is a block, a new one, or a copy of what other samples share."""
-        index = seq.num_computed_tokens // self.config.block_size_tokens
-        if index == len(seq.block_table):
-            new = self.pool.allocate(1)
-            if new is None:
-                return False
-            seq.block_table += new
-            return True
-        shared = seq.block_table[index]
-        if self.pool.num_refs(shared) - sum(source == shared for source, _ in self._copies) == 1:
-            return True
-        new = self.pool.allocate(1)
-        if new is None:
-            return False
-        self._copies.append((shared, new[0]))  # its reference to the source lasts until the copy is done
-        seq.replace_block(index, new[0])
-        return True
-
-    def _preempt(self, seq: EngineSequence) -> None:
-        self.pool.unref(seq.drop_blocks())
-        del self._running[seq.key]
-        seq.lifecycle.move(SequenceState.PREEMPTED)
-        self._queue[seq.key] = seq
-        self.counters.preemptions += 1
-
-    def _admit(self, budget: int) -> list[tuple[EngineSequence, int]]:
-        """Give waiting sequences all blocks of the tokens they have, in order: who does not fit stops those behind. A prefill that lacks
-        only this step's tokens keeps its claim on blocks, and pulled sequences, which need none of the step, may pass it. Prefills for
-        another worker wait, and all may pass them, while transfers hold more than half of the pool."""
-        shares: list[tuple[EngineSequence, int]] = []
-        slots = self.config.max_num_seqs - sum(seq.num_slots for seq in self._admitted())
-        if not slots:
-            return shares
-        holds_too_much = 2 * self.pool.held_for_others > self.pool.num_blocks
-        claimed = 0
-        for seq in queue_order(self._queue.values()):
-            if seq.request.for_reader and holds_too_much:
-                continue
-            if seq.num_slots > slots or claimed >= self.pool.num_allocatable:
-                break
-            if not budget and not seq.waits_for_pull:
-                claimed += num_blocks_wanted(seq, self.config.block_size_tokens)
-                continue
-            if not self._give_blocks(seq, claimed):
-                break
-            slots -= seq.num_slots
-            if seq.state is SequenceState.RUNNING:
-                num_scheduled_tokens = min(seq.num_tokens_behind, budget)
-                shares.append((seq, num_scheduled_tokens))
-                budget -= num_scheduled_tokens
-        return shares
-
-    def _give_blocks(self, seq: EngineSequence, claimed: int) -> bool:
-        """All blocks or none: cached ones for as much of its beginning as is here, new ones for the rest, leaving what is claimed and
-        one for each sequence that may soon need it."""
-        block_size_tokens = self.config.block_size_tokens
-        cached = self.pool.lookup(islice(seq.hashes, max_cached_blocks(len(seq.token_ids), block_size_tokens)))
-        missing = num_blocks_wanted(seq, block_size_tokens) - len(cached)
-        spare = sum(s.num_slots for s in self._admitted() if not s.request.prefill_only)
-        if missing + spare + claimed > self.pool.num_allocatable - self.pool.num_idle(cached):
-            return False
-        self.pool.ref(cached)
-        new = self.pool.allocate_landing(missing) if seq.waits_for_pull else self.pool.allocate(missing)
-        if new is None:  # enough, but a step in flight may still write to them
-            self.pool.unref(cached)
-            return False
-        self._start(seq, cached, new)
-        return True
-
-    def _start(self, seq: EngineSequence, cached: list[int], new: list[int]) -> None:
-        is_first = seq.num_cached_tokens is None
-        seq.take_blocks(cached, new, self.config.block_size_tokens)
-        del self._queue[seq.key]
-        lands = seq.waits_for_pull
-        seq.lifecycle.move(SequenceState.LANDING if lands else SequenceState.RUNNING)
-        (self._landing if lands else self._running)[seq.key] = seq
-        if is_first:
-            self.counters.cached_tokens += seq.num_computed_tokens
-            self._admissions.append(
-                Admission(
-                    seq_id=seq.seq_id,
-                    block_table=seq.table,
-                    num_cached_blocks=len(cached),
-                    landing_block_ids=tuple(new) if lands else (),
-                )
-            )
 
     def _step_sequence(self, seq: EngineSequence, num_scheduled_tokens: int) -> StepSequence:
         begin = seq.num_computed_tokens
@@ -353,27 +249,17 @@ class Engine:
             self._end(seq, SequenceState.FINISHED)
             return
         if seq.state is SequenceState.LANDING:
-            del self._landing[seq.key]
-            seq.lifecycle.move(SequenceState.RUNNING)
-            self._running[seq.key] = seq
+            self._sequences.landed(seq)
         for token in going_on[1:]:
-            child = seq.fork(key=self._new_key(), sample_index=token.sample_index)
+            child = self._sequences.fork(seq, token.sample_index)
             self.pool.ref(child.block_table)
             child.append(token.token_id)
-            self._running[child.key] = child
-            self._of_request[child.seq_id].append(child)
         seq.sample_indices = (going_on[0].sample_index,)
         seq.append(going_on[0].token_id)
 
     def _end(self, seq: EngineSequence, state: SequenceState) -> None:
         """Out of everything; its references go back at once."""
-        seq.lifecycle.move(state)
-        for place in (self._queue, self._landing, self._running):
-            place.pop(seq.key, None)
-        siblings = self._of_request[seq.seq_id]
-        siblings.remove(seq)
-        if not siblings:
-            del self._of_request[seq.seq_id]
+        self._sequences.end(seq, state)
         self.pool.unref(seq.drop_blocks())
 
     # -- invariants ---------------------------------------------------------------------------------------------------------------------
@@ -381,29 +267,9 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError naming the first invariant that does not hold, the pool's included. For tests: reads everything."""
         self.pool.check()
-        slots = sum(seq.num_slots for seq in self._admitted())
+        slots = sum(seq.num_slots for seq in self._sequences.admitted())
         demand(slots <= self.config.max_num_seqs, f"{slots} sequences run, {self.config.max_num_seqs} may")
-        places = {
-            SequenceState.WAITING: self._queue,
-            SequenceState.PREEMPTED: self._queue,
-            SequenceState.LANDING: self._landing,
-            SequenceState.RUNNING: self._running,
-        }
-        check_sequences(places, (seq for seqs in self._of_request.values() for seq in seqs), self.pool)
-
-    # -- inside -------------------------------------------------------------------------------------------------------------------------
-
-    def _prefills(self) -> Iterable[EngineSequence]:
-        yield from (seq for seq in self._queue.values() if not seq.waits_for_pull)
-        yield from (seq for seq in self._running.values() if seq.num_tokens_behind > 1)
-
-    def _admitted(self) -> Iterable[EngineSequence]:
-        yield from self._running.values()
-        yield from self._landing.values()
-
-    def _new_key(self) -> int:
-        self._next_key += 1
-        return self._next_key
+        check_sequences(self._sequences, self.pool)
 
 
 def _internal(message: str) -> Failure:

@@ -1,28 +1,25 @@
 """What must hold between any two calls of an engine. Raises AssertionError naming the first thing that does not."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from baton.core.blocks import NO_HASH
 from baton.core.lifecycle import SequenceState
+from baton.engine.block_pool import BlockPool
+from baton.engine.demand import demand
 from baton.engine.sequence import EngineSequence
-
-if TYPE_CHECKING:  # the pool demands here what must hold in it
-    from baton.engine.block_pool import BlockPool
+from baton.engine.sequence_table import SequenceTable
 
 
-def demand(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)
-
-
-def check_sequences(
-    places: Mapping[SequenceState, Mapping[int, EngineSequence]], alive: Iterable[EngineSequence], pool: "BlockPool"
-) -> None:
-    """`places`: where a sequence in each state stands, by key; `alive`: all of them, found by request."""
-    num_placed = sum(len(place) for place in {id(place): place for place in places.values()}.values())
-    seqs = list(alive)
+def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
+    """That each stands where its state says and is found by its request, on blocks that are its own. The pool's own: `BlockPool.check`."""
+    places = {
+        SequenceState.WAITING: sequences.queue,
+        SequenceState.PREEMPTED: sequences.queue,
+        SequenceState.LANDING: sequences.landing,
+        SequenceState.RUNNING: sequences.running,
+    }
+    num_placed = len(sequences.queue) + len(sequences.landing) + len(sequences.running)
+    seqs = list(sequences.all_by_request())
     demand(len(seqs) == num_placed, f"{num_placed} sequences in their places, {len(seqs)} found by request")
     refs: Counter[int] = Counter()
     for seq in seqs:
@@ -33,7 +30,7 @@ def check_sequences(
         demand(pool.num_refs(block_id) >= count, f"block {block_id} has fewer references than sequences over it")
 
 
-def _check_sequence(seq: EngineSequence, pool: "BlockPool") -> None:
+def _check_sequence(seq: EngineSequence, pool: BlockPool) -> None:
     hashed, open_ended = seq.block_table[: seq.num_hashed_blocks], seq.block_table[seq.num_hashed_blocks :]
     demand(seq.num_tokens_behind > 0, f"no token to compute: {seq}")
     demand(seq.table == tuple(seq.block_table), f"stale table: {seq}")

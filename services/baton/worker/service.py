@@ -6,14 +6,13 @@ Everything that meets a device, the network, a store or chance is given to it.
 import asyncio
 import os
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
 from baton.core.apis import CostStore, Duplex, KvEventFeed, Member, MemberKind, Membership, Network
 from baton.core.cluster import Command, CommandKind, WorkerReport, WorkerRole, WorkerState
 from baton.core.costs import StepCostModel
-from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StoreUnavailable
+from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
@@ -22,6 +21,7 @@ from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.engine.outcome import Outcome
 from baton.engine.step import Executor
+from baton.runtime.announcing import Announcements
 from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.settings import WorkerConfig
@@ -34,33 +34,19 @@ from baton.worker.costs import CostKeeper
 from baton.worker.jobs import JobTable
 from baton.worker.kv_events import KvEventPublisher
 from baton.worker.leg import LegParts
+from baton.worker.life import WorkerLife, WorkerUnhealthy, WorkerWornOut, draining
 from baton.worker.prefix_pull import PrefixPuller
 from baton.worker.pull_watch import PullWatch
 from baton.worker.report import Reporter
 from baton.worker.sessions import Sessions
 from baton.worker.tasks import Tasks
-from baton.worker.wear import Wear
 
 log = get_logger(__name__)
 
-LAST_WORDS_S = 1.0
-"""How long an unhealthy worker stays to say so."""
-LOOKS_A_HEARTBEAT = 10
-"""How often a worker looks after itself: whether its step is stuck, whether its drain is done."""
-TTL_HEARTBEATS = 3
-"""An announcement ends when so many heartbeats bring no new one."""
 KV_EVENTS_TTL_S = 30.0
 KV_EVENTS_TTL_HEARTBEATS = 10
 """What this worker held is told for the longer of the two after it has gone: nobody asks for it, and schedulers that start need not read
 what is long over."""
-
-
-class WorkerUnhealthy(BatonError):
-    """The worker must not serve any more: its device or its own code is at fault. The process exits, and is started anew."""
-
-
-class WorkerWornOut(WorkerUnhealthy):
-    """It has drained by itself, and lost nothing, but only a new process has all of its memory again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +79,13 @@ class Worker:
         config = parts.config
         self.worker = parts.worker
         self.role = WorkerRole(config.role)
-        self.state = WorkerState.STARTING
         self.pool = parts.pool
         self.engine = parts.engine
         self._parts = parts
         self._config = config
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._wear = Wear(drain_s=config.drain_s, rng=parts.rng)
-        self._is_to_be_replaced = False
-        """It leaves because it is worn out, not because nobody wants it any more."""
-        self._drain_until_s: float | None = None
-        self._leases_until_s: float | None = None
-        self.tasks = Tasks(self._fail)
+        self.tasks = Tasks(lambda error: self._life.fail(error))
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
         self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver, self._costs.observe)
         self.publisher = self._new_publisher()
@@ -174,6 +153,22 @@ class Worker:
             rng=parts.rng,
             tasks=self.tasks,
         )
+        self._life = WorkerLife(
+            parts.worker,
+            config,
+            health=parts.health,
+            jobs=self.jobs,
+            sessions=self.sessions,
+            owner=self.owner,
+            reader=self.reader,
+            engine_loop=self.engine_loop,
+            rng=parts.rng,
+            on_change=self._reporter.changed,
+        )
+
+    @property
+    def state(self) -> WorkerState:
+        return self._life.state
 
     # -- what others call ----------------------------------------------------------------------------------------------------------------
 
@@ -189,33 +184,27 @@ class Worker:
     def drain(self) -> None:
         """Take no new job; `run` returns when those that run have ended, or been handed back after `drain_s`, and nobody needs this
         worker's KV any more, at most `lease_s` or `claim_s` later."""
-        if self.state not in (WorkerState.STARTING, WorkerState.READY):
-            return
-        log.info("worker_drains", worker=str(self.worker), open_jobs=self.jobs.num_open, open_leases=self.owner.open_leases)
-        self._drain_until_s = asyncio.get_running_loop().time() + self._config.drain_s
-        self.jobs.refuse(draining(self._config.drain_s))
-        self._parts.health.drain()
-        self._become(WorkerState.DRAINING)
+        self._life.drain()
 
     async def run(self) -> None:
         """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; WorkerWornOut after it has left worn out."""
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
-        for work in (self._reporter.run, self._announce, self._look_after):
+        for work in (self._reporter.run, self._announce, self._life.look_after):
             self.tasks.start(work(), name=f"worker-{work.__name__}")
         self.tasks.start(self._costs.run(), name="worker-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
         if self.state is WorkerState.STARTING:
-            self._become(WorkerState.READY)
+            self._life.become(WorkerState.READY)
         problem: BaseException | None = None
         try:
-            await asyncio.wait((engine, self._failed), return_when=asyncio.FIRST_COMPLETED)
-            problem = self._failed.exception() if self._failed.done() else engine.exception()
+            await asyncio.wait((engine, self._life.failed), return_when=asyncio.FIRST_COMPLETED)
+            problem = self._life.failed.exception() if self._life.failed.done() else engine.exception()
             if problem is not None:
-                await self._say_unhealthy(problem)
+                await self._life.say_unhealthy(problem)
         finally:
             await self._close(engine)
-        if self._is_to_be_replaced:
+        if self._life.is_to_be_replaced:
             raise WorkerWornOut("too many blocks were quarantined: only a new process has that memory back")
         if isinstance(problem, WorkerUnhealthy):
             raise problem
@@ -248,7 +237,7 @@ class Worker:
             links=tuple(self.reader.links()),
             event_seq=self.publisher.event_seq if self.publisher is not None else 0,
             counted_decision_ids=counted,
-            worn_out=self._wear.asks,
+            worn_out=self._life.is_worn_out,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
         )
@@ -305,8 +294,7 @@ class Worker:
             case CommandKind.SNAPSHOT if self.publisher is not None:
                 self.publisher.ask_snapshot()
             case CommandKind.LEAVE:
-                if self._wear.asks:  # its memory may have come back meanwhile
-                    self._leave()
+                self._life.let_go()
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
                 self.tasks.start(self._warm(command.peer), name=f"warm-{command.peer}")
             case _:
@@ -322,66 +310,6 @@ class Worker:
             log.warning("pair_not_usable", worker=str(self.worker), peer=str(peer))
         self._reporter.changed()
 
-    def _become(self, state: WorkerState) -> None:
-        self.state = state
-        self._reporter.changed()
-
-    def _fail(self, error: BaseException) -> None:
-        """The first failure decides."""
-        if not self._failed.done():
-            self._failed.set_exception(error)
-
-    async def _say_unhealthy(self, problem: BaseException) -> None:
-        """No healthy zombies: streams end, so that gateways go elsewhere at once, and schedulers hear why."""
-        log.critical("worker_unhealthy", worker=str(self.worker), problem=f"{type(problem).__name__}: {problem}", exc_info=problem)
-        self._parts.health.fail(str(problem))
-        self._become(WorkerState.UNHEALTHY)
-        self.sessions.close()
-        await asyncio.sleep(min(LAST_WORDS_S, self._config.heartbeat_s))
-
-    async def _look_after(self) -> None:
-        """Heartbeats, and what a worker must notice by itself: a step that does not end, too much quarantine, the end of its drain."""
-        loop, heartbeat_s = asyncio.get_running_loop(), self._config.heartbeat_s
-        next_beat_s = loop.time()
-        while True:
-            step_age_s = self.engine_loop.step_age_s()
-            if loop.time() >= next_beat_s:
-                next_beat_s = loop.time() + heartbeat_s
-                self.sessions.heartbeat(
-                    steps_done=self.engine_loop.steps_done, step_age_s=step_age_s, draining=self.state is WorkerState.DRAINING
-                )
-            if step_age_s > self._config.step_limit_s:
-                self._fail(WorkerUnhealthy(f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"))
-            if self.state is WorkerState.READY:
-                self._look_at_wear(loop.time())
-            if self.state is WorkerState.DRAINING:
-                self._go_on_draining(loop.time())
-            await asyncio.sleep(heartbeat_s / LOOKS_A_HEARTBEAT)
-
-    def _look_at_wear(self, now_s: float) -> None:
-        asked = self._wear.asks
-        if self._wear.look(is_worn_out=self.reader.must_drain, num_blocks=self.reader.quarantined_blocks, now_s=now_s):
-            self._leave()
-        if self._wear.asks != asked:
-            self._reporter.changed()
-
-    def _leave(self) -> None:
-        """Drain for its own sake: whoever looks after this worker starts another one."""
-        if self.state is WorkerState.READY:
-            self._is_to_be_replaced = True
-            self.drain()
-
-    def _go_on_draining(self, now_s: float) -> None:
-        if self.jobs.num_open:
-            if self._drain_until_s is not None and now_s >= self._drain_until_s:
-                self.jobs.stop_all(draining(0.0))
-            return
-        if self._leases_until_s is None:
-            self._leases_until_s = now_s + max(self._config.lease_s, self._config.claim_s)
-        is_needed = self.owner.open_leases > 0 or not self.sessions.are_settled
-        if not is_needed or now_s >= self._leases_until_s:
-            self.engine_loop.drain()
-
     async def _announce(self) -> None:
         """Be listed as a member for as long as this runs."""
         member = Member(
@@ -391,14 +319,11 @@ class Worker:
             address=self.worker.address,
             info=(("pid", str(os.getpid())), ("host", self._host), ("role", self.role.value)),
         )
+        announcements = Announcements(self._parts.membership, member, heartbeat_s=self._config.heartbeat_s)
         try:
-            while True:
-                with suppress(StoreUnavailable):
-                    await self._parts.membership.announce(member, TTL_HEARTBEATS * self._config.heartbeat_s)
-                await asyncio.sleep(self._config.heartbeat_s)
+            await announcements.keep()
         finally:
-            with suppress(StoreUnavailable):
-                await self._parts.membership.withdraw(member)
+            await announcements.withdraw()
 
     async def _close(self, engine: asyncio.Task[None]) -> None:
         self.jobs.refuse(draining(0.0))
@@ -408,13 +333,3 @@ class Worker:
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()
-
-
-def draining(retry_after_s: float) -> Failure:
-    return Failure(
-        code=Code.UNAVAILABLE,
-        reason=Reason.DRAINING,
-        message="this worker is leaving; another one has to take the request",
-        retry_after_s=retry_after_s or None,
-        retriable=True,
-    )

@@ -109,7 +109,7 @@ class World:
         self.learn_contents(request)
 
     def live(self, seq_id: int) -> bool:
-        return seq_id in self.rig.engine._of_request
+        return bool(self.rig.engine._sequences.of_request(seq_id))
 
     def cancel(self) -> None:
         if not self.requests:
@@ -117,8 +117,8 @@ class World:
         seq_id = self.rng.choice(list(self.requests))
         samples = self.requests[seq_id].sample_indices
         chosen = () if self.rng.random() < 0.5 else tuple(self.rng.sample(samples, self.rng.randint(1, len(samples))))
-        was = {i for seq in self.rig.engine._of_request.get(seq_id, ()) for i in seq.sample_indices}
-        states = {seq.state.name for seq in self.rig.engine._of_request.get(seq_id, ())}
+        was = {i for seq in self.rig.engine._sequences.of_request(seq_id) for i in seq.sample_indices}
+        states = {seq.state.name for seq in self.rig.engine._sequences.of_request(seq_id)}
         self.rig.engine.cancel(seq_id, chosen)
         self.cancelled |= {(seq_id, i) for i in was & set(chosen or samples)}
         self.happened.update(f"cancel {state}" for state in states)

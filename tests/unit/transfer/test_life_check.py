@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import Reason, Refused
 from baton.core.peer import FirstToken
 from baton.sim import virtual_time
-from baton.transfer import puller
+from baton.transfer import slice_reader
 from baton.transfer.backend import LifeEntry
 from baton.transfer.proof import AnnouncedBlock
 from tests import builders
@@ -87,7 +87,7 @@ def test_the_life_check_keeps_reused_blocks_out(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter-proof: the scenarios really do what they say."""
-    monkeypatch.setattr(puller, "disproof", lambda announced, entries, epoch: None)
+    monkeypatch.setattr(slice_reader, "disproof", lambda announced, entries, epoch: None)
     assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
 
 
@@ -96,7 +96,7 @@ def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pyte
 def test_either_half_of_an_entry_is_enough_here(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is written again has a new life, and no hash until it is full."""
 
-    real = puller.disproof
+    real = slice_reader.disproof
 
     def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[LifeEntry], epoch: int) -> str | None:
         """As if that field had always been what was announced."""
@@ -106,14 +106,14 @@ def test_either_half_of_an_entry_is_enough_here(name: str, blind_to: str, monkey
         ]
         return real(announced, told, epoch)
 
-    monkeypatch.setattr(puller, "disproof", half_blind)
+    monkeypatch.setattr(slice_reader, "disproof", half_blind)
     assert virtual_time.run(pull_under(FAULTS[name])) == set()
 
 
 async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """P really stopped, by D's clock, too: reads of it hang, nothing is answered for three leases, then it comes back."""
     if not prove:
-        monkeypatch.setattr(puller, "disproof", lambda announced, entries, epoch: None)
+        monkeypatch.setattr(slice_reader, "disproof", lambda announced, entries, epoch: None)
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)

@@ -63,6 +63,7 @@ async def test_a_prompt_lands_whole_and_everything_is_given_back() -> None:
         result = await pull.done()
         assert result.first_tokens == (FirstToken(sample_index=0, token_id=42),)
         assert (result.num_blocks, result.num_computed_tokens) == (5, 18)
+        assert result.kv_transfer_s > 0.0
         assert result.transfer_bytes == 5 * builders.layout().block_bytes
         assert [r.reader.contents[landing[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
         assert r.reader.pool.lookup(r.hashes("a", 4)) == [landing[i] for i in range(4)]

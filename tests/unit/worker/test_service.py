@@ -13,7 +13,7 @@ from baton.core.ids import DecisionId
 from baton.core.request import Sampling
 from baton.engine.step import DeviceFault
 from baton.sim.transfer_backend import LinkModel
-from baton.worker.service import WorkerUnhealthy, WorkerWornOut
+from baton.worker.life import WorkerUnhealthy, WorkerWornOut
 from baton.worker.wear import PATIENCE_DRAINS
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair

@@ -14,7 +14,7 @@ from baton.sim.executor import SimStepCost
 from baton.store.memory import MemoryCostStore
 from baton.worker import main
 from baton.worker.device import Device, costs_key
-from baton.worker.service import WorkerUnhealthy
+from baton.worker.life import WorkerUnhealthy
 from tests import builders
 from tests.unit.worker.test_calibrate import CostedExecutor
 from tests.unit.worker.test_main import Opened, config

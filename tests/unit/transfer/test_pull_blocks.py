@@ -1,0 +1,115 @@
+"""What a pull knows of each of its blocks: announced, waiting, being read, landed. No rig: it is arithmetic."""
+
+import pytest
+
+from baton.core.blocks import NO_HASH, BlockHash
+from baton.core.ids import TransferId
+from baton.core.peer import KvReady
+from baton.transfer.pull_blocks import PullBlocks
+
+NUM_OWNER_BLOCKS = 100
+
+
+def block_hash(index: int) -> BlockHash:
+    return BlockHash(bytes([index + 1]) * 16)
+
+
+def ready(begin: int, *block_ids: int, life: int = 1) -> KvReady:
+    return KvReady(
+        transfer_id=TransferId(1),
+        first_block_index=begin,
+        block_ids=block_ids,
+        lives=(life,) * len(block_ids),
+        hashes=tuple(block_hash(begin + offset) for offset in range(len(block_ids))),
+        num_computed_tokens=0,
+        final=False,
+    )
+
+
+def blocks(*messages: KvReady, num_landing: int = 4) -> PullBlocks:
+    """Own block 10 + i for block i."""
+    made = PullBlocks((), 0)
+    made.land_into({index: 10 + index for index in range(num_landing)}, 0)
+    for message in messages:
+        made.announce(message)
+    return made
+
+
+def test_slices_take_what_waits_in_the_order_of_its_announcement() -> None:
+    made = blocks(ready(0, 20, 21, 22))
+    first = made.begin_read(2)
+    assert ([block.block_id for block in first.blocks], first.own) == ([20, 21], (10, 11))
+    assert made.begin_read(5).own == (12,)
+    assert (made.any_waiting, made.num_reading) == (False, 3)
+
+
+def test_what_was_announced_before_there_is_memory_waits_from_then_on() -> None:
+    made = PullBlocks((), 0)
+    made.announce(ready(0, 20, 21))
+    assert not made.any_waiting
+    made.land_into({1: 11, 2: 12}, 1)
+    assert made.begin_read(5).own == (11,)
+
+
+def test_a_repeated_announcement_changes_only_what_still_waits() -> None:
+    made = blocks(ready(0, 20, 21, 22))
+    landed, reading = made.begin_read(1), made.begin_read(1)
+    made.end_read(landed)
+    made.landed(landed.blocks[0])
+    made.announce(ready(0, 30, 31, 32, life=2))
+    waiting = made.begin_read(5)
+    assert [(block.index, block.block_id, block.life) for block in waiting.blocks] == [(2, 32, 2)]
+    made.end_read(reading)
+    made.forget(reading)
+    made.announce(ready(1, 41))
+    assert [block.block_id for block in made.begin_read(5).blocks] == [41], "forgotten, it is new again"
+
+
+def test_what_is_being_read_is_not_what_was_announced_meanwhile() -> None:
+    made = blocks(ready(0, 20))
+    reading = made.begin_read(1)
+    made.announce(ready(0, 30, life=2))
+    made.end_read(reading)
+    assert made._announced[0] == reading.blocks[0]
+
+
+def test_a_stop_gives_back_what_no_read_may_write() -> None:
+    made = blocks(ready(0, 20, 21, 22))
+    landed, _reading = made.begin_read(1), made.begin_read(1)
+    made.end_read(landed)
+    made.landed(landed.blocks[0])
+    assert made.missing() == {1: 11, 2: 12, 3: 13}
+    assert made.stop() == [12, 13]
+    assert not made.any_waiting
+
+
+def test_what_a_lost_read_lands_in_is_not_given_back() -> None:
+    made = blocks(ready(0, 20))
+    lost = made.begin_read(1)
+    made.lose_memory(lost)
+    made.end_read(lost)
+    assert made.stop() == [11, 12, 13]
+
+
+def test_a_new_stream_goes_on_after_what_is_announced_without_a_gap() -> None:
+    made = blocks(ready(0, 20, 21), ready(3, 23))
+    assert made.first_unannounced() == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (ready(0, 20, 21), ""),
+        (ready(0, NUM_OWNER_BLOCKS), "a block id is outside the owner's memory"),
+        (ready(0, -1), "a block id is outside the owner's memory"),
+        (ready(3, 20, 21), "more blocks than the prompt has"),
+    ],
+)
+def test_an_announcement_is_checked_before_it_is_used(message: KvReady, problem: str) -> None:
+    assert blocks().problem(message, NUM_OWNER_BLOCKS) == problem
+
+
+def test_hashes_are_those_of_the_prompt_where_it_has_any() -> None:
+    made = PullBlocks((block_hash(0), NO_HASH, block_hash(7)), 0)
+    assert made.problem(ready(0, 20, 21), NUM_OWNER_BLOCKS) == ""
+    assert made.problem(ready(2, 22), NUM_OWNER_BLOCKS) == "a hash is not that of the prompt's block"
