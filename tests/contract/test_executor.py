@@ -5,12 +5,14 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.blocks import token_ids
 from baton.core.errors import Failure
 from baton.core.request import Sampling
+from baton.engine.paced import PacedExecutor
 from baton.engine.step import DeviceFault, Executor, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime.metrics import EngineMetrics
 from baton.sim.executor import SimExecutor, SimStepCost
@@ -57,6 +59,13 @@ def sim_device() -> Device:
     return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))  # not what its history says: found where it samples
 
 
+def paced_device() -> Device:
+    layout = builders.layout(block_size_tokens=SIZE)
+    kv = np.full((NUM_BLOCKS, layout.block_bytes), 0xEE, dtype=np.uint8)  # nobody has written it
+    executor = PacedExecutor(layout=layout, kv=kv, vocab_size=VOCAB_SIZE, step_seconds=lambda plan: 0.001)
+    return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))
+
+
 def metered_device() -> Device:
     device = sim_device()
     return replace(device, executor=MeteredExecutor(device.executor, EngineMetrics(CollectorRegistry())))
@@ -85,6 +94,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "kernels": lambda: torch_device("cpu", "auto"),
     "torch-cuda": lambda: torch_device("cuda"),
     "simulated": sim_device,
+    "paced": paced_device,
     "metered": metered_device,
     "fake": lambda: fake_device(raises=False),
     "fake-that-raises": lambda: fake_device(raises=True),

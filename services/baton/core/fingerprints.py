@@ -6,6 +6,8 @@ from pathlib import Path
 from baton.core.errors import ModelError
 
 FINGERPRINT_BYTES = 16
+PACED = "paced-"
+"""How the fingerprint of a model begins whose steps take time and compute nothing."""
 TOKENIZER_FILE = "tokenizer.json"
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from baton.core.apis import Source
 from baton.core.blocks import TokenIds
 from baton.core.cluster import BlockCounts, DecisionRecord, LinkReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.fingerprints import PACED
 from baton.core.ids import WorkerRef
 from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
 
@@ -49,7 +50,9 @@ class TotalUsage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Where a request's time went. `placed_s`, `ttft_s`: from receipt; `tpot_s`: the mean gap between a choice's tokens, (last - first) /
-    (tokens - 1), None where no choice has two. `cached_tokens_by_tier`: of the prompt, by where the KV lay."""
+    (tokens - 1), None where no choice has two. `cached_tokens_by_tier`: of the prompt, by where the KV lay. Of the last attempt:
+    `waiting_s`, the part of `placed_s` at the scheduler; `predicted_ttft_s`, from its placement on, and `predicted_tpot_s`, None where
+    nothing was predicted."""
 
     request_id: str
     attempts: int
@@ -59,6 +62,9 @@ class Timeline:
     ttft_s: float | None = None
     tpot_s: float | None = None
     cached_tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
+    waiting_s: float | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
     legs: tuple[LegTimeline, ...] = ()
 
 
@@ -146,7 +152,7 @@ class WorkerStatus:
             worker=report.worker,
             role=report.role,
             state=report.state,
-            model=report.model,
+            model=f"{report.model} (paced)" if report.layout.model_fingerprint.startswith(PACED) else report.model,
             blocks=report.blocks,
             block_size_tokens=report.layout.block_size_tokens,
             block_bytes=report.layout.block_bytes,

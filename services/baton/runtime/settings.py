@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from baton.core.errors import ConfigError
+from baton.core.request import Slo
 from baton.runtime.config import Config, Loaded, config, load, setting, settings_of
+from baton.runtime.durations import parse_durations
+from baton.runtime.step_costs import parse_step_costs
 
 C = TypeVar("C", bound=Config)
 
@@ -114,10 +117,19 @@ class RequestSettings(Config):
     )
     max_open_requests: int = setting(1024, help="requests open in one gateway at a time; more get 429", minimum=1)
     max_attempts: int = setting(8, help="times that a request is placed before its last failure is its answer", minimum=1)
+    slo: str = setting("", help="SLO of requests that ask for none, such as ttft=500ms,tpot=50ms; without it they are promised nothing")
     scheduler_wait_s: float = setting(20.0, help="time that new requests wait for a scheduler before 503", unit="seconds", above=0)
     stream_buffer_bytes: int = setting(
         256 * 1024, help="unread answer of one stream; the request of a client that reads slower is cancelled", unit="bytes", minimum=4096
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_slo(self.slo)
+
+    @property
+    def default_slo(self) -> Slo:
+        return parse_slo(self.slo)
 
 
 @config
@@ -125,16 +137,21 @@ class PolicySettings(Config):
     """Read by the scheduler."""
 
     policy: Literal["kv_centric", "prefix_aware", "least_loaded", "round_robin", "random"] = setting(
-        "least_loaded", help="who decides where a request runs"
+        "kv_centric", help="who decides where a request runs"
     )
     admission: Literal["off", "early", "predictive"] = setting(
         "off", help="whether requests predicted to miss their SLO are refused: by the load of now, or of when their prompt is computed"
     )
 
+    max_worker_queue_s: float = setting(
+        1.0, help="while every worker's predicted queue is longer, new requests wait at the scheduler", unit="seconds", above=0
+    )
+    max_waiting: int = setting(1024, help="requests that wait at the scheduler; more are refused; 0: nobody waits there", minimum=0)
+
 
 @config
 class QueueSettings(Config):
-    """Read by workers, which let jobs wait, and by the scheduler, which refuses what would only wait."""
+    """Read by workers, which let jobs wait, and by the scheduler, which gives no worker more."""
 
     max_queue: int = setting(256, help="jobs that wait for their first step in one worker; more are refused", minimum=1)
 
@@ -143,7 +160,15 @@ class QueueSettings(Config):
 class ComputeSettings(Config):
     """Read by the worker: its model, device and memory."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", help="where the model runs; auto is cuda where there is a GPU")
+    device: Literal["auto", "cpu", "cuda", "paced"] = setting(
+        "auto",
+        help="where the model runs; auto is cuda where there is a GPU; paced computes nothing: its steps take --paced-costs",
+    )
+    paced_costs: str = setting(
+        "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",  # help is wrapped at spaces
+        help="what a step of --device paced takes: step, and for each token of a prompt, pair of them that attends, sequence that decodes, "
+        "token of its context; the default is about an 8B model's on a GPU of 2 TB/s and 250 TFLOP/s",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", help="type of weights and KV; auto is what the checkpoint says"
     )
@@ -167,6 +192,10 @@ class ComputeSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        try:
+            parse_step_costs(self.paced_costs)
+        except ValueError as error:
+            raise ConfigError(f"paced_costs: {error}") from error
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
@@ -312,6 +341,17 @@ ALL_NAMES: frozenset[str] = frozenset(item.name for cls in SERVICES.values() for
 def load_settings(cls: type[C], *, flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None) -> Loaded[C]:
     """`config.load` for a service of Baton: a key or variable of another service may stand in what a whole cluster shares."""
     return load(cls, flags=flags, environ=environ, file=file, also_known=ALL_NAMES)
+
+
+def parse_slo(text: str) -> Slo:
+    """`ttft=500ms,tpot=50ms`, or one of them. Raises ConfigError."""
+    try:
+        terms = parse_durations(text, ("ttft", "tpot"))
+    except ValueError as error:
+        raise ConfigError(f"slo: {error}") from error
+    if not all(terms.values()):
+        raise ConfigError(f"slo: expected durations above 0, got {text!r}")
+    return Slo(ttft_s=terms.get("ttft"), tpot_s=terms.get("tpot"))
 
 
 def port_range(text: str) -> tuple[int, int]:

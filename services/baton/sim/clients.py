@@ -7,9 +7,10 @@ from baton.core.blocks import token_ids
 from baton.core.errors import Refused
 from baton.core.front import ChoiceDelta
 from baton.core.request import FinishReason, GenerateRequest, Sampling
+from baton.engine.content import extend, token_after
 from baton.gateway.call import Call, Endpoint, Shape
 from baton.gateway.service import GatewayService
-from baton.sim.memory import contents, extend, token_after
+from baton.sim.memory import contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,7 @@ def _call(request: SimRequest, gateway: GatewayService, now_s: float) -> Call:
                 num_prompt_tokens=len(request.prompt),
                 sampling=Sampling(max_tokens=request.max_tokens, seed=request.seed, ignore_eos=True),
                 sample_indices=tuple(range(request.num_samples)),
+                received_s=now_s,
                 deadline_s=now_s + request.timeout_s,
             ),
         ),

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from baton.core.costs import StepCostModel
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
+from baton.engine.content import KvCorrupted, extend, token_after
 from baton.engine.step import SampledToken, StepPlan, StepResult, StepSequence
-from baton.sim.memory import SimMemory, contents, extend, token_after
-
-
-class KvCorrupted(AssertionError):
-    """A sequence was about to attend to KV that is not its own: the failure that everything in Baton exists to prevent."""
+from baton.sim.memory import SimMemory, contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

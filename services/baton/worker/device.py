@@ -17,15 +17,20 @@ from baton.core.kv_layout import KvLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.kv_memory import free_host_bytes, num_kv_blocks
 from baton.engine.step import Executor
+from baton.runtime.durations import format_duration
 from baton.runtime.logging import get_logger
 from baton.runtime.quantities import format_size
-from baton.runtime.settings import WorkerConfig
+from baton.runtime.settings import MIB, WorkerConfig
+from baton.runtime.step_costs import parse_step_costs
 from baton.transfer.backend import TransferBackend
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.transfer.memory import Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.worker.costs import work_of
 
 if TYPE_CHECKING:
-    from baton.engine.model.loading import LoadedModel
+    from baton.engine.model.kv_cache import KvCache
 
 log = get_logger(__name__)
 
@@ -55,10 +60,16 @@ class Device:
 
 def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """Takes seconds to minutes, in the calling thread; touches no event loop. Raises ModelError, ConfigError or LayoutMismatch."""
+    return _open_paced(config, worker) if config.device == "paced" else _open_real(config, worker)
+
+
+def _open_real(config: WorkerConfig, worker: WorkerRef) -> Device:
     from baton.engine.model.device_name import device_name
     from baton.engine.model.executor import TorchExecutor
     from baton.engine.model.hub import resolve_model
+    from baton.engine.model.kv_cache import KvCache
     from baton.engine.model.loading import load_model
+    from baton.engine.model.memory import free_bytes
     from baton.engine.model.threads import set_num_threads
     from baton.engine.model.ways import choose_way
 
@@ -67,36 +78,76 @@ def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     loaded = load_model(resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len)
     way = choose_way(loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens)
     layout = loaded.layout(config.block_size_tokens)
-    num_blocks = _num_blocks(config, loaded, layout)
-    memory = (
-        _cuda_memory(config, worker, layout, num_blocks)
-        if loaded.device.type == "cuda"
-        else _host_memory(config, worker, layout, num_blocks)
-    )
+    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device))
+    if loaded.device.type == "cuda":
+        cache = KvCache.zeros(layout, num_blocks, "cuda")
+        memory = _cuda_memory(config, worker, cache)
+    else:
+        kv, memory = _host_memory(config, worker, layout, num_blocks)
+        cache = KvCache.over(kv.reshape(-1).data, layout)
     pool = BlockPool(num_blocks, config.block_size_tokens, memory.lives)
-    engine_config = EngineConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=loaded.max_model_len,
-        block_size_tokens=config.block_size_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-        max_waiting_seqs=config.max_queue,
-    )
-    kv_bytes = num_blocks * layout.block_bytes
+    dtype = str(loaded.dtype).removeprefix("torch.")
     return Device(
-        executor=TorchExecutor(loaded.model, memory.cache, num_threads=num_threads, way=way),
-        engine=Engine(engine_config, pool),
+        executor=TorchExecutor(loaded.model, cache, num_threads=num_threads, way=way),
+        engine=_engine(config, pool, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=memory.backend,
-        summary=(
-            f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}, {num_threads} threads, KV {num_blocks} blocks of "
-            f"{config.block_size_tokens} tokens ({kv_bytes / 2**20:.0f} MiB), {config.transfer}, {way.name}"
-        ),
+        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {_kv_summary(config, layout, num_blocks)}, {way.name}",
         close_memory=memory.close,
         costs_key=costs_key(
             layout.model_fingerprint, device_name(loaded.device), str(loaded.dtype), num_threads, way.name, config.block_size_tokens
         ),
     )
+
+
+def _open_paced(config: WorkerConfig, worker: WorkerRef) -> Device:
+    """No weights, no torch of our own, and nothing to measure: its costs are what it was told. It makes no end of text: an answer lasts
+    until its max_tokens or a stop."""
+    from baton.engine.model.hub import resolve_model
+    from baton.engine.paced import PacedExecutor
+    from baton.engine.paced_model import read_paced_model
+
+    costs = parse_step_costs(config.paced_costs)
+    model = read_paced_model(resolve_model(config.model), dtype=config.dtype, max_model_len=config.max_model_len)
+    layout = model.layout(config.block_size_tokens)
+    num_blocks = _num_blocks(config, layout, model.max_model_len, free_host_bytes())
+    kv, memory = _host_memory(config, worker, layout, num_blocks)
+    pool = BlockPool(num_blocks, config.block_size_tokens, memory.lives)
+    return Device(
+        executor=PacedExecutor(
+            layout=layout, kv=kv, vocab_size=model.vocab_size, step_seconds=lambda plan: costs.step_seconds(work_of(plan))
+        ),
+        engine=_engine(config, pool, model.max_model_len, eos_token_ids=()),
+        pool=pool,
+        backend=memory.backend,
+        summary=f"paced, {_pace_summary(costs)}, {_kv_summary(config, layout, num_blocks)}",
+        close_memory=memory.close,
+        costs=costs,
+    )
+
+
+def _engine(config: WorkerConfig, pool: BlockPool, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Engine:
+    return Engine(
+        EngineConfig(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size_tokens=config.block_size_tokens,
+            eos_token_ids=eos_token_ids,
+            max_waiting_seqs=config.max_queue,
+        ),
+        pool,
+    )
+
+
+def _pace_summary(costs: StepCostModel) -> str:
+    step, token, seq = map(format_duration, (costs.step_s, costs.prefill_token_s, costs.decode_seq_s))
+    return f"{step} a step, {token} a prompt token, {seq} a decoding sequence"
+
+
+def _kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
+    size_mib = num_blocks * layout.block_bytes / MIB
+    return f"KV {num_blocks} blocks of {layout.block_size_tokens} tokens ({size_mib:.0f} MiB), {config.transfer}"
 
 
 def costs_key(*decides: str | int) -> str:
@@ -113,31 +164,26 @@ def default_threads(workers_on_host: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """KV memory and life table, as the executor writes them and as peers read them."""
+    """Registered KV memory: its life table, and what peers read it through."""
 
-    cache: Any
     lives: MemoryLifeTable
     backend: TransferBackend
     close: Callable[[], None]
 
 
-def _num_blocks(config: WorkerConfig, loaded: "LoadedModel", layout: KvLayout) -> int:
-    from baton.engine.model.memory import free_bytes, num_kv_blocks
-
+def _num_blocks(config: WorkerConfig, layout: KvLayout, max_model_len: int, free: int) -> int:
     return num_kv_blocks(
         layout,
-        max_model_len=loaded.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        free=free_bytes(loaded.device),
+        free=free,
         workers_on_host=config.workers_on_host,
         kv_memory=config.kv_memory,
     )
 
 
-def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int) -> _Memory:
-    from baton.engine.model.kv_cache import KvCache
-    from baton.transfer.memory import allocate_private, allocate_shared
-
+def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int) -> tuple[Bytes, _Memory]:
+    """With the blocks, [num_blocks, block_bytes]."""
     allocate = allocate_shared if config.transfer == "local" else allocate_private
     try:
         memory = allocate(num_blocks, layout.block_bytes)
@@ -156,35 +202,31 @@ def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_
         with _nixl_here():
             backend = NixlBackend.over(memory, worker=worker, layout=layout, **_nixl_settings(config))
     memory.touch()
-    cache = KvCache.over(memory.kv.reshape(-1).data, layout)
-    return _Memory(cache=cache, lives=lives, backend=backend, close=memory.close)
+    return memory.kv, _Memory(lives=lives, backend=backend, close=memory.close)
 
 
-def _cuda_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int) -> _Memory:
+def _cuda_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> _Memory:
     import numpy as np
 
-    from baton.engine.model.kv_cache import KvCache
-    from baton.transfer.memory import KvRegion, anonymous
     from baton.transfer.nixl_backend import NixlBackend
 
     if config.transfer == "local":
         raise ConfigError("--transfer local moves KV in host memory; with --device cuda use --transfer nixl")
-    cache = KvCache.zeros(layout, num_blocks, "cuda")
-    table = np.frombuffer(anonymous(num_blocks * ENTRY_BYTES), dtype=np.uint8)
+    table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     with _nixl_here():
         backend = NixlBackend(
             worker=worker,
-            layout=layout,
+            layout=cache.layout,
             kv=KvRegion(
                 address=cache.blocks.data_ptr(),
-                num_bytes=num_blocks * layout.block_bytes,
+                num_bytes=cache.num_blocks * cache.layout.block_bytes,
                 memory_kind="cuda",
                 device_id=cache.device.index or 0,
             ),
             life=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
             **_nixl_settings(config),
         )
-    return _Memory(cache=cache, lives=MemoryLifeTable(table, worker.worker_epoch), backend=backend, close=lambda: None)
+    return _Memory(lives=MemoryLifeTable(table, worker.worker_epoch), backend=backend, close=lambda: None)
 
 
 @contextmanager

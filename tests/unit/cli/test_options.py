@@ -23,7 +23,7 @@ def effective(*args: str, env: dict[str, str] | None = None) -> dict[str, dict[s
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, got 'tpu'"),
+        (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, paced, got 'tpu'"),
         (["--http-port", "http"], "'--http-port': expected a whole number, got 'http'"),
         (["--http-port", "65536"], "'--http-port': must be at most 65535, got 65536"),
         (["--kv-memory", "much"], "'--kv-memory': 'much' is not a size such as 512MiB"),

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ConfigError
+from baton.core.request import Slo
 from baton.runtime.config import Config, derive, settings_of
 from baton.runtime.settings import (
     ALL_NAMES,
@@ -63,6 +64,10 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"transfer_deadline_min_s": 50.0}, "is more than transfer_deadline_max_s"),
         ({"max_num_seqs": 600}, "must be at least max_num_seqs"),
         ({"kv_port_range": "9-3"}, "expected LOW-HIGH"),
+        ({"paced_costs": "step=4"}, "paced_costs: step: expected a duration such as 4ms"),
+        ({"slo": "ttft=500"}, "ttft: expected a duration such as"),
+        ({"slo": "latency=1s"}, "expected TERM=DURATION with a term of ttft, tpot"),
+        ({"slo": "tpot=0ms"}, "expected durations above 0"),
         ({"once": True}, "once needs first_prompt"),
     ],
 )
@@ -84,6 +89,11 @@ def test_one_file_serves_a_whole_cluster(tmp_path: Path) -> None:
     file.write_text("polcy: round_robin\n")
     with pytest.raises(ConfigError, match="did you mean 'policy'"):
         load_settings(GatewayConfig, flags={}, environ={}, file=file)
+
+
+def test_the_default_slo_of_requests() -> None:
+    assert GatewayConfig(slo="tpot=50ms, ttft=1.5s").default_slo == Slo(ttft_s=1.5, tpot_s=0.05)
+    assert GatewayConfig().default_slo == Slo()
 
 
 def test_port_range() -> None:

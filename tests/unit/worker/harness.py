@@ -16,12 +16,13 @@ from baton.core.ids import WorkerRef
 from baton.core.jobs import DecodeJob, Job, PrefillJob
 from baton.core.kv_layout import KvLayout
 from baton.engine.block_pool import BlockPool
+from baton.engine.content import extend, token_after
 from baton.engine.engine import Engine, EngineConfig
 from baton.engine.step import Executor, StepPlan, StepResult
 from baton.runtime.health import Health
 from baton.runtime.settings import WorkerConfig
 from baton.sim.executor import SimExecutor, SimStepCost
-from baton.sim.memory import SimMemory, contents, extend, token_after
+from baton.sim.memory import SimMemory, contents
 from baton.sim.network import Delays, SimNetwork
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.store.memory import MemoryCostStore, MemoryKvEventFeed

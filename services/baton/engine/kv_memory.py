@@ -1,0 +1,58 @@
+"""How many KV blocks a worker can have in the memory that there is. Knows no tensors."""
+
+from pathlib import Path
+
+import psutil
+
+from baton.core.blocks import num_blocks_for
+from baton.core.errors import ConfigError
+from baton.core.kv_layout import KvLayout
+from baton.runtime.quantities import format_size
+
+DEFAULT_SHARE = 0.5
+"""Of the memory that is free once the model is loaded, for KV; the rest is left to activations, other processes and the page cache."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory of this machine that can still be taken, within the limit of this process's cgroup."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, current = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - current))
+
+
+def num_kv_blocks(
+    layout: KvLayout,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    free: int,
+    workers_on_host: int = 1,
+    kv_memory: int | None = None,
+) -> int:
+    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of `free`.
+
+    Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one
+    such sequence fits, or if more is asked for than is free.
+    """
+    if workers_on_host < 1:
+        raise ValueError(f"workers_on_host is {workers_on_host}")
+    least = num_blocks_for(max_model_len, layout.block_size_tokens)
+    if kv_memory is not None:
+        if kv_memory > free:
+            raise ConfigError(f"--kv-memory {format_size(kv_memory)} is more than the {free >> 20} MiB that are free here: give less")
+        blocks = kv_memory // layout.block_bytes
+        given = f"--kv-memory {format_size(kv_memory)}"
+    else:
+        budget = int(free * DEFAULT_SHARE) // workers_on_host
+        blocks = min(budget // layout.block_bytes, least * max_num_seqs)
+        given = f"this worker's share of the free memory, {budget >> 20} MiB,"
+    if blocks < least:
+        raise ConfigError(
+            f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens, less than one sequence of {max_model_len}: give at least "
+            f"--kv-memory {format_size(least * layout.block_bytes)}, or a smaller --max-model-len"
+        )
+    return blocks

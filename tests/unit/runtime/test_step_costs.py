@@ -1,0 +1,47 @@
+import pytest
+
+from baton.core.costs import StepCostModel
+from baton.runtime.settings import WorkerConfig
+from baton.runtime.step_costs import parse_step_costs
+
+
+def costs(**seconds: float) -> StepCostModel:
+    none = dict.fromkeys(("step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s"), 0.0)
+    return StepCostModel(**{**none, **seconds})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("step=4ms", costs(step_s=0.004)),
+        (" decode_seq = 0.5 ms , step=1s,", costs(step_s=1.0, decode_seq_s=0.0005)),
+        ("prefill_token=50us,prefill_attended=2ns", costs(prefill_token_s=50e-6, prefill_attended_s=2e-9)),
+        ("decode_context=1e1µs", costs(decode_context_s=1e-5)),
+    ],
+)
+def test_costs_are_read(text: str, expected: StepCostModel) -> None:
+    assert parse_step_costs(text).coefficients == pytest.approx(expected.coefficients)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no step would take any time"),
+        ("step=0ms", "no step would take any time"),
+        ("4ms", "expected TERM=DURATION with a term of step, prefill_token, .*got '4ms'"),
+        ("steps=4ms", "got 'steps=4ms'"),
+        ("step=4ms,step=5ms", "step is there twice"),
+        ("step=4", "step: expected a duration such as 4ms, 50us or 2ns, got '4'"),
+        ("step=4min", "step: expected a duration"),
+        ("step=-4ms", "step: expected a duration"),
+        ("decode_seq=", "decode_seq: expected a duration"),
+        ("step=1e999s", "step: 1e999s is no finite time"),
+    ],
+)
+def test_what_are_no_costs_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_step_costs(text)
+
+
+def test_the_default_can_be_used() -> None:
+    assert parse_step_costs(WorkerConfig().paced_costs).is_usable
