@@ -36,7 +36,7 @@ from baton.core.request import RequestActuals
 from baton.runtime.in_process import duplex_pair
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
 from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
@@ -86,10 +86,8 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
     rng = Random(0)
     scheduler = Scheduler(
         scheduler_id="s0",
-        policy=policy,
-        admission=Admission.PREDICTIVE,
+        rules=SchedulerRules(policy=policy, admission=Admission.PREDICTIVE, max_waiting_seqs=256, max_worker_queue_s=1.0, max_waiting=0),
         times=SchedulerTimes(silence_s=FOR_EVER_S, settle_s=0.0, reservation_s=60.0, watch_interval_s=1.0),
-        max_waiting_seqs=256,
         store=MemoryDecisionStore(),
         feed=MemoryKvEventFeed(),
         metrics=SchedulerMetrics(CollectorRegistry()),

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from baton.core.apis import Duplex, Network, SchedulerService, Source, WorkerService
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
 from baton.core.errors import StreamBroken
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
@@ -142,7 +142,7 @@ class StubScheduler:
         self._updates = updates
         self._report = report
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         return self._answer(query)  # type: ignore[no-any-return]
 
     async def finished(self, *actuals: RequestActuals) -> None:

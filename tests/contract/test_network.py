@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.apis import Duplex
 from baton.core.blocks import token_ids
-from baton.core.cluster import ClusterUpdate, Command, CommandKind, Placement, Rejection
+from baton.core.cluster import ClusterUpdate, Command, CommandKind, Placement, Rejection, StillWaiting
 from baton.core.errors import Reason, Refused, StoreUnavailable, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.jobs import Ack, Heartbeat, Step
@@ -278,16 +278,18 @@ PLACEMENT = Placement(
     prefill=builders.worker_ref("p0"),
     decode=builders.worker_ref("d0"),
     ttft_s=0.25,
+    waiting_s=0.5,
 )
 REJECTION = Rejection(reason=Reason.NO_WORKERS, message="no prefill worker", retry_after_s=1.5, term="workers")
 
 
-@pytest.mark.parametrize("answer", [PLACEMENT, REJECTION])
-async def test_place_returns_what_the_scheduler_decided(world: World, answer: Placement | Rejection) -> None:
+@pytest.mark.parametrize("answer", [PLACEMENT, REJECTION, StillWaiting(num_waiting=7)])
+async def test_place_returns_what_the_scheduler_decided(world: World, answer: Placement | Rejection | StillWaiting) -> None:
     service = StubScheduler(answer)
     scheduler = world.network.scheduler(await world.add_scheduler(service))
-    assert await scheduler.place(builders.query()) == answer
-    assert service.asked == [builders.query()]
+    asking = builders.query(waited_s=0.25, answer_within_s=1.5)
+    assert await scheduler.place(asking) == answer
+    assert service.asked == [asking]
 
 
 async def test_the_other_calls_of_a_scheduler(world: World) -> None:

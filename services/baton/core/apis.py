@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from baton.core.blocks import BlockHash
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
 from baton.core.costs import StepCostModel
 from baton.core.ids import WorkerRef
 from baton.core.jobs import GatewayMessage, WorkerMessage
@@ -44,7 +44,9 @@ class Duplex(Source[ReceiveT], Protocol[SendT, ReceiveT]):
 class SchedulerApi(Protocol):
     """What gateways and tools ask of a scheduler. Every method raises StreamBroken when the scheduler cannot be reached."""
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection: ...
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
+        """Answers within `query.answer_within_s`, in the middle of a long wait with StillWaiting: then the same is asked again."""
+        ...
 
     async def finished(self, *actuals: RequestActuals) -> None:
         """What became of placed requests, all that ended within a short while at once."""

@@ -1,7 +1,7 @@
 """What the scheduler sees, is asked and answers. Every prediction is in seconds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -102,7 +102,8 @@ class WorkerReport:
 class PlacementQuery:
     """Where should this attempt run? `attempt` counts from 0. `num_prompt_tokens` is what must be prefilled, replayed outputs included;
     `num_output_tokens` of them are outputs. `avoid`: workers that failed it. `model_fingerprint`: of the weights that wrote what the client
-    has; empty while it has nothing, and any that serve `model` will do."""
+    has; empty while it has nothing, and any that serve `model` will do. `waited_s`: since a gateway received the request.
+    `answer_within_s`: who asks takes a scheduler that has said nothing for so long for lost."""
 
     request_id: bytes
     attempt: int
@@ -121,12 +122,19 @@ class PlacementQuery:
     deadline_s: float = 600.0
     avoid: tuple[WorkerRef, ...] = ()
     session_key: str = ""
+    waited_s: float = 0.0
+    answer_within_s: float = 5.0
+
+    def later(self, by_s: float) -> "PlacementQuery":
+        """The same, asked so much later."""
+        return replace(self, waited_s=self.waited_s + by_s, deadline_s=max(0.0, self.deadline_s - by_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Who prefills and who decodes. `decode` None: the first token is the last (`max_tokens` 1). `prefill` None: the decode worker
-    computes the prompt itself. Never one worker on both sides. Seconds are predictions, None where the policy makes none."""
+    computes the prompt itself. Never one worker on both sides. Seconds are predictions, None where the policy makes none, but for
+    `waiting_s`: so long the request has waited at the scheduler."""
 
     decision_id: DecisionId
     scheduler_id: str
@@ -142,6 +150,7 @@ class Placement:
     tpot_s: float | None = None
     prefill_overlap_blocks: int = 0
     decode_overlap_blocks: int = 0
+    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +163,13 @@ class Rejection:
     term: str = ""
     predicted_s: float | None = None
     limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillWaiting:
+    """Not decided yet: the request waits at the scheduler among `num_waiting`, and keeps its place if it is asked for again at once."""
+
+    num_waiting: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

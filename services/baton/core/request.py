@@ -58,6 +58,12 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    def or_else(self, default: "Slo") -> "Slo":
+        """What is not asked for is taken from `default`."""
+        return Slo(
+            ttft_s=default.ttft_s if self.ttft_s is None else self.ttft_s, tpot_s=default.tpot_s if self.tpot_s is None else self.tpot_s
+        )
+
 
 NO_SLO = Slo()
 
@@ -65,7 +71,7 @@ NO_SLO = Slo()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt's request as the gateway owns it, validated, tokenized and hashed. `sample_indices` is `range(n)` at first and one index
-    for a sample that goes on alone after a lost leg. `deadline_s` is a time of the gateway's event loop, not a duration."""
+    for a sample that goes on alone after a lost leg. `received_s` and `deadline_s` are times of the gateway's event loop, not durations."""
 
     request_id: bytes
     model: str
@@ -73,6 +79,7 @@ class GenerateRequest:
     num_prompt_tokens: int
     sampling: Sampling
     sample_indices: tuple[int, ...] = (0,)
+    received_s: float
     deadline_s: float
     priority: int = 0
     slo: Slo = NO_SLO

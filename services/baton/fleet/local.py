@@ -15,23 +15,20 @@ from prometheus_client import CollectorRegistry
 from baton.core.apis import DecisionStore, KvEventFeed, Member, MemberKind, Membership, Network, SchedulerService, WorkerService
 from baton.core.cluster import WorkerRole
 from baton.core.costs import StepCostModel
-from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
 from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine
 from baton.engine.step import Executor
 from baton.gateway.service import GatewayRules, GatewayService
 from baton.gateway.tokenizer import Tokenizer
+from baton.runtime.announcing import Announcements
 from baton.runtime.config import derive
 from baton.runtime.health import Health
 from baton.runtime.metrics import GatewayMetrics, SchedulerMetrics
-from baton.runtime.settings import ClusterConfig, WorkerConfig
-from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerTimes
+from baton.runtime.settings import ClusterConfig, SchedulerConfig, WorkerConfig
+from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
 from baton.transfer.backend import TransferBackend
 from baton.worker.service import Worker, WorkerParts, WorkerWornOut
-
-TTL_HEARTBEATS = 3
 
 
 class Switchboard(Protocol):
@@ -108,15 +105,13 @@ class LocalCluster:
         address = f"{name}:{epoch:x}"
         scheduler = Scheduler(
             scheduler_id=name,
-            policy=config.policy,
-            admission=Admission(config.admission),
+            rules=SchedulerRules.of(derive(SchedulerConfig, config)),
             times=SchedulerTimes(
                 silence_s=config.detection_s,
                 settle_s=config.detection_s / 2,
                 reservation_s=2 * config.detection_s,
                 watch_interval_s=config.heartbeat_s / 10,
             ),
-            max_waiting_seqs=config.max_queue,
             store=self._decisions,
             feed=self._feed,
             metrics=SchedulerMetrics(CollectorRegistry()),
@@ -124,13 +119,11 @@ class LocalCluster:
         )
         self._switchboard.listen(address, scheduler)
         member = Member(kind=MemberKind.SCHEDULER, member_id=name, epoch=epoch, address=address)
+        announcements = Announcements(self._membership, member, heartbeat_s=config.heartbeat_s)
 
         async def run() -> None:
             try:
-                while True:
-                    with suppress(StoreUnavailable):
-                        await self._membership.announce(member, TTL_HEARTBEATS * config.heartbeat_s)
-                    await asyncio.sleep(config.heartbeat_s)
+                await announcements.keep()
             finally:
                 await scheduler.aclose()
 
@@ -147,6 +140,7 @@ class LocalCluster:
                 detection_s=config.detection_s,
                 scheduler_wait_s=config.scheduler_wait_s,
                 request_timeout_s=config.request_timeout_s,
+                default_slo=config.default_slo,
                 max_open_requests=config.max_open_requests,
                 max_attempts=config.max_attempts,
             ),

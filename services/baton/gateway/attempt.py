@@ -36,7 +36,7 @@ class Attempt:
         """Outputs of earlier attempts that are prefilled together with the prompt."""
         return len(self.request.token_ids) - self.request.num_prompt_tokens
 
-    def query(self, now_s: float) -> PlacementQuery:
+    def query(self, now_s: float, answer_within_s: float) -> PlacementQuery:
         request = self.request
         return PlacementQuery(
             request_id=request.request_id,
@@ -55,6 +55,8 @@ class Attempt:
             priority=request.priority,
             deadline_s=max(0.0, request.deadline_s - now_s),
             avoid=self.avoid,
+            waited_s=max(0.0, now_s - request.received_s),
+            answer_within_s=answer_within_s,
         )
 
     def jobs(self, placement: Placement, now_s: float) -> tuple[PrefillJob | None, DecodeJob | None]:

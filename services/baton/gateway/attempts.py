@@ -62,11 +62,13 @@ class RelayParts:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What a timeline tells of one request, besides its legs. `placed_s`, `policy`: of the first placement; loop time."""
+    """What a timeline tells of one request, besides its legs. `placed_s`, `policy`: of the first placement; loop time. `placement`: the
+    last one."""
 
     num_attempts: int = 0
     placed_s: float | None = None
     policy: str = ""
+    placement: Placement | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,9 +139,7 @@ class RequestRun:
         loop = asyncio.get_running_loop()
         self._asked_s = loop.time()
         while True:
-            answer = await self._parts.schedulers.place(
-                attempt.query(loop.time()), is_first=attempt.number == 0, deadline_s=attempt.request.deadline_s
-            )
+            answer = await self._parts.schedulers.place(attempt.query, is_first=attempt.number == 0, deadline_s=attempt.request.deadline_s)
             if isinstance(answer, Placement):
                 self._decision = answer.decision_id
                 if not self._names_the_dead(answer):
@@ -274,6 +274,7 @@ class RequestRun:
         if self._history.num_killed:
             for worker in filter(None, (placement.prefill, placement.decode)):
                 self._parts.suspects.enter(self._history.suspect_id, worker)
+        self._record.placement = placement
         if self._record.placed_s is None:
             self._record.placed_s = asyncio.get_running_loop().time()
             self._record.policy = placement.policy

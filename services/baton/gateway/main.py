@@ -6,13 +6,13 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random, SystemRandom
 
 from prometheus_client import CollectorRegistry
 
 from baton.core.apis import Member, MemberKind, Membership
-from baton.core.errors import ConfigError, StoreUnavailable
+from baton.core.errors import ConfigError
 from baton.core.front import ProcessInfo
 from baton.engine.model.hub import resolve_model
 from baton.gateway.inference import Admin, Inference
@@ -21,6 +21,7 @@ from baton.gateway.openai_api.server import HttpServer
 from baton.gateway.service import GatewayRules, GatewayService
 from baton.gateway.tokenizer import HfTokenizer
 from baton.runtime.admin_http import AdminServer
+from baton.runtime.announcing import Announcements
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.network import advertised_host, join_address, listen
@@ -90,16 +91,17 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             address=http_address,
             info=(("pid", str(process.pid)), ("host", process.host)),
         )
-        async with Background(
-            watch_loop_lag(ProcessMetrics(registry).look_at_loop), _keep_announced(membership, member, config.heartbeat_s)
-        ):
+        announcements = None if membership is None else Announcements(membership, member, heartbeat_s=config.heartbeat_s)
+        work = [watch_loop_lag(ProcessMetrics(registry).look_at_loop)]
+        if announcements is not None:
+            work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
+        async with Background(*work):
             _settle(stack)
             on_ready(f"http://{http_address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)
-        if membership is not None:
-            with suppress(StoreUnavailable):
-                await membership.withdraw(member)
+        if announcements is not None:
+            await announcements.withdraw()
 
 
 def _settle(stack: AsyncExitStack) -> None:
@@ -118,6 +120,7 @@ def rules_of(config: GatewayConfig, rng: Random) -> GatewayRules:
         detection_s=config.detection_s,
         scheduler_wait_s=config.scheduler_wait_s,
         request_timeout_s=config.request_timeout_s,
+        default_slo=config.default_slo,
         max_open_requests=config.max_open_requests,
         max_attempts=config.max_attempts,
     )
@@ -153,11 +156,3 @@ async def _admin_port(config: GatewayConfig, service: GatewayService, registry: 
         port = server.start(config.host, config.admin_port)
         stack.push_async_callback(server.stop)
         log.info("admin_started", address=join_address(config.host, port))
-
-
-async def _keep_announced(membership: Membership | None, member: Member, every_s: float) -> None:
-    """For people who look at what is there; nobody waits for it."""
-    while membership is not None:
-        with suppress(StoreUnavailable):
-            await membership.announce(member, 3 * every_s)
-        await asyncio.sleep(every_s)

@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeVar
 
 from baton.core.apis import MemberKind, Membership, Network, SchedulerApi
-from baton.core.cluster import DecisionRecord, Placement, PlacementQuery, Rejection
+from baton.core.cluster import DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused, StoreUnavailable, StreamBroken
 from baton.core.request import RequestActuals
 from baton.gateway.view import ClusterView
@@ -22,6 +22,9 @@ GATHER_S = 0.01
 """Outcomes gather for so long before they are told together: a call each would take a fifth of a short request's time."""
 MAX_TOLD = 256
 """In one call."""
+
+LEAST_WAIT_PART = 0.1
+"""Of `call_s`: a scheduler that says at once that a request waits is not asked again sooner."""
 
 T = TypeVar("T")
 
@@ -64,17 +67,26 @@ class Schedulers:
     def addresses(self) -> tuple[str, ...]:
         return tuple(self._apis)
 
-    async def place(self, query: PlacementQuery, *, is_first: bool, deadline_s: float) -> Placement | Rejection:
-        """Ask until one answers: a new request waits `wait_s` for that, one that is under way until its deadline (loop time).
+    async def place(
+        self, make_query: Callable[[float, float], PlacementQuery], *, is_first: bool, deadline_s: float
+    ) -> Placement | Rejection:
+        """Ask until one answers: a new request waits `wait_s` for that, one that is under way until its deadline (loop time). While one
+        says that the request waits there, it is asked again. `make_query`: of the loop's time, and the seconds in which an answer must
+        come.
 
         Raises Refused (503) then.
         """
         loop = asyncio.get_running_loop()
-        give_up_s = min(deadline_s, loop.time() + self._times.wait_s) if is_first else deadline_s
+        give_up_s = self._give_up_s(is_first, deadline_s)
         while True:
-            answer = await self._ask(lambda api: api.place(query), until_s=give_up_s)
+            asked_s = loop.time()
+            answer = await self._ask(lambda api: api.place(make_query(loop.time(), self._times.call_s)), until_s=give_up_s)
             if answer is not None:
                 address, placement = answer
+                if isinstance(placement, StillWaiting):
+                    give_up_s = self._give_up_s(is_first, deadline_s)
+                    await asyncio.sleep(asked_s + LEAST_WAIT_PART * self._times.call_s - loop.time())
+                    continue
                 if isinstance(placement, Placement):
                     self._by_decision[placement.decision_id] = address
                 return placement
@@ -92,6 +104,9 @@ class Schedulers:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, self._times.heartbeat_s / 2)):
                     await self._found.wait()
+
+    def _give_up_s(self, is_first: bool, deadline_s: float) -> float:
+        return min(deadline_s, asyncio.get_running_loop().time() + self._times.wait_s) if is_first else deadline_s
 
     def finished(self, actuals: RequestActuals) -> None:
         """Tell the scheduler that decided; later, and not at all if too many wait already."""

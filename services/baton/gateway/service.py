@@ -11,7 +11,7 @@ from typing import Self
 from baton.core.apis import Membership, Network
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.front import ModelInfo, Timeline, TotalUsage
-from baton.core.request import GenerateRequest
+from baton.core.request import NO_SLO, GenerateRequest, Slo
 from baton.gateway.answer import Answer, Receiver
 from baton.gateway.attempts import RelayParts, RequestRecord, RequestRun, RetryRules
 from baton.gateway.call import Call
@@ -46,6 +46,7 @@ class GatewayRules:
     detection_s: float
     scheduler_wait_s: float
     request_timeout_s: float
+    default_slo: Slo = NO_SLO
     max_open_requests: int
     max_attempts: int
 
@@ -98,6 +99,7 @@ class GatewayService:
             facts=lambda: self.view.facts,
             rng=rng,
             request_timeout_s=rules.request_timeout_s,
+            default_slo=rules.default_slo,
         )
         self._parts = RelayParts(
             schedulers=self.schedulers,
@@ -231,7 +233,7 @@ class _Carried:
         return min(self.request.num_prompt_tokens, self.progress.num_cached_tokens)
 
     def timeline(self, now_s: float) -> Timeline:
-        progress, record = self.progress, self.record
+        progress, record, placement = self.progress, self.record, self.record.placement
         return Timeline(
             request_id=self.request.request_id.hex(),
             attempts=record.num_attempts,
@@ -241,5 +243,8 @@ class _Carried:
             tpot_s=progress.pace.tpot_s,
             total_s=now_s - self.received_s,
             cached_tokens_by_tier=progress.cached_tokens_by_tier,
+            waiting_s=placement.waiting_s if placement else None,
+            predicted_ttft_s=placement.ttft_s if placement else None,
+            predicted_tpot_s=placement.tpot_s if placement else None,
             legs=tuple(chain.from_iterable(progress.legs.values())),
         )

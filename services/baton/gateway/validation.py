@@ -11,7 +11,7 @@ from baton.core.blocks import TokenIds
 from baton.core.errors import Code, Reason
 from baton.core.front import Caller
 from baton.core.limits import U64_MAX, shown
-from baton.core.request import GenerateRequest, Sampling
+from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.gateway.bodies import Draft, Prompt, draft_of
 from baton.gateway.call import Call, Endpoint, InvalidField
 from baton.gateway.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ class Validator:
         facts: Callable[[], ModelFacts],
         rng: Random,
         request_timeout_s: float,
+        default_slo: Slo = NO_SLO,
     ) -> None:
         """`facts` is asked once a call: the cluster changes."""
         self.tokenizer = tokenizer
@@ -53,6 +54,7 @@ class Validator:
         self._facts = facts
         self._rng = rng
         self._request_timeout_s = request_timeout_s
+        self._default_slo = default_slo
 
     @property
     def max_model_len(self) -> int | None:
@@ -90,7 +92,7 @@ class Validator:
             model=self.model,
             requests=tuple(
                 replace(
-                    self._request(draft, tokens, facts, deadline_s),
+                    self._request(draft, tokens, facts, received_s, deadline_s),
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
                     trace_context=trace_context,
                 )
@@ -127,7 +129,7 @@ class Validator:
                 raise _too_long(f"at least {at_least}", 1, max_model_len)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _request(self, draft: Draft, tokens: TokenIds, facts: ModelFacts, deadline_s: float) -> GenerateRequest:
+    def _request(self, draft: Draft, tokens: TokenIds, facts: ModelFacts, received_s: float, deadline_s: float) -> GenerateRequest:
         if not tokens:
             raise InvalidField("prompt", "the prompt has no tokens; send at least one")
         for name in ("stop_token_ids", "logit_bias"):
@@ -142,9 +144,10 @@ class Validator:
             num_prompt_tokens=len(tokens),
             sampling=Sampling(max_tokens=max_tokens, seed=seed, **draft.sampling),
             sample_indices=tuple(range(draft.n)),
+            received_s=received_s,
             deadline_s=deadline_s,
             priority=draft.priority,
-            slo=draft.slo,
+            slo=draft.slo.or_else(self._default_slo),
         )
 
     def _max_tokens(self, draft: Draft, num_prompt_tokens: int, max_model_len: int | None) -> int:

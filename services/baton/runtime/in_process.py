@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.core.apis import Duplex, SchedulerApi, SchedulerService, Source, WorkerService
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
 from baton.core.errors import Failure, Refused, StreamBroken
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
@@ -172,7 +172,7 @@ class _SchedulerCalls:
         self._network = network
         self._address = address
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         return await self._call(lambda service: service.place(query))
 
     async def finished(self, *actuals: RequestActuals) -> None:

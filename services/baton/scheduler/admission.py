@@ -25,21 +25,34 @@ class Admission(Enum):
     PREDICTIVE = "predictive"
 
 
-def admit(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int, mode: Admission = Admission.OFF) -> Rejection | None:
-    """Refuse what would only wait, since the chosen worker, the best of its side, already has `max_waiting_seqs` sequences waiting; and
-    what is predicted to miss its SLO.
+def admit(query: PlacementQuery, choice: Choice, *, mode: Admission, ahead_s: float = 0.0) -> Rejection | None:
+    """Refuse what is predicted to miss its SLO. `ahead_s`: until those that wait at the scheduler before it have had their turns.
 
     A first attempt only: a request that was admitted once is never turned away for load by a worker's death. A policy that predicts nothing
     lets all SLOs pass.
     """
     if query.attempt > 0:
         return None
-    return _refused_by_queue(choice, max_waiting_seqs) or _refused_by_slo(query, choice, mode)
+    return _refused_by_slo(query, choice, mode, ahead_s)
 
 
-def must_wait(query: PlacementQuery, choice: Choice, *, max_worker_queue_s: float) -> bool:
-    """Whether the request should wait at the scheduler: every candidate's predicted queue is too long."""
-    return query.attempt == 0 and choice.predicted is not None and choice.predicted.least_queue_s > max_worker_queue_s
+def no_turn_yet(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int, max_worker_queue_s: float | None) -> Rejection | None:
+    """Why the request should rather wait at the scheduler, in words for the case that it cannot: every candidate's predicted queue is over
+    `max_worker_queue_s`, or the chosen worker, the best of its side, has `max_waiting_seqs` sequences waiting."""
+    if query.attempt > 0:
+        return None
+    predicted = choice.predicted
+    if max_worker_queue_s is not None and predicted is not None and predicted.least_queue_s > max_worker_queue_s:
+        over_s = predicted.least_queue_s - max_worker_queue_s
+        return Rejection(
+            reason=Reason.QUEUE_FULL,
+            message=f"every worker's queue takes {predicted.least_queue_s:.2g} s; retry after {over_s:.2g} s",
+            retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, over_s)),
+            term="queue_s",
+            predicted_s=predicted.least_queue_s,
+            limit_s=max_worker_queue_s,
+        )
+    return _refused_by_queue(choice, max_waiting_seqs)
 
 
 def _refused_by_queue(choice: Choice, max_waiting_seqs: int) -> Rejection | None:
@@ -57,13 +70,16 @@ def _refused_by_queue(choice: Choice, max_waiting_seqs: int) -> Rejection | None
     return None
 
 
-def _refused_by_slo(query: PlacementQuery, choice: Choice, mode: Admission) -> Rejection | None:
+def _refused_by_slo(query: PlacementQuery, choice: Choice, mode: Admission, ahead_s: float) -> Rejection | None:
     predicted = choice.predicted
     if mode is Admission.OFF or predicted is None:
         return None
     ttft_slo_s, tpot_slo_s = query.slo.ttft_s, query.slo.tpot_s
-    if ttft_slo_s is not None and predicted.ttft_s > ttft_slo_s:
-        return _refusal(Reason.TTFT_SLO, "ttft", predicted.ttft_s, ttft_slo_s, _ttft_retry_s(predicted, ttft_slo_s))
+    ttft_s = query.waited_s + ahead_s + predicted.ttft_s
+    if ttft_slo_s is not None and ttft_s > ttft_slo_s:
+        over_s = ttft_s - ttft_slo_s
+        is_hopeless = over_s > query.waited_s + ahead_s + predicted.queue_s  # what remains without any queue is too long already
+        return _refusal(Reason.TTFT_SLO, "ttft", ttft_s, ttft_slo_s, None if is_hopeless else over_s)
     tpot_s = predicted.tpot_now_s if mode is Admission.EARLY else predicted.tpot_s
     if tpot_slo_s is not None and tpot_s is not None and tpot_s > tpot_slo_s:
         return _refusal(Reason.TPOT_SLO, "tpot", tpot_s, tpot_slo_s, _tpot_retry_s(predicted, tpot_s, tpot_slo_s))
@@ -81,12 +97,6 @@ def _refusal(reason: Reason, term: str, predicted_s: float, limit_s: float, retr
         predicted_s=predicted_s,
         limit_s=limit_s,
     )
-
-
-def _ttft_retry_s(predicted: Prediction, limit_s: float) -> float | None:
-    """A queue gets shorter by a second a second. None: what remains without it is too long already."""
-    over_s = predicted.ttft_s - limit_s
-    return over_s if over_s <= predicted.queue_s else None
 
 
 def _tpot_retry_s(predicted: Prediction, tpot_s: float, limit_s: float) -> float | None:

@@ -3,18 +3,17 @@
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from baton.core.cluster import Candidate, ClusterSnapshot, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerView
 from baton.core.ids import DecisionId
 from baton.core.plain import from_plain, to_plain
 from baton.core.request import RequestActuals
-from baton.scheduler.admission import Admission, admit
 from baton.scheduler.columns import fastest
+from baton.scheduler.deciding import Rules, decide
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import SLOWER, Choice, Turn
+from baton.scheduler.policies.choice import SLOWER, Choice
 
 MAX_CANDIDATES = 8
 MAX_RECORDS = 4_096
@@ -30,25 +29,9 @@ class RecordedOverlap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What else a decision goes by: the scheduler's settings and the number of its turn."""
-
-    turn_number: int
-    refuse_full: bool = False
-    admission: Admission = Admission.OFF
-    max_waiting_seqs: int = 256
-
-
-def turn_of(decision_id: DecisionId, rules: Rules) -> Turn:
-    """The randomness of a decision follows from its id, so that its record is enough to repeat it. Raises ValueError for an id that is no
-    hexadecimal number."""
-    return Turn(number=rules.turn_number, rng=Random(int(decision_id, 16)), refuse_full=rules.refuse_full)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
     """A decision just made, by reference: writing its record takes longer than deciding, and is done later. `choice` None: the policy
-    itself refused."""
+    itself refused. `cluster` None: it did not come of what the cluster is like, and cannot be repeated."""
 
     decision_id: DecisionId
     scheduler_id: str
@@ -56,19 +39,21 @@ class Decided:
     query: PlacementQuery
     answer: Placement | Rejection
     choice: Choice | None
-    cluster: ClusterSnapshot
+    cluster: ClusterSnapshot | None
     rules: Rules
 
     def record(self) -> DecisionRecord:
         """A few hundred microseconds."""
         candidates = self.choice.candidates if self.choice is not None else ()
         made = record_of(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, candidates)
+        if self.cluster is None:
+            return made
         basis = self.choice.basis if self.choice is not None else None
         return replace(made, inputs=_inputs(self.cluster, self.rules, basis, made.candidates))
 
-    def outline(self) -> DecisionRecord:
-        """The answer alone, at once."""
-        return record_of(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, ())
+    def answer_alone(self) -> "Decided":
+        """Without what it was made from."""
+        return replace(self, query=replace(self.query, block_hashes=()), choice=None, cluster=None)
 
 
 def record_of(
@@ -108,66 +93,68 @@ def repeat(record: DecisionRecord) -> Placement | Rejection:
     if policy is None or not record.inputs:
         raise ValueError(f"this decision of {record.policy!r} cannot be repeated: its policy is unknown or its inputs were not kept")
     cluster, rules = _from_inputs(json.loads(record.inputs))
-    choice = policy(record.query, cluster, turn_of(record.decision_id, rules))
-    if isinstance(choice, Rejection):
-        return choice
-    refused = admit(record.query, choice, max_waiting_seqs=rules.max_waiting_seqs, mode=rules.admission)
-    return refused or choice.placement(record.decision_id, record.scheduler_id, record.policy)
+    return decide(record.decision_id, record.scheduler_id, record.policy, policy, record.query, cluster, rules).answer
+
+
+@dataclass(slots=True)
+class _Known:
+    """`record` None: not told yet."""
+
+    decided: Decided
+    record: DecisionRecord | None = None
+    actuals: dict[str, object] = field(default_factory=dict)
 
 
 class RecentDecisions:
     """The last `MAX_RECORDS` decisions of this scheduler, so that explaining a fresh request needs no store."""
 
     def __init__(self) -> None:
-        self._records: OrderedDict[DecisionId, DecisionRecord] = OrderedDict()
-        self._untold: OrderedDict[DecisionId, Decided] = OrderedDict()
-
-    def put(self, record: DecisionRecord) -> None:
-        self._untold.pop(record.decision_id, None)
-        self._records[record.decision_id] = record
-        self._records.move_to_end(record.decision_id)
-        while len(self._records) > MAX_RECORDS:
-            self._records.popitem(last=False)
+        self._known: OrderedDict[DecisionId, _Known] = OrderedDict()
+        self._untold: OrderedDict[DecisionId, None] = OrderedDict()
 
     def decided(self, decided: Decided) -> None:
         """Remember a decision, whose record is to be made when there is time (`tell`), or when somebody asks. Of too many that nobody had
         time for only the answers stay."""
-        self.put(decided.outline())
-        self._untold[decided.decision_id] = decided
-        while len(self._untold) > MAX_UNTOLD:
-            self._untold.popitem(last=False)
+        self._known[decided.decision_id] = _Known(decided)
+        self._untold[decided.decision_id] = None
+        if len(self._untold) > MAX_UNTOLD:
+            late = self._known[self._untold.popitem(last=False)[0]]
+            late.decided = late.decided.answer_alone()
+        if len(self._known) > MAX_RECORDS:
+            oldest, _ = self._known.popitem(last=False)
+            self._untold.pop(oldest, None)
 
     def tell(self, decision_id: DecisionId) -> DecisionRecord | None:
-        """The whole record, or None if the decision has been forgotten."""
-        known = self._records.get(decision_id)
-        decided = self._untold.pop(decision_id, None)
-        if known is None or decided is None:
-            return known
-        told = replace(decided.record(), actuals=known.actuals)
-        self._records[decision_id] = told
-        return told
+        """The whole record, with what came of it, or None if the decision has been forgotten."""
+        known = self._known.get(decision_id)
+        if known is None:
+            return None
+        self._untold.pop(decision_id, None)
+        if known.record is None:
+            known.record = known.decided.record()
+            known.decided = known.decided.answer_alone()
+        return replace(known.record, actuals=known.actuals)
 
     def placement(self, decision_id: DecisionId) -> Placement | None:
-        known = self._records.get(decision_id)
-        return known.placement if known is not None else None
+        known = self._known.get(decision_id)
+        return known.decided.answer if known is not None and isinstance(known.decided.answer, Placement) else None
 
-    def finish(self, actuals: RequestActuals) -> DecisionRecord | None:
-        """The record, as far as it is told, with what really happened; None if it has been forgotten."""
-        record = self._records.get(actuals.decision_id)
-        if record is None:
+    def finish(self, actuals: RequestActuals) -> Placement | None:
+        """The placement whose request has ended so; None if it has been forgotten, or was a refusal."""
+        known = self._known.get(actuals.decision_id)
+        if known is None:
             return None
-        done = replace(record, actuals=_as_dict(actuals))
-        self._records[actuals.decision_id] = done
-        return done
+        known.actuals = _as_dict(actuals)
+        return self.placement(actuals.decision_id)
 
     def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """The records of one request by attempt; of the request decided last for None."""
         if request_id is None:
-            if not self._records:
+            if not self._known:
                 return ()
-            request_id = next(reversed(self._records.values())).request_id
-        found = [self.tell(r.decision_id) or r for r in tuple(self._records.values()) if r.request_id == request_id]
-        return tuple(sorted(found, key=lambda r: r.attempt))
+            request_id = next(reversed(self._known.values())).decided.query.request_id
+        ids = [decision_id for decision_id, known in self._known.items() if known.decided.query.request_id == request_id]
+        return tuple(sorted((r for r in map(self.tell, ids) if r is not None), key=lambda r: r.attempt))
 
 
 def _as_dict(actuals: RequestActuals) -> dict[str, object]:

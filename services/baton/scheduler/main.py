@@ -1,23 +1,21 @@
 """`baton scheduler`: one scheduler as a process, joined from its leaves: gRPC, Redis, the admin port."""
 
-import asyncio
 import os
 import socket
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from random import Random
 
 from baton.core.apis import DecisionStore, KvEventFeed, Member, MemberKind, Membership
-from baton.core.errors import StoreUnavailable
 from baton.runtime.admin_http import AdminServer
+from baton.runtime.announcing import Announcements
 from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, Stop, watch_loop_lag
 from baton.runtime.settings import SchedulerConfig
-from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
 from baton.store.connection import RedisConnection
 from baton.store.decisions import RedisDecisionStore
 from baton.store.keys import Keys
@@ -47,10 +45,8 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         membership, decisions, feed = _stores(config, stack)
         scheduler = Scheduler(
             scheduler_id=f"scheduler-{rng.getrandbits(32):08x}",
-            policy=config.policy,
-            admission=Admission(config.admission),
+            rules=SchedulerRules.of(config),
             times=times_of(config),
-            max_waiting_seqs=config.max_queue,
             store=decisions,
             feed=feed,
             metrics=SchedulerMetrics(registry),
@@ -75,10 +71,10 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
         )
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
-        announcements = Announcements(membership, member, ttl_s=config.detection_s)
+        announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
         await announcements.announce()
         health.ready("rpc")
-        async with Background(announcements.keep(config.heartbeat_s), watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
+        async with Background(announcements.repeat(), watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
             on_ready(member.address)
             await stop.drain.wait()
         log.info("scheduler_draining", scheduler=member.member_id)
@@ -95,40 +91,6 @@ def times_of(config: SchedulerConfig) -> SchedulerTimes:
         reservation_s=2 * config.detection_s,
         watch_interval_s=config.heartbeat_s / UPDATES_A_HEARTBEAT,
     )
-
-
-class Announcements:
-    """Keeps one member listed. A store that is away is logged once, and again when it is back."""
-
-    def __init__(self, membership: Membership, member: Member, ttl_s: float) -> None:
-        self._membership = membership
-        self._member = member
-        self._ttl_s = ttl_s
-        self._is_away = False
-
-    async def announce(self) -> None:
-        """Once; waits no longer than the store's own bound."""
-        try:
-            await self._membership.announce(self._member, self._ttl_s)
-        except StoreUnavailable as error:
-            if not self._is_away:
-                log.warning("store_away", problem=str(error))
-            self._is_away = True
-        else:
-            if self._is_away:
-                log.info("store_back")
-            self._is_away = False
-
-    async def keep(self, every_s: float) -> None:
-        """For ever."""
-        while True:
-            await asyncio.sleep(every_s)
-            await self.announce()
-
-    async def withdraw(self) -> None:
-        """Where the store is away the announcement ends by itself."""
-        with suppress(StoreUnavailable):
-            await self._membership.withdraw(self._member)
 
 
 def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:

@@ -93,6 +93,14 @@ def leave_s(c: Columns, at: At = ALL) -> Floats:
     return c.output_tokens[at] * np.maximum(step_s, _TINY_S)
 
 
+def room_s(c: Columns, prompt: Prompt) -> Floats:
+    """Until so many of the sequences that decode at a worker have ended that the prompt, and its samples, have room there: their part of
+    those that do, times what a part takes to end. Infinite where nothing decodes: then room comes with the prompts that are computed."""
+    seqs = (c.num_seqs + prompt.num_samples - c.max_num_seqs) / np.maximum(1, c.decoding_seqs)
+    blocks = (prompt.num_blocks - c.free_blocks) / np.maximum(1, c.total_blocks - c.free_blocks)
+    return np.where(c.decoding_seqs > 0, np.maximum(0.0, np.maximum(seqs, blocks)) * leave_s(c), np.inf)
+
+
 def tpot_now_s(c: Columns, prompt: Prompt, at: At = ALL) -> Floats:
     """A step's time if the request decoded right now, beside those that do."""
     return _step_s(c, c.decoding_seqs[at], c.decoding_context[at], prompt, at)

@@ -3,11 +3,12 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from baton.core.apis import DecisionStore, Duplex, KvEventFeed, SchedulerService, Source
 from baton.core.cluster import (
+    ClusterSnapshot,
     ClusterUpdate,
     Command,
     CommandKind,
@@ -15,36 +16,36 @@ from baton.core.cluster import (
     Placement,
     PlacementQuery,
     Rejection,
+    StillWaiting,
     WorkerReport,
     WorkerRole,
     WorkerState,
 )
-from baton.core.errors import Reason, StoreUnavailable, StreamBroken
+from baton.core.errors import Reason, StreamBroken
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.request import RequestActuals
 from baton.prefix.index import PrefixIndex
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import SchedulerMetrics
-from baton.scheduler.admission import Admission, admit
-from baton.scheduler.explain import Decided, RecentDecisions, Rules, turn_of
+from baton.runtime.settings import SchedulerConfig
+from baton.scheduler.admission import Admission
+from baton.scheduler.deciding import Rules, decide
+from baton.scheduler.explain import Decided
 from baton.scheduler.following import KvEventFollowing
 from baton.scheduler.leaving import Leaving
 from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.choice import Choice
+from baton.scheduler.recording import Recorder
 from baton.scheduler.view import ClusterView
+from baton.scheduler.waiting_room import WaitingRoom
 from baton.scheduler.watch import Watchers
 
 log = get_logger(__name__)
 
-RECORD_TTL_S = 3_600.0
-MAX_UNWRITTEN_RECORDS = 1_024
 BACK_SILENCES = 24
 """Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role may leave."""
 EXPECTED_S = 1.0
 """Beyond twice the predicted TTFT: how long the blocks of a placed prompt are expected before an event says that they are there."""
-RECORDS_PART = 0.2
-"""Of the scheduler's time, at most, that goes into telling records."""
-LAST_RECORDS_S = 1.0
-"""How long a scheduler that ends goes on writing records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,28 @@ class SchedulerTimes:
     watch_interval_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerRules:
+    """What an operator decides. `max_waiting`: requests that wait at the scheduler while every worker's predicted queue is over
+    `max_worker_queue_s`; of 0 nobody waits, and who finds `max_waiting_seqs` sequences waiting at the best worker is refused."""
+
+    policy: str
+    admission: Admission
+    max_waiting_seqs: int
+    max_worker_queue_s: float
+    max_waiting: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> "SchedulerRules":
+        return cls(
+            policy=config.policy,
+            admission=Admission(config.admission),
+            max_waiting_seqs=config.max_queue,
+            max_worker_queue_s=config.max_worker_queue_s,
+            max_waiting=config.max_waiting,
+        )
+
+
 class Scheduler(SchedulerService):
     """One scheduler. All are active; each is advice, since workers admit for themselves."""
 
@@ -65,10 +88,8 @@ class Scheduler(SchedulerService):
         self,
         *,
         scheduler_id: str,
-        policy: str,
-        admission: Admission,
+        rules: SchedulerRules,
         times: SchedulerTimes,
-        max_waiting_seqs: int,
         store: DecisionStore,
         feed: KvEventFeed,
         metrics: SchedulerMetrics,
@@ -76,11 +97,8 @@ class Scheduler(SchedulerService):
     ) -> None:
         """`feed`: where workers tell which blocks they hold."""
         self.scheduler_id = scheduler_id
-        self._policy_name = policy
-        self._policy = POLICIES[policy]
-        self._admission = admission
-        self._max_waiting_seqs = max_waiting_seqs
-        self._store = store
+        self._rules = rules
+        self._policy = POLICIES[rules.policy]
         self._metrics = metrics
         self._rng = rng
         self.index = PrefixIndex()
@@ -93,8 +111,13 @@ class Scheduler(SchedulerService):
         )
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
         self._watchers = Watchers(scheduler_id, times.watch_interval_s)
-        self._recent = RecentDecisions()
-        self._unwritten: asyncio.Queue[DecisionId] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
+        self._recorder = Recorder(store, metrics)
+        self._room = WaitingRoom(
+            max_waiting=rules.max_waiting,
+            keeps_slos=rules.admission is not Admission.OFF,
+            decide=self._decide_in_turn,
+            refuse=self._refuse,
+        )
         self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
         self._leaving = Leaving(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
         self._turn = 0
@@ -103,50 +126,98 @@ class Scheduler(SchedulerService):
         self._unsettled_until_s = 0.0
         self._unsettled()
         self._tasks = [
-            asyncio.create_task(self._write_records(), name="scheduler-records"),
+            asyncio.create_task(self._recorder.run(), name="scheduler-records"),
+            asyncio.create_task(self._room.run(), name="scheduler-waiting"),
             asyncio.create_task(self._look_after(times.silence_s / 4), name="scheduler-look-after"),
             asyncio.create_task(self._following.run(), name="scheduler-kv-events"),
         ]
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
-        asked_s = asyncio.get_running_loop().time()
-        decided = self._decide(query)
-        while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._may_find_more():
-            decided = self._decide(query)
-        now_s = asyncio.get_running_loop().time()
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
+        if not self._room.holds(query):
+            asked_s = asyncio.get_running_loop().time()
+            decided, may_wait = self._decide(query)
+            while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._may_find_more():
+                decided, may_wait = self._decide(query)
+            if not (self._room.is_open and (may_wait or self._is_behind_others(decided))):
+                self._metrics.decision_s.observe(asyncio.get_running_loop().time() - asked_s)
+                return self._conclude(decided)
+            self._room.enter(query, _work_s(decided))
+            self._metrics.waiting_requests.set(len(self._room))
+        return await self._room.stay(query)
+
+    def _is_behind_others(self, decided: Decided) -> bool:
+        """A new request does not overtake those that wait; a later attempt may."""
+        return len(self._room) > 0 and decided.query.attempt == 0 and isinstance(decided.answer, Placement)
+
+    def _decide_in_turn(self, query: PlacementQuery, waiting_s: float) -> Placement | Rejection | None:
+        """Of the request that has waited longest, by the room's reckoning; None if it must wait on."""
+        decided, must_wait = self._decide(query, is_next=True)
+        return None if must_wait else self._end_wait(decided, waiting_s)
+
+    def _refuse(self, query: PlacementQuery, rejection: Rejection, waiting_s: float) -> Rejection:
+        self._end_wait(self._decided(self._new_decision_id(), query, rejection, None, None, self._rules_now(0.0)), waiting_s)
+        return rejection
+
+    def _end_wait(self, decided: Decided, waiting_s: float) -> Placement | Rejection:
+        if isinstance(decided.answer, Placement):
+            decided = replace(decided, answer=replace(decided.answer, waiting_s=waiting_s))
+        self._metrics.waiting_s.observe(waiting_s)
+        self._metrics.waiting_requests.set(len(self._room))
+        return self._conclude(decided)
+
+    def _conclude(self, decided: Decided) -> Placement | Rejection:
+        """From now on the answer counts."""
         answer = decided.answer
         if isinstance(answer, Placement):
-            self._view.reserve(decided.decision_id, query, answer, now_s)
-            self._expect(query, answer, now_s)
-            self._metrics.decisions.labels(self._policy_name).inc()
+            now_s = asyncio.get_running_loop().time()
+            self._view.reserve(decided.decision_id, decided.query, answer, now_s)
+            self._expect(decided.query, answer, now_s)
+            self._metrics.decisions.labels(self._rules.policy).inc()
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
-        self._metrics.decision_s.observe(now_s - asked_s)
-        self._recent.decided(decided)
-        self._keep(decided.decision_id)
+        self._recorder.decided(decided)
         return answer
 
-    def _decide(self, query: PlacementQuery) -> Decided:
-        """Nothing is waited for."""
-        decision_id = DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
-        rules = Rules(turn_number=self._turn, admission=self._admission, max_waiting_seqs=self._max_waiting_seqs)
-        self._turn += 1
+    def _decide(self, query: PlacementQuery, *, is_next: bool = False) -> tuple[Decided, bool]:
+        """Nothing is waited for, and nothing counts yet. The other value: the answer is a refusal that waiting may spare the request.
+        `is_next`: nobody has a turn before it."""
+        decision_id = self._new_decision_id()
         now_s = asyncio.get_running_loop().time()
+        ahead_s = 0.0 if is_next or not len(self._room) else self._room.work_before_s(query) / max(1, self._view.num_prefilling)
+        rules = self._rules_now(ahead_s)
         cluster = self._view.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
-        choice = self._policy(query, cluster, turn_of(decision_id, rules))
-        answer: Placement | Rejection
-        if isinstance(choice, Rejection):
-            answer = choice
-        else:
-            refused = admit(query, choice, max_waiting_seqs=rules.max_waiting_seqs, mode=rules.admission)
-            answer = refused or choice.placement(decision_id, self.scheduler_id, self._policy_name)
+        verdict = decide(decision_id, self.scheduler_id, self._rules.policy, self._policy, query, cluster, rules)
+        return self._decided(decision_id, query, verdict.answer, verdict.choice, cluster, rules), verdict.may_wait
+
+    def _new_decision_id(self) -> DecisionId:
+        return DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
+
+    def _rules_now(self, ahead_s: float) -> Rules:
+        self._turn += 1
+        return Rules(
+            turn_number=self._turn - 1,
+            admission=self._rules.admission,
+            max_waiting_seqs=self._rules.max_waiting_seqs,
+            max_worker_queue_s=self._rules.max_worker_queue_s if self._room.is_open else None,
+            ahead_s=ahead_s,
+        )
+
+    def _decided(
+        self,
+        decision_id: DecisionId,
+        query: PlacementQuery,
+        answer: Placement | Rejection,
+        choice: Choice | None,
+        cluster: ClusterSnapshot | None,
+        rules: Rules,
+    ) -> Decided:
         return Decided(
             decision_id=decision_id,
             scheduler_id=self.scheduler_id,
-            policy=self._policy_name,
+            policy=self._rules.policy,
             query=query,
             answer=answer,
-            choice=None if isinstance(choice, Rejection) else choice,
+            choice=choice,
             cluster=cluster,
             rules=rules,
         )
@@ -163,18 +234,20 @@ class Scheduler(SchedulerService):
             self._finished(one)
 
     def _finished(self, actuals: RequestActuals) -> None:
-        record = self._recent.finish(actuals)
-        if record is None:
+        placement = self._recorder.finished(actuals)
+        if placement is None:
             return
-        if record.placement is not None:
-            self._compare(record.placement, actuals)
-            ends = (record.placement.prefill, record.placement.decode)
-            self._view.release(actuals.decision_id, tuple(w.worker_id for w in ends if w is not None))
-        self._keep(actuals.decision_id)
+        self._compare(placement, actuals)
+        ends = (placement.prefill, placement.decode)
+        self._view.release(actuals.decision_id, tuple(w.worker_id for w in ends if w is not None))
+        self._room.look()
 
     def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
         """What was predicted, held against what happened."""
-        for term, said_s, was_s in (("ttft", predicted.ttft_s, actuals.ttft_s), ("tpot", predicted.tpot_s, actuals.tpot_s)):
+        for term, said_s, was_s in (
+            ("ttft", predicted.ttft_s and predicted.ttft_s + predicted.waiting_s, actuals.ttft_s),
+            ("tpot", predicted.tpot_s, actuals.tpot_s),
+        ):
             worker = predicted.prefill if term == "ttft" and predicted.prefill is not None else predicted.decode or predicted.prefill
             if said_s and was_s and worker is not None:
                 self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
@@ -184,12 +257,7 @@ class Scheduler(SchedulerService):
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """Also the attempts that another scheduler has decided, where the store knows them."""
-        recent = self._recent.of_request(request_id)
-        kept: tuple[DecisionRecord, ...] = ()
-        with suppress(StoreUnavailable):
-            kept = await self._store.get(recent[0].request_id if recent else request_id)
-        by_attempt = {record.attempt: record for record in (*kept, *recent)}
-        return tuple(by_attempt[attempt] for attempt in sorted(by_attempt))
+        return await self._recorder.of_request(request_id)
 
     async def drain(self, worker_id: str) -> bool:
         for worker, stream in self._streams.items():
@@ -214,6 +282,7 @@ class Scheduler(SchedulerService):
                     self._following.follow(report.worker, report.blocks.total)
                     self._following.heard(report.worker, report.event_seq)
                     self._changed()
+                    self._room.look()
                 self._warm_pairs(report, stream, warmed)
         except StreamBroken:
             pass
@@ -230,13 +299,12 @@ class Scheduler(SchedulerService):
         """End the standing streams, whose other ends then go to another scheduler, and write what is left to write. Safe to call twice."""
         if not self._tasks:
             return
+        self._room.close()
         self._watchers.close()
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             await stream.aclose()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_RECORDS_S):
-                await self._unwritten.join()
+        await self._recorder.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -274,29 +342,6 @@ class Scheduler(SchedulerService):
         self._watchers.update(reports)
         self._view_changed.set()
 
-    def _keep(self, decision_id: DecisionId) -> None:
-        """Write the record later; drop it where the store is too slow to keep up."""
-        with suppress(asyncio.QueueFull):
-            self._unwritten.put_nowait(decision_id)
-
-    async def _write_records(self) -> None:
-        """Off the decision path: a slow or absent store costs records, never time. Telling one takes longer than deciding, so no more
-        than a part of the time goes to it; of decisions that come faster only the answers are kept."""
-        loop = asyncio.get_running_loop()
-        while True:
-            decision_id = await self._unwritten.get()
-            began_s = loop.time()
-            record = self._recent.tell(decision_id)
-            await asyncio.sleep((loop.time() - began_s) * (1 / RECORDS_PART - 1))
-            try:
-                if record is not None:
-                    await self._store.put(record, RECORD_TTL_S)
-                self._metrics.store_degraded.set(0)
-            except StoreUnavailable:
-                self._metrics.store_degraded.set(1)
-            finally:
-                self._unwritten.task_done()
-
     async def _look_after(self, interval_s: float) -> None:
         """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement; worn-out
         ones are let go, each in its turn."""
@@ -321,3 +366,9 @@ class Scheduler(SchedulerService):
         if stream is not None:
             with suppress(StreamBroken):
                 stream.send(Command(kind=kind))
+
+
+def _work_s(decided: Decided) -> float:
+    """Seconds that a worker is predicted to need for the prompt; 0 where nothing is predicted."""
+    predicted = decided.choice.predicted if decided.choice is not None else None
+    return predicted.prefix_pull_s + predicted.prefill_s if predicted is not None else 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from baton.core.blocks import num_blocks_for
-from baton.core.cluster import ClusterSnapshot, Overlap, Placement, PlacementQuery, WorkerReport, WorkerView
+from baton.core.cluster import ClusterSnapshot, Overlap, Placement, PlacementQuery, WorkerReport, WorkerState, WorkerView
 from baton.core.costs import attended_tokens
 from baton.core.ids import DecisionId, WorkerRef
 from baton.scheduler.columns import ColumnsKeeper
@@ -159,6 +159,11 @@ class ClusterView:
         snapshot = ClusterSnapshot(workers=columns.views, overlaps=overlaps)
         columns.derive_into(snapshot)
         return snapshot
+
+    @property
+    def num_prefilling(self) -> int:
+        """Ready workers whose role it is to prefill."""
+        return sum(r.state is WorkerState.READY and r.role.can_prefill for r in self._reports.values())
 
     def reports(self) -> tuple[WorkerReport, ...]:
         return tuple(report for _, report in sorted(self._reports.items()))

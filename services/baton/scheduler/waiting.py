@@ -75,13 +75,14 @@ class _Class(Generic[T]):
 
 
 class WaitingQueue(Generic[T]):
-    """Single owner: the scheduler's event loop. Holds at most `max_waiting` requests. `weights`: turns of a tenant for each turn of one
-    with weight 1, the default."""
+    """Single owner: the scheduler's event loop. Holds at most `max_waiting` requests. `keeps_slos`: one is due by its TTFT SLO where it
+    has one, and not only by its deadline. `weights`: turns of a tenant for each turn of one with weight 1, the default."""
 
-    def __init__(self, *, max_waiting: int, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, *, max_waiting: int, keeps_slos: bool = True, weights: Mapping[str, float] | None = None) -> None:
         if max_waiting < 1 or any(weight <= 0 for weight in (weights or {}).values()):
             raise ValueError("a queue holds at least one request, and every weight is above 0")
         self._max_waiting = max_waiting
+        self._keeps_slos = keeps_slos
         self._weights = dict(weights or {})
         self._by_priority: dict[int, _Class[T]] = {}
         self._num_of: dict[str, int] = {}
@@ -94,8 +95,9 @@ class WaitingQueue(Generic[T]):
     def add(self, query: PlacementQuery, handle: T, now_s: float) -> tuple[Waiting[T], Waiting[T] | None]:
         """The place taken, and who had to give way for it: in a full queue the request of the lowest priority that is due last, of the
         tenant that holds most for its weight. That may be the new one itself."""
-        is_promised = query.attempt == 0 and query.slo.ttft_s is not None
-        within_s = min(query.deadline_s, query.slo.ttft_s or 0.0) if is_promised else query.deadline_s
+        within_s = query.deadline_s
+        if self._keeps_slos and query.attempt == 0 and query.slo.ttft_s is not None:
+            within_s = min(within_s, max(0.0, query.slo.ttft_s - query.waited_s))
         new = Waiting(query=query, handle=handle, since_s=now_s, due_s=now_s + within_s, seq=next(self._seq))
         self._by_priority.setdefault(query.priority, _Class()).add(new)
         self._count(query.tenant, 1)
@@ -117,6 +119,13 @@ class WaitingQueue(Generic[T]):
             self._by_priority[first.query.priority].take(first, self._weights.get(first.query.tenant, 1.0))
             self._forget(first)
         return first
+
+    def before(self, query: PlacementQuery) -> Iterator[T]:
+        """Handles of those that would have their turn before a new one of its priority that is due last."""
+        for priority, of_priority in self._by_priority.items():
+            if priority <= query.priority:
+                for heap in of_priority.heaps.values():
+                    yield from (each.handle for each in heap)
 
     def expire(self, now_s: float) -> list[Waiting[T]]:
         """Take out all that are overdue."""
@@ -164,16 +173,15 @@ class WaitingQueue(Generic[T]):
 
 def overdue(waiting: Waiting[T], now_s: float) -> Rejection:
     """The answer to who has waited too long."""
-    waited_s = now_s - waiting.since_s
-    slo_s = waiting.query.slo.ttft_s
-    is_slo = waiting.query.attempt == 0 and slo_s is not None and slo_s <= waiting.query.deadline_s
+    waited_s, allowed_s = now_s - waiting.since_s, waiting.due_s - waiting.since_s
+    is_slo = allowed_s < waiting.query.deadline_s
     return Rejection(
         reason=Reason.TTFT_SLO if is_slo else Reason.DEADLINE,
         message=f"no worker was free in {waited_s:.2g} s; retry after {max(MIN_RETRY_S, waited_s):.2g} s",
         retry_after_s=max(MIN_RETRY_S, waited_s),
         term="waiting_s",
         predicted_s=waited_s,
-        limit_s=slo_s if is_slo else waiting.query.deadline_s,
+        limit_s=waiting.query.slo.ttft_s if is_slo else waiting.query.deadline_s,
     )
 
 

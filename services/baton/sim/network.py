@@ -5,13 +5,13 @@ In order within a stream, in any order between streams, as TCP connections are. 
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic, TypeVar
 
 from baton.core.apis import Duplex, Network, SchedulerApi, SchedulerService, Source, WorkerService
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
 from baton.core.errors import Failure, Refused, StreamBroken
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
@@ -136,7 +136,7 @@ class SimNetwork:
         self._rng = rng
         self._delays = delays
         self._services: dict[str, WorkerService | SchedulerService] = {}
-        self._handlers: dict[str, dict[asyncio.Task[None], None]] = {}  # dicts, not sets: a set's order is not the seed's
+        self._handlers: dict[str, dict[asyncio.Task[Any], None]] = {}  # dicts, not sets: a set's order is not the seed's
         self.streams: dict[int, SimStream] = {}
         self.messages_lost = 0
         self._opened = 0
@@ -191,6 +191,20 @@ class SimNetwork:
         task.add_done_callback(lambda done: handlers.pop(done, None))
         return client
 
+    async def run_at(self, address: str, call: Coroutine[Any, Any, T]) -> T:
+        """A call as the process at `address` runs it: it ends with that process, for its caller by StreamBroken."""
+        task = asyncio.get_running_loop().create_task(call, name=f"call-{address}")
+        handlers = self._handlers[address]
+        handlers[task] = None
+        task.add_done_callback(lambda done: handlers.pop(done, None))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise StreamBroken(f"the scheduler at {address} died") from None
+
 
 class HostNetwork(Network):
     """Implements `Network` for one simulated process."""
@@ -228,7 +242,7 @@ class SimSchedulerClient(SchedulerApi):
         self._caller = caller
         self._address = address
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         return await self._call(lambda scheduler: scheduler.place(query))
 
     async def finished(self, *actuals: RequestActuals) -> None:
@@ -254,10 +268,10 @@ class SimSchedulerClient(SchedulerApi):
 
         return self._network.open((self._caller, self._address), pump)
 
-    async def _call(self, method: Callable[[SchedulerService], Awaitable[T]]) -> T:
+    async def _call(self, method: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
         await asyncio.sleep(self._network.draw_delay())
         before = self._scheduler()
-        answer = await method(before)
+        answer = await self._network.run_at(self._address, method(before))
         await asyncio.sleep(self._network.draw_delay())
         if self._scheduler() is not before:
             raise StreamBroken(f"the scheduler at {self._address} died")

@@ -134,7 +134,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("request_id", "attempts", "policy", "placed_s", "ttft_s", "tpot_s", "total_s", "legs", "cached_tokens_by_tier")
+    __slots__ = ("request_id", "attempts", "policy", "placed_s", "ttft_s", "tpot_s", "total_s", "legs", "cached_tokens_by_tier", "waiting_s", "predicted_ttft_s", "predicted_tpot_s")
     class CachedTokensByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,9 @@ class Timeline(_message.Message):
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempts: int
     policy: str
@@ -160,7 +163,10 @@ class Timeline(_message.Message):
     total_s: float
     legs: _containers.RepeatedCompositeFieldContainer[LegTimeline]
     cached_tokens_by_tier: _containers.ScalarMap[str, int]
-    def __init__(self, request_id: _Optional[str] = ..., attempts: _Optional[int] = ..., policy: _Optional[str] = ..., placed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., legs: _Optional[_Iterable[_Union[LegTimeline, _Mapping]]] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    waiting_s: float
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempts: _Optional[int] = ..., policy: _Optional[str] = ..., placed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., legs: _Optional[_Iterable[_Union[LegTimeline, _Mapping]]] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ..., waiting_s: _Optional[float] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ...) -> None: ...
 
 class LegTimeline(_message.Message):
     __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s", "kv_exposed_wait_s")

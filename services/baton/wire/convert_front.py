@@ -136,6 +136,7 @@ def from_generate_response(message: inference_pb2.GenerateResponse) -> GenerateC
 
 
 _LEG_FIELDS = tuple(field.name for field in inference_pb2.LegTimeline.DESCRIPTOR.fields)
+_LAST_ATTEMPT = ("waiting_s", "predicted_ttft_s", "predicted_tpot_s")
 
 
 def _to_timeline(timeline: Timeline) -> inference_pb2.Timeline:
@@ -148,6 +149,7 @@ def _to_timeline(timeline: Timeline) -> inference_pb2.Timeline:
         tpot_s=timeline.tpot_s,
         total_s=timeline.total_s,
         cached_tokens_by_tier=dict(timeline.cached_tokens_by_tier),
+        **{name: getattr(timeline, name) for name in _LAST_ATTEMPT},
         legs=[inference_pb2.LegTimeline(**{field: getattr(leg, field) for field in _LEG_FIELDS}) for leg in timeline.legs],
     )
 
@@ -162,6 +164,7 @@ def _from_timeline(message: inference_pb2.Timeline) -> Timeline:
         tpot_s=message.tpot_s if message.HasField("tpot_s") else None,
         total_s=message.total_s,
         cached_tokens_by_tier=dict(message.cached_tokens_by_tier),
+        **_set_fields(message, _LAST_ATTEMPT),
         legs=tuple(LegTimeline(**values_of(leg)) for leg in message.legs),
     )
 

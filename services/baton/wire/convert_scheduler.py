@@ -14,6 +14,7 @@ from baton.core.cluster import (
     Placement,
     PlacementQuery,
     Rejection,
+    StillWaiting,
     WorkerReport,
     WorkerRole,
     WorkerState,
@@ -52,6 +53,8 @@ def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
         deadline_s=query.deadline_s,
         avoid=[c.to_worker_ref(worker) for worker in query.avoid],
         session_key=query.session_key,
+        waited_s=query.waited_s,
+        answer_within_s=query.answer_within_s,
     )
 
 
@@ -78,21 +81,27 @@ def from_placement_query(message: pb.PlacementQuery) -> PlacementQuery:
         deadline_s=c.seconds(message.deadline_s, "deadline_s"),
         avoid=tuple(c.from_worker_ref(worker) for worker in message.avoid),
         session_key=c.name(message.session_key, "session_key"),
+        waited_s=c.seconds(message.waited_s, "waited_s"),
+        answer_within_s=c.seconds(message.answer_within_s, "answer_within_s"),
     )
 
 
-def to_place_reply(answer: Placement | Rejection) -> pb.PlaceReply:
+def to_place_reply(answer: Placement | Rejection | StillWaiting) -> pb.PlaceReply:
     if isinstance(answer, Placement):
         return pb.PlaceReply(placement=to_placement(answer))
+    if isinstance(answer, StillWaiting):
+        return pb.PlaceReply(still_waiting=pb.StillWaiting(num_waiting=answer.num_waiting))
     return pb.PlaceReply(rejection=to_rejection(answer))
 
 
-def from_place_reply(message: pb.PlaceReply) -> Placement | Rejection:
+def from_place_reply(message: pb.PlaceReply) -> Placement | Rejection | StillWaiting:
     match message.WhichOneof("kind"):
         case "placement":
             return from_placement(message.placement)
         case "rejection":
             return from_rejection(message.rejection)
+        case "still_waiting":
+            return StillWaiting(num_waiting=message.still_waiting.num_waiting)
         case _:
             raise invalid("the scheduler's answer is of no known kind")
 
@@ -113,6 +122,7 @@ def to_placement(placement: Placement) -> pb.Placement:
         tpot_s=placement.tpot_s,
         prefill_overlap_blocks=placement.prefill_overlap_blocks,
         decode_overlap_blocks=placement.decode_overlap_blocks,
+        waiting_s=placement.waiting_s,
     )
 
 
@@ -132,6 +142,7 @@ def from_placement(message: pb.Placement) -> Placement:
         tpot_s=_optional(message, "tpot_s"),
         prefill_overlap_blocks=message.prefill_overlap_blocks,
         decode_overlap_blocks=message.decode_overlap_blocks,
+        waiting_s=c.seconds(message.waiting_s, "waiting_s"),
     )
 
 

@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 
 from baton.core.apis import SchedulerService, Source
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, WorkerReport
+from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
 from baton.core.request import RequestActuals
 from baton.wire import convert_scheduler as convert
 from baton.wire import status
@@ -62,7 +62,7 @@ class SchedulerClient:
         self._limits = limits
         self._call_s = call_s
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         return convert.from_place_reply(await self._called(self._stub.Place, convert.to_placement_query(query)))
 
     async def finished(self, *actuals: RequestActuals) -> None:

@@ -132,7 +132,7 @@ async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: Ru
                 await until_broken(watch)
             with pytest.raises(StreamBroken):
                 await reports.receive()
-    assert process.events()[-1] == "scheduler_draining"
+    assert "scheduler_draining" in process.events()
     assert "worker_lost" not in process.events(), "a drain loses nobody"
 
 

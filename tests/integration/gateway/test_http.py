@@ -155,6 +155,8 @@ async def test_request_id_timeline_and_token_ids(gateway: HttpGateway) -> None:
     assert decoded["decode_s"] == 1.0
     assert body["baton"]["cached_tokens_by_tier"] == {"device": 4}
     assert 0 < body["baton"]["placed_s"] <= body["baton"]["ttft_s"] < body["baton"]["total_s"]
+    assert body["baton"]["waiting_s"] == 0.0
+    assert not {"predicted_ttft_s", "predicted_tpot_s"} & body["baton"].keys(), "what was not predicted is absent"
     (choice,) = body["choices"]
     assert choice["prompt_token_ids"] == list(b"hi")
     assert bytes(choice["token_ids"]) == answer_to(b"hi", 3)

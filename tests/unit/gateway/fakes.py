@@ -22,6 +22,7 @@ from baton.core.cluster import (
     Placement,
     PlacementQuery,
     Rejection,
+    StillWaiting,
     WorkerReport,
     WorkerRole,
 )
@@ -286,7 +287,7 @@ class StubScheduler:
         self.actuals: list[RequestActuals] = []
         self.drained: list[str] = []
         self.records: tuple[DecisionRecord, ...] = ()
-        self.answer: Callable[[PlacementQuery], Placement | Rejection | None] = lambda _: None
+        self.answer: Callable[[PlacementQuery], Placement | Rejection | StillWaiting | None] = lambda _: None
         self.hangs = False
         self._watchers: list[Mailbox[ClusterUpdate]] = []
         network.add_scheduler(address, self)
@@ -306,7 +307,7 @@ class StubScheduler:
     def die(self) -> None:
         self.network.remove(self.address)
 
-    async def place(self, query: PlacementQuery) -> Placement | Rejection:
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         self.queries.append(query)
         if self.hangs:
             await asyncio.sleep(1e6)

@@ -1,15 +1,17 @@
 """The front door's methods as gRPC calls them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from baton.core.blocks import token_ids
-from baton.core.cluster import DecisionRecord
+from baton.core.cluster import DecisionRecord, Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
-from baton.core.front import Caller, GenerateChunk, Generation, ProcessInfo
+from baton.core.front import Caller, GenerateChunk, Generation, ProcessInfo, Timeline
 from baton.core.ids import DecisionId
 from baton.gateway.inference import Admin, Inference
+from baton.gateway.openai_api.answers import timeline_object
 from tests import builders
 from tests.unit.gateway.fakes import ANYBODY, Cluster, answer_to, cluster, until
 from tests.unit.gateway.virtual import virtual
@@ -53,6 +55,38 @@ async def test_a_generation_streams_and_ends_with_usage() -> None:
         with pytest.raises(StreamBroken):
             await generation.receive()
         await generation.aclose()
+
+
+async def timeline_of(c: Cluster) -> Timeline:
+    chunks = await all_of(await inference(c).generate({"prompt": "hello", "max_tokens": 6, "timeline": True}, ANYBODY))
+    assert chunks[-1].timeline is not None
+    return chunks[-1].timeline
+
+
+@virtual
+async def test_a_timeline_has_what_was_predicted_when_the_last_attempt_was_placed() -> None:
+    async with cluster(*PD, ("d1", "decode")) as c:
+
+        def placed(query: PlacementQuery) -> Placement | Rejection:
+            answer = c.scheduler.place_by_role(query)
+            assert isinstance(answer, Placement)
+            return replace(answer, waiting_s=0.25 + query.attempt, ttft_s=0.5 + query.attempt, tpot_s=0.03 + query.attempt)
+
+        c.scheduler.answer = placed
+        first = await timeline_of(c)
+        assert (first.attempts, first.waiting_s, first.predicted_ttft_s, first.predicted_tpot_s) == (1, 0.25, 0.5, 0.03)
+        assert {"waiting_s": 0.25, "predicted_ttft_s": 0.5, "predicted_tpot_s": 0.03}.items() <= timeline_object([first]).items()
+        c.scheduler.workers[1].before_token = lambda worker, *_: worker.die()
+        second = await timeline_of(c)
+        assert (second.attempts, second.waiting_s, second.predicted_ttft_s, second.predicted_tpot_s) == (2, 1.25, 1.5, 1.03)
+
+
+@virtual
+async def test_what_nobody_predicted_is_absent_from_a_timeline_not_zero() -> None:
+    async with cluster(*PD) as c:
+        timeline = await timeline_of(c)
+        assert (timeline.waiting_s, timeline.predicted_ttft_s, timeline.predicted_tpot_s) == (0.0, None, None)
+        assert not {"predicted_ttft_s", "predicted_tpot_s"} & timeline_object([timeline]).keys()
 
 
 @virtual

@@ -6,13 +6,14 @@ from random import Random
 
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster import Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import DecisionId, JobId
 from baton.core.jobs import DecodeJob, PrefillJob
 from baton.core.request import FinishReason, RequestActuals, TokenDelta
 from baton.gateway import schedulers
 from tests.scale import sized
+from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import Gathered, StubScheduler, StubWorker, answer_to, cluster, placement, token_at, until
 from tests.unit.gateway.virtual import virtual
 
@@ -480,6 +481,19 @@ async def test_every_request_ends_at_its_deadline(phase: str) -> None:
         await asyncio.sleep(0.1)
         assert h0.open_jobs == []
         assert {cancel.reason for cancel in h0.cancels} <= {Reason.DEADLINE}
+
+
+@virtual
+async def test_a_request_that_waits_at_the_scheduler_is_asked_for_again_and_says_how_long_it_has_waited() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        loop = asyncio.get_running_loop()
+        begin_s, until_s = loop.time(), loop.time() + 3 * TEST_TIMES["scheduler_wait_s"]
+        c.scheduler.answer = lambda _: StillWaiting(num_waiting=1) if loop.time() < until_s else None
+        await c.ask(PROMPT, max_tokens=3)
+        waited_s = [asked.waited_s for asked in c.scheduler.queries]
+        assert waited_s == pytest.approx([i * 0.1 * TEST_TIMES["detection_s"] for i in range(len(waited_s))], abs=0.05)
+        assert loop.time() - begin_s > 3 * TEST_TIMES["scheduler_wait_s"], "it would have been lost, had nobody answered"
+        assert {asked.request_id for asked in c.scheduler.queries} == {c.scheduler.queries[0].request_id}
 
 
 @virtual

@@ -467,3 +467,20 @@ def test_anything_at_all_is_a_request_or_refused(body: dict[str, Any]) -> None:
         if not isinstance(said, list):
             assert said.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
             said.message.encode()
+
+
+def test_who_asks_for_no_slo_gets_the_clusters_term_by_term() -> None:
+    checked = Validator(
+        tokenizer=ByteTokenizer(vocab_size=300),
+        model="demo",
+        facts=lambda: ModelFacts(max_model_len=MAX_LEN, max_num_seqs=64),
+        rng=Random(3),
+        request_timeout_s=60.0,
+        default_slo=Slo(ttft_s=0.5, tpot_s=0.05),
+    )
+
+    def slo_of(**body: Any) -> Slo:
+        return at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x"} | body, Caller(), received_s=0.0)).requests[0].slo
+
+    assert slo_of() == Slo(ttft_s=0.5, tpot_s=0.05)
+    assert slo_of(slo={"ttft_ms": 100}) == Slo(ttft_s=0.1, tpot_s=0.05)

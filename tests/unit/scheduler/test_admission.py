@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from baton.core.cluster import Rejection
 from baton.core.errors import Reason
 from baton.core.request import Slo
-from baton.scheduler.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, admit, must_wait
+from baton.scheduler.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, admit, no_turn_yet
 from baton.scheduler.policies.choice import Choice, Prediction, Turn
 from baton.scheduler.policies.kv_centric import kv_centric
-from tests.builders import query, rng
+from tests.builders import query
 from tests.unit.scheduler.costed import costed, decoding, queued, random_cluster, seen
 
 MODES = [Admission.EARLY, Admission.PREDICTIVE]
@@ -38,7 +38,11 @@ def expecting(**changes: float) -> Choice:
 
 
 def answer(choice: Choice, mode: Admission = Admission.PREDICTIVE, *, attempt: int = 0, **slo: float) -> Rejection | None:
-    return admit(query(slo=Slo(**slo), attempt=attempt), choice, max_waiting_seqs=100, mode=mode)
+    return admit(query(slo=Slo(**slo), attempt=attempt), choice, mode=mode)
+
+
+def must_wait(choice: Choice, max_worker_queue_s: float | None, *, attempt: int = 0) -> Rejection | None:
+    return no_turn_yet(query(attempt=attempt), choice, max_waiting_seqs=100, max_worker_queue_s=max_worker_queue_s)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,20 +81,35 @@ def test_off_and_policies_without_predictions_let_promises_pass() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_later_attempt_is_never_turned_away_for_load(mode: Admission) -> None:
     assert answer(expecting(), mode, attempt=1, ttft_s=0.1, tpot_s=0.001) is None
-    assert not must_wait(query(attempt=1), expecting(), max_worker_queue_s=0.1)
+    assert not must_wait(expecting(), 0.1, attempt=1)
 
 
 def test_a_request_waits_while_every_queue_is_too_long() -> None:
-    assert must_wait(query(), expecting(least_queue_s=2.0), max_worker_queue_s=1.0)
-    assert not must_wait(query(), expecting(queue_s=3.0, least_queue_s=0.5), max_worker_queue_s=1.0)
-    assert not must_wait(query(), Choice(prefill=None, decode=None), max_worker_queue_s=1.0)
+    waits = must_wait(expecting(least_queue_s=2.0), 1.0)
+    assert waits is not None
+    assert (waits.reason, waits.predicted_s, waits.limit_s, waits.retry_after_s) == (Reason.QUEUE_FULL, 2.0, 1.0, 1.0)
+    assert not must_wait(expecting(queue_s=3.0, least_queue_s=0.5), 1.0)
+    assert not must_wait(Choice(prefill=None, decode=None), 1.0)
+    assert not must_wait(expecting(least_queue_s=2.0), None)
+
+
+def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token() -> None:
+    asking = query(slo=Slo(ttft_s=2.0))
+    assert admit(asking, expecting(), mode=Admission.PREDICTIVE) is None
+    assert admit(asking.later(0.4), expecting(), mode=Admission.PREDICTIVE) is None
+    waited = admit(asking.later(0.6), expecting(), mode=Admission.PREDICTIVE)
+    behind = admit(asking, expecting(), mode=Admission.PREDICTIVE, ahead_s=0.6)
+    for refused in (waited, behind):
+        assert refused is not None
+        assert refused.predicted_s == pytest.approx(2.1)
+        assert refused.retry_after_s == pytest.approx(0.1)
 
 
 def test_the_least_queue_is_that_of_the_candidates() -> None:
     long, longer = costed("p0", "prefill", **queued(50_000)), costed("p1", "prefill", **queued(60_000))
-    choice = kv_centric(query(), seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))), Turn(number=0, rng=rng()))
+    choice = kv_centric(query(), seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))), Turn(number=0, seed=0))
     assert isinstance(choice, Choice)
-    assert must_wait(query(), choice, max_worker_queue_s=1.0)
+    assert must_wait(choice, 1.0)
 
 
 @given(seed=st.integers(0, 1_000_000), mode=st.sampled_from(MODES))
@@ -98,10 +117,10 @@ def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed
     random = Random(seed)
     slo = Slo(ttft_s=random.choice([None, 0.05, 1.0, 60.0]), tpot_s=random.choice([None, 0.003, 0.02, 10.0]))
     asking = query(num_prompt_tokens=random.randrange(1, 700), max_tokens=100, slo=slo, attempt=random.choice([0, 0, 0, 1]))
-    choice = kv_centric(asking, random_cluster(random), Turn(number=seed, rng=random))
+    choice = kv_centric(asking, random_cluster(random), Turn(number=seed, seed=seed))
     if isinstance(choice, Rejection):
         return
-    refused = admit(asking, choice, max_waiting_seqs=10_000, mode=mode)
+    refused = admit(asking, choice, mode=mode)
     misses = []
     if choice.predicted is not None and asking.attempt == 0:
         tpot_s = choice.predicted.tpot_now_s if mode is Admission.EARLY else choice.predicted.tpot_s

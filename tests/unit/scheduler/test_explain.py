@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cluster import ClusterSnapshot, DecisionRecord, PlacementQuery, Rejection
+from baton.core.cluster import ClusterSnapshot, DecisionRecord, PlacementQuery
 from baton.core.ids import DecisionId
 from baton.core.plain import from_plain, to_plain
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.admission import Admission, admit
-from baton.scheduler.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, Rules, repeat, turn_of
+from baton.scheduler import deciding
+from baton.scheduler.admission import Admission
+from baton.scheduler.deciding import Rules
+from baton.scheduler.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, repeat
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice
-from tests.builders import decision_record, query
+from tests.builders import query
 from tests.unit.scheduler.costed import costed, decoding, fast_link, queued, random_cluster, seen
 
 
@@ -24,17 +25,14 @@ def decide(
 ) -> Decided:
     """As the scheduler does."""
     rules = rules or Rules(turn_number=3, admission=Admission.PREDICTIVE)
-    choice = POLICIES[policy](asking, cluster, turn_of(DecisionId(decision_id), rules))
-    refused = (
-        choice if isinstance(choice, Rejection) else admit(asking, choice, max_waiting_seqs=rules.max_waiting_seqs, mode=rules.admission)
-    )
+    verdict = deciding.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
     return Decided(
         decision_id=DecisionId(decision_id),
         scheduler_id="s",
         policy=policy,
         query=asking,
-        answer=refused or choice.placement(DecisionId(decision_id), "s", policy),  # type: ignore[union-attr]
-        choice=choice if isinstance(choice, Choice) else None,
+        answer=verdict.answer,
+        choice=verdict.choice,
         cluster=cluster,
         rules=rules,
     )
@@ -80,7 +78,13 @@ def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> No
         slo=Slo(ttft_s=random.choice([None, 0.1, 5.0]), tpot_s=random.choice([None, 0.01])),
         avoid=tuple(w.worker for w in cluster.workers if random.random() < 0.1),
     )
-    rules = Rules(turn_number=seed, refuse_full=random.random() < 0.5, admission=random.choice(list(Admission)), max_waiting_seqs=6)
+    rules = Rules(
+        turn_number=seed,
+        admission=random.choice(list(Admission)),
+        max_waiting_seqs=6,
+        max_worker_queue_s=random.choice([None, 0.01, 1.0]),
+        ahead_s=random.choice([0.0, 2.0]),
+    )
     decided = decide(asking, cluster, policy, f"{seed:016x}", rules)
     stored = from_plain(DecisionRecord, to_plain(decided.record()))
     assert repeat(stored) == decided.answer
@@ -117,12 +121,12 @@ def test_the_record_is_made_when_somebody_asks_and_keeps_what_came_of_it() -> No
     (told,) = recent.of_request(b"r")
     assert told.candidates
     assert told.inputs
-    done = recent.finish(RequestActuals(decision_id=decided.decision_id, outcome="stop", ttft_s=0.5))
-    assert done is not None
+    assert recent.finish(RequestActuals(decision_id=decided.decision_id, outcome="stop", ttft_s=0.5)) == decided.answer
+    (done,) = recent.of_request(None)
     assert done.actuals["ttft_s"] == 0.5
     assert done.inputs == told.inputs
-    assert recent.of_request(None) == (done,)
     assert recent.tell(decided.decision_id) == done
+    assert recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop")) is None
 
 
 def test_of_decisions_that_nobody_had_time_for_the_answers_stay() -> None:
@@ -134,10 +138,3 @@ def test_of_decisions_that_nobody_had_time_for_the_answers_stay() -> None:
     assert (old.candidates, old.inputs) == ((), "")
     (new,) = recent.of_request(b"5")
     assert new.inputs
-
-
-def test_records_that_are_whole_already_are_kept_as_they_are() -> None:
-    recent = RecentDecisions()
-    recent.put(decision_record(request_id=b"r"))
-    assert recent.of_request(b"r") == (decision_record(request_id=b"r"),)
-    assert recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop")) is None

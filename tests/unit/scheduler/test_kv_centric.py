@@ -28,8 +28,8 @@ LONG = 4096
 NAMES = ["kv_centric", "prefix_aware"]
 
 
-def turn(number: int = 0, *, refuse_full: bool = False) -> Turn:
-    return Turn(number=number, rng=Random(number), refuse_full=refuse_full)
+def turn(number: int = 0, *, max_full_s: float | None = None) -> Turn:
+    return Turn(number=number, seed=number, max_full_s=max_full_s)
 
 
 def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
@@ -333,18 +333,25 @@ def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) ->
 def test_when_everybody_is_full_the_answer_is_no_but_not_to_a_request_that_lost_a_worker(policy: str) -> None:
     no_place = busy("d", 64)
     for cluster in (seen(costed("p", "prefill"), full("d", "decode")), seen(costed("p", "prefill"), no_place)):
-        answer = POLICIES[policy](asked(), cluster, turn(refuse_full=True))
+        answer = POLICIES[policy](asked(), cluster, turn(max_full_s=0.0))
         assert isinstance(answer, Rejection)
         assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_room")
-        assert ids(chosen(cluster, asked(attempt=1), policy, refuse_full=True))[1] == "d"
+        assert ids(chosen(cluster, asked(attempt=1), policy, max_full_s=0.0))[1] == "d"
         assert ids(chosen(cluster, asked(), policy))[1] == "d", "where nobody can wait at the scheduler, it waits there"
 
 
 def test_a_full_prefill_side_leaves_the_decode_worker() -> None:
-    assert ids(chosen(seen(full("p", "prefill"), busy()), refuse_full=True)) == (None, "d")
-    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(refuse_full=True))
+    assert ids(chosen(seen(full("p", "prefill"), busy()), max_full_s=0.0)) == (None, "d")
+    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_full_s=0.0))
     assert isinstance(answer, Rejection)
     assert answer.term == "prefill_room"
+
+
+def test_a_full_decode_worker_that_will_have_room_soon_enough_is_not_waited_for() -> None:
+    """64 of 64 places are taken; one in 64 ends in a 64th of a mean answer."""
+    crowded = seen(costed("p", "prefill"), busy("d", 64))
+    assert isinstance(kv_centric(asked(), crowded, turn(max_full_s=0.001)), Rejection)
+    assert ids(chosen(crowded, max_full_s=1.0)) == ("p", "d")
 
 
 # -- rules that hold always --------------------------------------------------------------------------------------------------------------
@@ -357,10 +364,10 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
     asking = asked(
         random.choice([1, 15, 16, 100, 500, 2000]), slo=Slo(tpot_s=random.choice([None, 0.02])), sample_count=random.choice([1, 3])
     )
-    answer = POLICIES[name](asking, cluster, turn(seed, refuse_full=refuse_full))
+    answer = POLICIES[name](asking, cluster, turn(seed, max_full_s=0.0 if refuse_full else None))
     shuffled = list(cluster.workers)
     random.shuffle(shuffled)
-    again = POLICIES[name](asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, refuse_full=refuse_full))
+    again = POLICIES[name](asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, max_full_s=0.0 if refuse_full else None))
     assert answer == again
     if isinstance(answer, Rejection):
         return

@@ -5,19 +5,20 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.apis import DecisionStore, Duplex
-from baton.core.cluster import Command, CommandKind, DecisionRecord, Placement, Rejection, WorkerReport, WorkerState
-from baton.core.errors import Reason, StoreUnavailable, StreamBroken
-from baton.core.request import RequestActuals
+from baton.core.cluster import Command, CommandKind, DecisionRecord, Placement, Rejection, StillWaiting, WorkerReport, WorkerState
+from baton.core.errors import Code, Reason, Refused, StoreUnavailable, StreamBroken
+from baton.core.request import RequestActuals, Slo
 from baton.runtime.in_process import InProcessNetwork
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
 from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
 from tests.builders import decision_record, query, worker_report
 
@@ -34,14 +35,22 @@ class BrokenStore(DecisionStore):
 
 @asynccontextmanager
 async def a_scheduler(
-    policy: str = "least_loaded", max_waiting_seqs: int = 4, store: DecisionStore | None = None
+    policy: str = "least_loaded",
+    max_waiting_seqs: int = 4,
+    store: DecisionStore | None = None,
+    max_waiting: int = 0,
+    admission: Admission = Admission.OFF,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
-        policy=policy,
-        admission=Admission.OFF,
+        rules=SchedulerRules(
+            policy=policy,
+            admission=admission,
+            max_waiting_seqs=max_waiting_seqs,
+            max_worker_queue_s=0.5,
+            max_waiting=max_waiting,
+        ),
         times=SchedulerTimes(silence_s=0.5, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
-        max_waiting_seqs=max_waiting_seqs,
         store=store or BrokenStore(),
         feed=MemoryKvEventFeed(),
         metrics=SchedulerMetrics(CollectorRegistry()),
@@ -232,3 +241,94 @@ async def test_a_finished_request_no_longer_counts() -> None:
         assert isinstance(await scheduler.place(query()), Placement)
         with suppress(StreamBroken):
             await network.aclose()
+
+
+# -- waiting at the scheduler ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_waits_here_until_a_worker_has_taken_what_it_has() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        first = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(first, Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        stream.send(worker_report("w0", report_seq=2, running_seqs=1, counted_decision_ids=(first.decision_id,)))
+        second = await asyncio.wait_for(waiting, 5)
+        assert isinstance(second, Placement)
+        assert second.waiting_s > 0.04
+        (record,) = await scheduler.explain(b"b")
+        assert record.placement == second
+
+
+async def test_who_waits_is_told_so_and_keeps_its_place_if_it_asks_again() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        patient = query(request_id=b"b", answer_within_s=0.05)
+        assert await scheduler.place(patient) == StillWaiting(num_waiting=1)
+        later = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
+        assert await scheduler.place(patient) == StillWaiting(num_waiting=2)
+        again = asyncio.create_task(scheduler.place(replace(patient, answer_within_s=60.0)))
+        await settle()
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        assert isinstance(await asyncio.wait_for(again, 5), Placement)
+        assert not later.done(), "it came later"
+        later.cancel()
+
+
+async def test_who_does_not_ask_again_has_left() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        assert isinstance(await scheduler.place(query(request_id=b"gone", answer_within_s=0.02)), StillWaiting)
+        cancelled = asyncio.create_task(scheduler.place(query(request_id=b"cancelled", answer_within_s=60.0)))
+        await settle()
+        cancelled.cancel()
+        await asyncio.sleep(0.4)
+        last = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=0.1)))
+        assert await last == StillWaiting(num_waiting=1)
+
+
+async def test_a_later_attempt_does_not_wait_and_a_new_request_does_not_overtake() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        assert isinstance(await scheduler.place(query(request_id=b"b", answer_within_s=0.02)), StillWaiting)
+        assert isinstance(await scheduler.place(query(request_id=b"c", attempt=1)), Placement)
+        assert await scheduler.place(query(request_id=b"d", answer_within_s=0.02)) == StillWaiting(num_waiting=2)
+
+
+async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with_its_reason() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=Admission.PREDICTIVE) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        hasty = asyncio.create_task(scheduler.place(query(request_id=b"b", slo=Slo(ttft_s=0.3), answer_within_s=60.0)))
+        patient = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
+        await settle()
+        refused = await scheduler.place(query(request_id=b"d", deadline_s=900.0))
+        assert isinstance(refused, Rejection)
+        assert (refused.reason, refused.term) == (Reason.QUEUE_FULL, "scheduler_queue")
+        late = await asyncio.wait_for(hasty, 5)
+        assert isinstance(late, Rejection)
+        assert (late.reason, late.term, late.limit_s) == (Reason.TTFT_SLO, "waiting_s", 0.3)
+        assert not patient.done()
+        for request_id in (b"b", b"d"):
+            (record,) = await scheduler.explain(request_id)
+            assert record.rejection is not None
+        patient.cancel()
+
+
+async def test_a_scheduler_that_leaves_sends_those_who_wait_to_another() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await scheduler.aclose()
+        with pytest.raises(Refused) as refused:
+            await waiting
+        assert refused.value.failure.code is Code.UNAVAILABLE

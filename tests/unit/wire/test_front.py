@@ -34,6 +34,8 @@ LAST = GenerateChunk(
         placed_s=0.001,
         total_s=0.5,
         ttft_s=0.25,
+        waiting_s=0.0,
+        predicted_ttft_s=0.2,
         legs=(LegTimeline(worker_id="p0", pid=7, compute_s=0.2, kv_bytes=2**40),),
     ),
 )

@@ -36,6 +36,10 @@ def usage_object(usage: TotalUsage) -> dict[str, Any]:
     }
 
 
+_LAST_ATTEMPT = ("waiting_s", "predicted_ttft_s", "predicted_tpot_s")
+"""Of a timeline; left out where they are not known."""
+
+
 def timeline_object(timeline: Sequence[Timeline]) -> dict[str, Any]:
     """The object `baton`: of the one prompt's request, or of each under `requests`."""
     if len(timeline) > 1:
@@ -61,5 +65,6 @@ def _request_object(timeline: Timeline) -> dict[str, Any]:
         "tpot_s": timeline.tpot_s,
         "total_s": timeline.total_s,
         "cached_tokens_by_tier": timeline.cached_tokens_by_tier,
+        **{name: value for name in _LAST_ATTEMPT if (value := getattr(timeline, name)) is not None},
         "legs": [{key: value for key, value in asdict(leg).items() if value is not None} for leg in legs],
     }

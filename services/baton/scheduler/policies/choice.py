@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from random import Random
 from typing import overload
 
 from baton.core.blocks import num_blocks_for
@@ -18,12 +17,13 @@ NO_ROOM_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a policy may use beside query and snapshot: how many placements came before, and a seeded generator. `refuse_full`: a first
-    attempt for which no worker has room is refused (and waits at the scheduler); otherwise it is placed where it will wait."""
+    """What a policy may use beside query and snapshot: how many placements came before, and a seed. `max_full_s`: a first
+    attempt for which no worker is predicted to have room in so many seconds is refused (and waits at the scheduler); None: it is placed
+    where it will wait."""
 
     number: int
-    rng: Random
-    refuse_full: bool = False
+    seed: int
+    max_full_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Field:
 
 def candidates_for(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Field | Rejection:
     """Workers that serve the model, are ready, have room, are not to be avoided (unless nobody else is left) and could ever hold the
-    prompt. Where nobody has room: all of them, or with `refuse_full` a Rejection."""
+    prompt. Where nobody has room: all of them, or with `max_full_s` a Rejection (nothing is predicted here)."""
     excluded: list[Candidate] = []
 
     def usable(side: str, can_prefill: bool, can_decode: bool) -> tuple[list[WorkerView], bool]:
@@ -195,7 +195,7 @@ def no_room(role: str) -> Rejection:
 
 def refuses_full(query: PlacementQuery, turn: Turn) -> bool:
     """A later attempt is never turned away for load."""
-    return turn.refuse_full and query.attempt == 0
+    return turn.max_full_s is not None and query.attempt == 0
 
 
 def has_room(w: WorkerView, query: PlacementQuery, *, decodes: bool) -> bool:

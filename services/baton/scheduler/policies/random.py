@@ -1,5 +1,7 @@
 """Any worker that can: the baseline that needs to know nothing."""
 
+from random import Random
+
 from baton.core.cluster import Candidate, ClusterSnapshot, PlacementQuery, Rejection
 from baton.scheduler.policies.choice import Choice, Turn, candidates_for, computes_alone, needs_no_decode
 
@@ -10,13 +12,14 @@ def random(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choic
     field = candidates_for(query, cluster, turn)
     if isinstance(field, Rejection):
         return field
+    rng = Random(turn.seed)
     if needs_no_decode(query):
-        chosen = turn.rng.choice(field.prefill)
+        chosen = rng.choice(field.prefill)
         considered = [Candidate(worker=w.worker, side="prefill") for w in field.prefill]
         return Choice(prefill=chosen, decode=None, candidates=(*considered, *field.excluded))
-    decode = turn.rng.choice(field.decode)
+    decode = rng.choice(field.decode)
     sources = [] if computes_alone(decode) else field.readable_by(decode)
-    prefill = turn.rng.choice(sources) if sources else None
+    prefill = rng.choice(sources) if sources else None
     considered = [Candidate(worker=w.worker, side="decode") for w in field.decode]
     considered += [Candidate(worker=w.worker, side="prefill") for w in sources]
     return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded))

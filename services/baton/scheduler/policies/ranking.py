@@ -38,6 +38,7 @@ from baton.scheduler.predict import (
     prefill_s,
     prompt_of,
     queue_s,
+    room_s,
     tpot_now_s,
     tpot_s,
 )
@@ -46,6 +47,10 @@ MAX_HOLDERS = 4
 """Of a prefix: so many of those that hold most of it are considered to pull it from."""
 _NOBODY: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 SHOWN_A_SIDE = 4
+ALONE_GAIN = 0.1
+ALONE_GAIN_S = 0.01
+"""A decode worker computes a prompt itself only if that is predicted faster by so much of the other's seconds and by so many: predictions
+are no more exact, and a sequence that joins meanwhile would wait for the prompt, which nobody can charge for yet."""
 UNREADABLE = "barred, or its KV cannot be read (yet)"
 
 
@@ -70,14 +75,15 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Terms of the prefill side, one number a worker. `source`: the column whose prefix is pulled, -1 for none. `holders`: the columns that
-    were considered to pull from."""
+    """Terms of the prefill side, one number a worker. `margin_s`: by which computing at the decode worker must be faster. `source`: the
+    column whose prefix is pulled, -1 for none. `holders`: the columns that were considered to pull from."""
 
     queue_s: Floats
     pull_s: Floats
     prefill_s: Floats
     transfer_s: Floats
     busy_s: Floats
+    margin_s: Floats
     cost_s: Floats
     source: npt.NDArray[np.intp]
     cached_blocks: Floats
@@ -103,8 +109,8 @@ def choose(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn, rules: R
         by_load = least_loaded(query, cluster, turn)
         return replace(by_load, basis=None) if isinstance(by_load, Choice) else by_load
     fits = prompt.num_blocks <= c.free_blocks
-    decodes = _preferred(query, c, decodes, fits & (c.num_seqs + query.sample_count <= c.max_num_seqs), turn)
-    prefills = _preferred(query, c, prefills, fits, turn)
+    decodes = _preferred(query, c, prompt, decodes, fits & (c.num_seqs + query.sample_count <= c.max_num_seqs), turn)
+    prefills = _preferred(query, c, prompt, prefills, fits, turn)
     if needs_no_decode(query):
         if not prefills.any():
             return no_room("prefill")
@@ -145,8 +151,9 @@ def _able(query: PlacementQuery, c: Columns) -> Mask:
     return able & np.isin(c.kind, kinds)
 
 
-def _preferred(query: PlacementQuery, c: Columns, able: Mask, fits: Mask, turn: Turn) -> Mask:
-    """Who has room and is not to be avoided; else who has none; else the avoided. Nobody where full workers are to be refused."""
+def _preferred(query: PlacementQuery, c: Columns, prompt: Prompt, able: Mask, fits: Mask, turn: Turn) -> Mask:
+    """Who has room and is not to be avoided; else who has none; else the avoided. Where full workers are to be refused, of those only who
+    is predicted to have room soon enough."""
     wanted = able
     if query.avoid:
         wanted = able.copy()
@@ -158,7 +165,10 @@ def _preferred(query: PlacementQuery, c: Columns, able: Mask, fits: Mask, turn: 
     if best.any():
         return best
     if wanted.any():
-        return np.zeros_like(able) if refuses_full(query, turn) else wanted
+        if turn.max_full_s is None or not refuses_full(query, turn):
+            return wanted
+        soon: Mask = wanted & (room_s(c, prompt) <= turn.max_full_s)
+        return soon
     return able
 
 
@@ -191,7 +201,8 @@ def _prefill_terms(
         compute_s, pull_s, source, cached = own_s.copy(), np.zeros(len(c.views)), np.full(len(c.views), -1), prompt.own_blocks.copy()
     transfer_s = np.zeros(len(c.views)) if decode is None else _transfer_s(c, prompt, compute_s, cached, decode)
     cost_s = np.where(candidates, queued_s + pull_s + compute_s + transfer_s, np.inf)
-    return _Prefill(queued_s, pull_s, compute_s, transfer_s, np.zeros(len(c.views)), cost_s, source, cached, holders)
+    busy_s, margin_s = np.zeros((2, len(c.views)))
+    return _Prefill(queued_s, pull_s, compute_s, transfer_s, busy_s, margin_s, cost_s, source, cached, holders)
 
 
 def _holders(c: Columns, prompt: Prompt, candidates: Mask) -> npt.NDArray[np.intp]:
@@ -253,8 +264,12 @@ def _add_alone(query: PlacementQuery, c: Columns, prompt: Prompt, terms: _Prefil
         is_barred = bool(promises) and mixed_step_s(c, prompt.num_tokens, cached_tokens, decode) > min(promises)
     terms.pull_s[decode], terms.prefill_s[decode], terms.transfer_s[decode] = 0.0, compute_s, 0.0
     terms.busy_s[decode], terms.source[decode], terms.cached_blocks[decode] = busy_s, -1, own
-    if not is_barred or is_only:
+    if is_only:
         terms.cost_s[decode] = terms.queue_s[decode] + compute_s + busy_s
+    elif not is_barred:
+        margin_s = 0.0 if c.can_prefill[decode] else max(ALONE_GAIN_S, ALONE_GAIN * float(terms.cost_s.min()))
+        terms.margin_s[decode] = margin_s
+        terms.cost_s[decode] = terms.queue_s[decode] + compute_s + busy_s + margin_s
 
 
 def _choice(
@@ -350,6 +365,8 @@ def _explained_prefill(c: Columns, prompt: Prompt, terms: _Prefill, i: int, deco
         "cost_s": terms.cost_s[i],
         "overlap_blocks": prompt.own_blocks[i],
     }
+    if terms.margin_s[i] > 0:
+        values["margin_s"] = terms.margin_s[i]
     if terms.source[i] >= 0:
         values["pulled_blocks"] = terms.cached_blocks[i] - prompt.own_blocks[i]
     return Candidate(worker=c.views[i].worker, side="prefill", terms={name: float(value) for name, value in (values | _lent(c, i)).items()})

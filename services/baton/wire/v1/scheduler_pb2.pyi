@@ -56,7 +56,7 @@ class Slo(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class PlacementQuery(_message.Message):
-    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key")
+    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key", "waited_s", "answer_within_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class PlacementQuery(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     attempt: int
     model: str
@@ -91,18 +93,28 @@ class PlacementQuery(_message.Message):
     deadline_s: float
     avoid: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerRef]
     session_key: str
-    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ...) -> None: ...
+    waited_s: float
+    answer_within_s: float
+    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ..., waited_s: _Optional[float] = ..., answer_within_s: _Optional[float] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
-    __slots__ = ("placement", "rejection")
+    __slots__ = ("placement", "rejection", "still_waiting")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     REJECTION_FIELD_NUMBER: _ClassVar[int]
+    STILL_WAITING_FIELD_NUMBER: _ClassVar[int]
     placement: Placement
     rejection: Rejection
-    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ...) -> None: ...
+    still_waiting: StillWaiting
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., still_waiting: _Optional[_Union[StillWaiting, _Mapping]] = ...) -> None: ...
+
+class StillWaiting(_message.Message):
+    __slots__ = ("num_waiting",)
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    num_waiting: int
+    def __init__(self, num_waiting: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decision_id", "scheduler_id", "policy", "prefill", "decode", "prefix_source", "queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "prefill_overlap_blocks", "decode_overlap_blocks")
+    __slots__ = ("decision_id", "scheduler_id", "policy", "prefill", "decode", "prefix_source", "queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "prefill_overlap_blocks", "decode_overlap_blocks", "waiting_s")
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +129,7 @@ class Placement(_message.Message):
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     scheduler_id: str
     policy: str
@@ -131,7 +144,8 @@ class Placement(_message.Message):
     tpot_s: float
     prefill_overlap_blocks: int
     decode_overlap_blocks: int
-    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefix_pull_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., prefill_overlap_blocks: _Optional[int] = ..., decode_overlap_blocks: _Optional[int] = ...) -> None: ...
+    waiting_s: float
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefix_pull_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., prefill_overlap_blocks: _Optional[int] = ..., decode_overlap_blocks: _Optional[int] = ..., waiting_s: _Optional[float] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("reason", "message", "retry_after_s", "term", "predicted_s", "limit_s")
