@@ -6,7 +6,8 @@ import http.client
 import json
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,26 +59,56 @@ def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure
 
 def ask_grpc(target: str, headers: Mapping[str, str]) -> Server:
     """Raises Unreachable, LoadgenError."""
-    import grpc
-
     from baton.v1 import inference_pb2, inference_pb2_grpc
-    from loadgen.grpc_client import grpc_target
 
     pb: Any = inference_pb2
+    reply = _called(target, headers, lambda channel: inference_pb2_grpc.InferenceStub(channel).ListModels, pb.ListModelsRequest())
+    models = [model.id for model in reply.models]
+    length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
+    return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
+
+
+def ask_admin(target: str, headers: Mapping[str, str], model: str) -> dict[str, Any]:
+    """What a Baton cluster has, by the `Admin` service of one of its gateways: its workers that serve `model` now, by role, and how many
+    tokens their KV memory holds together. Raises Unreachable, LoadgenError."""
+    from baton.v1 import admin_pb2, admin_pb2_grpc
+
+    pb: Any = admin_pb2
+    reply = _called(target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest())
+    if reply.model != model:
+        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}")
+    workers = [worker for worker in reply.workers if worker.state == pb.WORKER_STATE_READY and _serves(worker.model, model)]
+    roles = Counter(pb.WorkerRole.Name(worker.role).removeprefix("WORKER_ROLE_").lower() for worker in workers)
+    facts = {
+        "version": reply.version,
+        "workers": len(workers),
+        "roles": dict(sorted(roles.items())),
+        "kv_tokens": sum(worker.blocks.total * worker.block_size_tokens for worker in workers),
+        "block_size_tokens": workers[0].block_size_tokens if workers else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _serves(told: str, model: str) -> bool:
+    """A worker may say more of its model than the name: `demo (paced)`."""
+    return told == model or told.startswith(f"{model} (")
+
+
+def _called(target: str, headers: Mapping[str, str], method: Callable[[Any], Callable[..., Any]], message: Any) -> Any:
+    """The reply of one call to Baton. Raises Unreachable, LoadgenError."""
+    import grpc
+
+    from loadgen.grpc_client import grpc_target
+
+    metadata = tuple((name.lower(), value) for name, value in headers.items())
     with grpc.insecure_channel(grpc_target(target)) as channel:
-        metadata = tuple((name.lower(), value) for name, value in headers.items())
         try:
-            reply = inference_pb2_grpc.InferenceStub(channel).ListModels(
-                pb.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata, wait_for_ready=False
-            )
+            return method(channel)(message, timeout=TIMEOUT_S, metadata=metadata, wait_for_ready=False)
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
                 raise LoadgenError(f"{target} wants another API key than it was given: use --api-key or OPENAI_API_KEY") from error
             raise Unreachable(f"no gRPC server of Baton's answers at {target}: {error.details() or code.name}") from error
-    models = [model.id for model in reply.models]
-    length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
-    return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
 
 
 def _objects(body: bytes) -> list[dict[str, Any]]:

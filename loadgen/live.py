@@ -13,6 +13,8 @@ from loadgen.metrics import Outcome
 from loadgen.timers import now_s
 
 PLAIN_EVERY_S = 5.0
+RECENT_S = 5.0
+"""What rates are of."""
 _GOOD_STYLE = {Outcome.GOOD: "green", Outcome.LATE: "yellow", Outcome.CANCELLED: "dim"}
 
 
@@ -32,7 +34,7 @@ class LiveView:
         self._plain_s = 0.0
         self._last = Counts()
         self._elapsed_s = 0.0
-        self._recent: list[tuple[float, int, int]] = []
+        self._recent: list[tuple[float, int, int, int]] = []
 
     def __enter__(self) -> Self:
         if self._is_terminal:
@@ -56,7 +58,8 @@ class LiveView:
 
     def update(self, counts: Counts, elapsed_s: float) -> None:
         self._last, self._elapsed_s = counts, elapsed_s
-        self._recent = [entry for entry in self._recent if entry[0] > elapsed_s - 5] + [(elapsed_s, counts.due, counts.ended)]
+        now = (elapsed_s, counts.due, counts.sent + counts.in_flight, counts.ended)  # `sent` counts those that have ended
+        self._recent = [entry for entry in self._recent if entry[0] > elapsed_s - RECENT_S] + [now]
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
         elif not self._is_quiet and now_s() - self._plain_s >= PLAIN_EVERY_S:
@@ -81,11 +84,12 @@ class LiveView:
         ]
         return "  ".join(parts)
 
-    def _rates(self) -> tuple[float, float]:
-        """Requests that came due, and that ended, a second, lately."""
-        first, last = (self._recent[0], self._recent[-1]) if self._recent else ((0.0, 0, 0), (0.0, 0, 0))
+    def _rates(self) -> tuple[float, float, float]:
+        """Requests that came due, that went out, and that ended, a second, lately."""
+        first, last = (self._recent[0], self._recent[-1]) if self._recent else ((0.0, 0, 0, 0), (0.0, 0, 0, 0))
         span_s = last[0] - first[0]
-        return ((last[1] - first[1]) / span_s, (last[2] - first[2]) / span_s) if span_s > 0 else (0.0, 0.0)
+        due, sent, ended = ((after - before) / span_s if span_s > 0 else 0.0 for before, after in zip(first[1:], last[1:], strict=True))
+        return due, sent, ended
 
     def _picture(self) -> Any:
         from rich.panel import Panel
@@ -94,7 +98,7 @@ class LiveView:
         from rich.text import Text
 
         counts = self._last
-        offered, ended = self._rates()
+        offered, achieved, ended = self._rates()
         lag = counts.lags.percentile(99)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
@@ -103,7 +107,7 @@ class LiveView:
         table.add_row(
             "", f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last answers, {counts.due} of {self._num_requests} due"
         )
-        table.add_row("rate", f"offered {offered:.1f}/s, answered {ended:.1f}/s, in flight {counts.in_flight}")
+        table.add_row("rate", f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, answered {ended:.1f}/s, in flight {counts.in_flight}")
         outcomes = Text("  ").join(
             Text(f"{name} {count}", style=_GOOD_STYLE.get(Outcome(name), "red")) for name, count in _in_order(counts)
         )

@@ -55,7 +55,7 @@ class Measures:
         }
         edges = np.searchsorted(gap_rows, np.arange(len(rows) + 1))
         columns["tbt"] = np.array([_number(metrics.longest_tenth(gaps[start:end])) for start, end in pairwise(edges)], dtype=np.float64)
-        columns["queue"] = np.array([_number(stage.queue_s) for stage in stages], dtype=np.float64)
+        columns["queue"] = np.array([_number(stage.wait_s) for stage in stages], dtype=np.float64)
         promised = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
         kept = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
         for row, record in enumerate(rows):

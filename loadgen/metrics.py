@@ -10,7 +10,8 @@ t_1 … t_n are the times at which its n output tokens arrived; tokens that came
     tbt         mean of the longest ceil(10 %) of a request's gaps (Mooncake, FAST'25)
     e2e         t_n - intended            to the last token, not to the end of the stream; e2e_sent from the actual send
     normalised  e2e / n                   seconds per output token, the first one's wait included (Orca, OSDI'22)
-    queue       what Baton's timeline gives as the wait for the worker that computed the prompt; absent for other servers
+    queue       what Baton's timeline gives as the wait for the worker that computed the prompt, at the scheduler and at the worker; absent
+                for other servers
     send_lag    sent - intended           the generator's own error
 
 n is the server's usage where it gave one, else the tokens seen. A text message without token ids counts as one token; where that makes
@@ -183,8 +184,8 @@ def normalised_s(record: Record) -> float | None:
 
 
 def queue_s(record: Record) -> float | None:
-    """The wait for the worker that computed the prompt. None without a timeline that says it."""
-    return Stages.of(record.timeline).queue_s if record.timeline else None
+    """The wait for the worker that computed the prompt, at the scheduler and there. None without a timeline that says it."""
+    return Stages.of(record.timeline).wait_s if record.timeline else None
 
 
 def send_lag_s(record: Record) -> float | None:

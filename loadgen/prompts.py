@@ -9,7 +9,7 @@ from typing import Protocol
 
 from loadgen.client import Ask, Messages
 from loadgen.errors import LoadgenError
-from loadgen.plan import AnswerOf, Plan, PlannedRequest, Segment, Text
+from loadgen.plan import AnswerOf, Exact, Plan, PlannedRequest, Segment, Text
 from loadgen.slo import Slo
 from loadgen.target import Target
 from loadgen.tokens import tokens_of, warm_up_tokens
@@ -37,14 +37,16 @@ class Prompts(Protocol):
 
 def new_prompts(plan: Plan, target: Target) -> Prompts:
     """Raises LoadgenError for a plan that cannot be sent this way."""
-    is_text = any(isinstance(segment, Text) for request in plan.requests for segment in request.segments)
-    has_answers = any(isinstance(segment, AnswerOf) for request in plan.requests for segment in request.segments)
-    if target.api == "chat" or target.prompts == "text":
-        words = words_of(target.tokenizer) if target.tokenizer else COMMON_WORDS
-        return TextPrompts(plan, words, is_chat=target.api == "chat")
-    if is_text:
-        return TextPrompts(plan, COMMON_WORDS, is_chat=False)
-    if has_answers and not target.takes.token_ids:
+    kinds = {type(segment) for request in plan.requests for segment in request.segments}
+    is_chat = target.api == "chat"
+    if is_chat or target.prompts == "text" or Text in kinds:
+        if Exact in kinds:
+            raise LoadgenError(
+                f"the plan holds exact token ids, and a {'chat' if is_chat else 'text'} cannot: what text they are, only a tokenizer "
+                "knows; `loadgen plan sharegpt` without --tokenizer keeps texts as they are"
+            )
+        return TextPrompts(plan, words_of(target.tokenizer) if target.tokenizer else COMMON_WORDS, is_chat=is_chat)
+    if AnswerOf in kinds and not target.takes.token_ids:
         raise LoadgenError(
             f"the plan's later turns hold answers to earlier ones, and a server of the kind `{target.dialect}` is not known to return "
             "token ids: use --api chat or --prompts text, or say what it is with --dialect"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loadgen.errors import LoadgenError
@@ -59,3 +59,17 @@ class Slo:
     def scaled(self, factor: float) -> Slo:
         """Each bound times `factor`."""
         return Slo(**{key: value * factor for key, value in self.to_json().items()})
+
+
+def promised(slos: Mapping[str, Slo], given: Sequence[tuple[str | None, Slo]]) -> dict[str, Slo]:
+    """By class, what `--slo` makes of what was promised before: one without a class is for all of them, one of a class for that one alone.
+    Raises BadSlo for a class that there is not."""
+    found = dict(slos) or {"default": Slo()}
+    for name, slo in sorted(given, key=lambda entry: entry[0] is not None):
+        if name is None:
+            found = dict.fromkeys(found, slo)
+        elif name in found:
+            found[name] = slo
+        else:
+            raise BadSlo(f"--slo {name}:…: the plan has no class of that name; it has {', '.join(found)}")
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from loadgen import metrics
 from loadgen.measures import SLOS, Flags, Measures
 from loadgen.metrics import Outcome, Sending
+from loadgen.records import Record
 from loadgen.stats import Floats, Interval, mean_interval, percentile_interval, percentiles, ratio_interval, share_interval
 
 PERCENTILES = (50, 90, 95, 99)
@@ -112,6 +113,21 @@ class PrefixHits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCount:
+    """Of the requests whose server counted the prompt and whose plan knows it: what each says. They differ where prompts are sent as text,
+    and by what a server adds itself (a start token, a chat template)."""
+
+    planned_tokens: int
+    counted_tokens: int
+    requests: int
+
+    @property
+    def deviation(self) -> float:
+        """How many more tokens the server counts than were planned, as a share of those; NaN of none."""
+        return self.counted_tokens / self.planned_tokens - 1 if self.planned_tokens else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Of one run, or of a part of it. `outcomes` has every class and sums to `offered`."""
 
@@ -124,6 +140,7 @@ class Summary:
     latency: Mapping[str, Distribution]
     throughput: Throughput | None
     prefix: PrefixHits
+    prompts: PromptCount
     tokens_per_message: float | None
 
     @property
@@ -154,6 +171,7 @@ def summarise(measures: Measures, *, confidence: float = 0.95, seed: int = 0) ->
         latency={name: one for name, one in distributions.items() if one is not None},
         throughput=throughput(measures),
         prefix=prefix_hits(measures),
+        prompts=prompt_count(measures.records),
         tokens_per_message=tokens / float(np.nansum(messages)) if tokens else None,
     )
 
@@ -274,6 +292,14 @@ def prefix_hits(measures: Measures) -> PrefixHits:
     cached, prompt = measures.columns["cached_tokens"], measures.columns["prompt_tokens"]
     known = ~np.isnan(cached) & ~np.isnan(prompt)
     return PrefixHits(cached_tokens=int(cached[known].sum()), prompt_tokens=int(prompt[known].sum()), requests=int(known.sum()))
+
+
+def prompt_count(records: Iterable[Record]) -> PromptCount:
+    pairs = [(record.planned_prompt_tokens, record.num_prompt_tokens) for record in records]
+    known = [(planned, counted) for planned, counted in pairs if planned is not None and counted is not None]
+    return PromptCount(
+        planned_tokens=sum(planned for planned, _ in known), counted_tokens=sum(counted for _, counted in known), requests=len(known)
+    )
 
 
 def in_flight_when_due(measures: Measures) -> Floats:

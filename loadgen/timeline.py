@@ -13,11 +13,15 @@ from typing import Any
 class Stages:
     """Where a request's time went inside.
 
-    `placement_s`: from receipt until workers were chosen. `queue_s`, `prefill_s`: waiting and computing at the worker of the prompt.
-    `kv_wait_s`, `transfer_s`, `exposed_s`, `admission_s`: at the worker that went on: until the first block was ready, while a read ran,
-    from the last block computed to the last one landed, from there to its first step. `decode_s`: from its first token to its last.
+    `waiting_s`: at the scheduler, until a worker had room. `placement_s`: all else from receipt until workers were chosen. `queue_s`,
+    `prefill_s`: waiting and computing at the worker of the prompt. `kv_wait_s`, `transfer_s`, `exposed_s`, `admission_s`: at the worker
+    that went on: until the first block was ready, while a read ran, from the last block computed to the last one landed, from there to its
+    first step. `first_decode_s`: that step. `decode_s`: from its first token to its last.
+
+    `predicted_ttft_s`: from the placement of the last attempt on; `predicted_tpot_s`: as it was predicted there.
     """
 
+    waiting_s: float | None = None
     placement_s: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -36,13 +40,20 @@ class Stages:
     policy: str = ""
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
-    server_ttft_s: float | None = None
-    server_tpot_s: float | None = None
+    placed_ttft_s: float | None = None
+    """From the placement to the first token, as the server measured it; None after a lost attempt, where the two are of different ones."""
+    placed_tpot_s: float | None = None
+    """The mean gap as the server measured it; None after a lost attempt, whose end is a gap, too."""
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_handed_off(self) -> bool:
         return bool(self.prefill_worker and self.decode_worker and self.prefill_worker != self.decode_worker)
+
+    @property
+    def wait_s(self) -> float | None:
+        """For the worker that computed the prompt: at the scheduler and at the worker itself."""
+        return None if self.queue_s is None else self.queue_s + (self.waiting_s or 0.0)
 
     @property
     def handoff_s(self) -> float | None:
@@ -59,10 +70,11 @@ class Stages:
         prefill = next((leg for leg in reversed(legs) if _number(leg, "num_computed_tokens")), None)
         decode = next((leg for leg in reversed(legs) if any(_number(leg, key) for key in ("decode_s", "kv_wait_s", "kv_bytes"))), None)
         pulled = decode if decode is not None and decode is not prefill and _number(decode, "kv_bytes") else None
-        predicted = timeline.get("predicted")
-        predicted = predicted if isinstance(predicted, Mapping) else {}
+        attempts, placed_s, waiting_s = _whole(timeline, "attempts"), _number(timeline, "placed_s"), _number(timeline, "waiting_s")
+        ttft_s, is_one = _number(timeline, "ttft_s"), attempts == 1
         return cls(
-            placement_s=_number(timeline, "placed_s"),
+            waiting_s=waiting_s,
+            placement_s=max(0.0, placed_s - (waiting_s or 0.0)) if placed_s is not None and is_one else placed_s,
             queue_s=_number(prefill, "queue_s"),
             prefill_s=_number(prefill, "compute_s"),
             kv_wait_s=_number(pulled, "kv_wait_s"),
@@ -76,12 +88,12 @@ class Stages:
             transport=_text(pulled, "transport"),
             prefill_worker=_text(prefill, "worker_id"),
             decode_worker=_text(decode, "worker_id"),
-            attempts=_whole(timeline, "attempts"),
+            attempts=attempts,
             policy=_text(timeline, "policy"),
-            predicted_ttft_s=_number(predicted, "ttft_s") or _number(timeline, "predicted_ttft_s"),
-            predicted_tpot_s=_number(predicted, "tpot_s") or _number(timeline, "predicted_tpot_s"),
-            server_ttft_s=_number(timeline, "ttft_s"),
-            server_tpot_s=_number(timeline, "tpot_s"),
+            predicted_ttft_s=_number(timeline, "predicted_ttft_s"),
+            predicted_tpot_s=_number(timeline, "predicted_tpot_s"),
+            placed_ttft_s=ttft_s - placed_s if is_one and ttft_s is not None and placed_s is not None and ttft_s > placed_s else None,
+            placed_tpot_s=_number(timeline, "tpot_s") if is_one else None,
             cached_by_tier=_counts(timeline.get("cached_tokens_by_tier")),
         )
 

@@ -97,7 +97,8 @@ def records_of(
              "num_cached_tokens": cached},
             {"worker_id": f"decode-{worker}", "pid": 42 + worker, "kv_wait_s": queue_s + prefill_s * 0.3, "kv_transfer_s": exposed * 3,
              "kv_exposed_s": exposed, "kv_bytes": (prompt - cached) * KV_BYTES_A_TOKEN, "transport": "nixl", "kv_admission_s": admission,
-             "kv_early_bytes": int((prompt - cached) * KV_BYTES_A_TOKEN * 0.7), "decode_s": times[-1] - first},
+             "kv_early_bytes": int((prompt - cached) * KV_BYTES_A_TOKEN * 0.7), "decode_s": times[-1] - first,
+             **({"first_decode_s": min(step, times[1] - first - exposed - admission)} if len(times) > 1 else {})},
         ]  # fmt: skip
         whole: dict[str, Any] = {
             "num_prompt_tokens": prompt,
@@ -106,7 +107,17 @@ def records_of(
             "finish_reason": "length",
             "is_complete": True,
             "status": 200,
-            "timeline": {"request_id": base["request_id"], "attempts": 1, "policy": "kv_centric", "placed_s": placed, "legs": legs}
+            "timeline": {
+                "request_id": base["request_id"],
+                "attempts": 1,
+                "policy": "kv_centric",
+                "placed_s": placed,
+                "waiting_s": placed / 2,
+                "ttft_s": first - sent,
+                "predicted_ttft_s": 1.1 * (first - sent - placed),
+                **({"tpot_s": (times[-1] - first) / (len(times) - 1), "predicted_tpot_s": step} if len(times) > 1 else {}),
+                "legs": legs,
+            }
             if timeline
             else None,
         }

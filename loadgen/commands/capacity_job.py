@@ -20,7 +20,7 @@ from loadgen.capacity import Limits, Proposal
 from loadgen.capacity_file import PointFound, write_capacity
 from loadgen.commands.capacity_plans import FirstLook, maker_of
 from loadgen.commands.capacity_text import trial_line
-from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, server_facts, slos_of, target_of
+from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, server_facts, target_of
 from loadgen.errors import LoadgenError
 from loadgen.idle import IdleWatch
 from loadgen.live import LiveView
@@ -31,6 +31,7 @@ from loadgen.priority import Priority
 from loadgen.running import Order
 from loadgen.searching import Found, find
 from loadgen.serving import Command, Point, free_port, grpc_probe, http_probe, parse_sweep, served
+from loadgen.slo import promised
 from loadgen.trials import Goal, PlanMaker, Trial, Trials, min_rps, trial_seed
 from loadgen.workloads import DEFAULT_VOCABULARY
 
@@ -85,7 +86,7 @@ class CapacityJob:
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         plan = maker.make(min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits)), seconds, trial_seed(seed, 0))
-        plan = replace(plan, slos=slos_of(plan, given["slos"]))
+        plan = replace(plan, slos=promised(plan.slos, given["slos"]))
         return cls(
             given=given,
             out=_new_directory(given["out"] or Path(f"loadgen-capacity-{datetime.now():%Y%m%d-%H%M%S}")),
@@ -171,7 +172,7 @@ class CapacityJob:
                 IdleWatch(target, self.plan.vocabulary, limit_s=given["drain"]),
                 seconds=given["seconds"],
                 seed=self.seed,
-                slos_of=lambda plan: replace(plan, slos=slos_of(plan, given["slos"])),
+                slos_of=lambda plan: replace(plan, slos=promised(plan.slos, given["slos"])),
                 show=lambda plan: self._view(plan, target.urls),
             )
             progress.found = find(

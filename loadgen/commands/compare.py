@@ -17,7 +17,7 @@ from loadgen.compare import Change, Comparison, Threshold, Verdict, compare, reg
 from loadgen.metrics import Terms
 from loadgen.records_file import read_result
 from loadgen.report.scales import milliseconds, percent, short
-from loadgen.slo import Slo
+from loadgen.slo import Slo, promised
 
 EXIT_REGRESSION = 1
 EXIT_UNDECIDED = 2
@@ -72,7 +72,7 @@ def command(
     """
     limits = [Threshold.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)
-    terms = Terms(slos={name or "default": slo for name, slo in slos}) if slos else None
+    terms = Terms(slos=promised(first.run.slos, slos)) if slos else None
     found = compare(first, second, unpaired=unpaired, terms=terms)
     allowed = 0.05 if max_regression is None and not limits else max_regression
     failed = (

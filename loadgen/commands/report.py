@@ -23,12 +23,15 @@ from loadgen.slo import Slo
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where to write.  [default: DIR, or what holds them all]")
 @click.option("--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="Judge by this promise instead of the run's.")
 @click.option("--workers", type=click.IntRange(min=1), help="How many workers or GPUs share the goodput.  [default: as the run says]")
-def command(results: tuple[Path, ...], out: Path | None, slos: tuple[tuple[str | None, Slo], ...], workers: int | None) -> None:
+@click.option("--kv-tokens", type=click.IntRange(min=1), help="How many tokens all its KV memory holds.  [default: as the run says]")
+def command(
+    results: tuple[Path, ...], out: Path | None, slos: tuple[tuple[str | None, Slo], ...], workers: int | None, kv_tokens: int | None
+) -> None:
     """Write report.html (one file that needs nothing else), report.json, requests.csv and report.md for results of `loadgen run`.
 
     Several results are drawn together: goodput by rate, where they differ in rate, and every curve side by side.
     """
-    runs = views_of(results, slos={name or "default": slo for name, slo in slos} or None, workers=workers)
+    runs = views_of(results, slos=slos, workers=workers, kv_tokens=kv_tokens)
     directory = out or _common(results)
     paths = write_report(runs, directory, loadgen_version())
     console = Console(highlight=False, soft_wrap=True)

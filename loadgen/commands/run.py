@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from loadgen import calibration
-from loadgen.commands.target_options import flags_of, processes_of, sending_options, server_facts, slos_of, target_of, target_options
+from loadgen.commands.target_options import flags_of, processes_of, sending_options, server_facts, target_of, target_options
 from loadgen.commands.values import Above, Seconds
 from loadgen.live import LiveView
 from loadgen.machine import usable_cores
@@ -25,6 +25,7 @@ from loadgen.processes import Interrupted
 from loadgen.records_file import write_run
 from loadgen.running import Finished, Order, run
 from loadgen.schedule import peak_rates
+from loadgen.slo import promised
 
 EXIT_INVALID = 3
 EXIT_DIFFERS = 4
@@ -95,7 +96,7 @@ def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
     """Raises LoadgenError."""
     plan = _plan(ctx, given)
     target, server = target_of(given)
-    slos = slos_of(plan, given["slos"])
+    slos = promised(plan.slos, given["slos"])
     plan = replace(plan, slos=slos)
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in plan.name)[:60]
     return Order(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from loadgen import metrics
 from loadgen.records import Record
 from loadgen.running import Finished, outcome_line
 from loadgen.stats import percentiles
+from loadgen.summary import prompt_count
 
 
 def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
@@ -38,8 +40,8 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         promised = "; ".join(f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo))
         goodput = f", goodput {sent.offered_rps * good / run.num_offered:.2f} requests/s" if sent.offered_rps and run.num_offered else ""
         yield f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})", ""
-    deviation = _prompt_deviation(records)
-    if deviation is not None:
+    deviation = prompt_count(records).deviation
+    if deviation and not math.isnan(deviation):
         than = "more" if deviation > 0 else "fewer"
         yield f"prompts     the server counts {abs(deviation):.1%} {than} tokens than planned", "yellow" if abs(deviation) > 0.02 else ""
     for error, count in _errors(records):
@@ -57,16 +59,6 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
             "yellow",
         )
     yield outcome_line(outcomes, run.num_offered, is_valid=not run.invalid), "red" if run.invalid else ""
-
-
-def _prompt_deviation(records: Sequence[Record]) -> float | None:
-    """How many more tokens the server counts in the prompts than were planned; None where that is nothing or nobody knows."""
-    counted = planned = 0
-    for record in records:
-        if record.num_prompt_tokens is not None and record.planned_prompt_tokens is not None:
-            counted += record.num_prompt_tokens
-            planned += record.planned_prompt_tokens
-    return counted / planned - 1 if planned and counted != planned else None
 
 
 def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import click
 from loadgen import calibration
 from loadgen.commands.values import Bodies, Headers, Seconds, SloOf
 from loadgen.dialects import DIALECTS, dialect_of
-from loadgen.discover import Server, ask_grpc, ask_http
+from loadgen.discover import Server, ask_admin, ask_grpc, ask_http
 from loadgen.errors import LoadgenError
 from loadgen.machine import usable_cores
 from loadgen.plan import Plan
@@ -43,6 +44,11 @@ def target_options(function: F) -> F:
         click.option(
             "--body", "bodies", multiple=True, type=Bodies(), metavar="FIELD=JSON", help="One more field of each body. Repeatable."
         ),
+        click.option(
+            "--admin",
+            metavar="HOST:PORT",
+            help=f"Baton's gRPC address, to ask for its workers and their KV memory.  [default: --url of gRPC; without --url {GRPC_URL}]",
+        ),
         click.option("--insecure", is_flag=True, help="Take any TLS certificate."),
         click.option(
             "--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's."
@@ -57,6 +63,9 @@ def sending_options(function: F) -> F:
         function,
         click.option("--label", default="", help="What reports call this run."),
         click.option("--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker."),
+        click.option(
+            "--kv-tokens", type=click.IntRange(1), help="How many tokens all its KV memory holds, for the best prefix hit ratio it allows."
+        ),
         click.option(
             "--processes", default="1", show_default=True, metavar="N|auto", help="That send. One does some hundred requests a second."
         ),
@@ -90,6 +99,7 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     if not model:
         raise LoadgenError(f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model")
     dialect = DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
+    server = replace(server, facts={**server.facts, **_cluster_facts(given, server, model, headers)})
     is_text = given["api"] == "chat" or not dialect.token_prompts
     if given["prompts"] == "ids" and is_text:
         raise click.UsageError("--prompts ids: neither a chat nor a server that takes text only can be sent token ids")
@@ -108,17 +118,17 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     ), server
 
 
-def slos_of(plan: Plan, given: Sequence[tuple[str | None, Slo]]) -> dict[str, Slo]:
-    """One without a class is for all of them."""
-    slos = dict(plan.slos)
-    for name, slo in sorted(given, key=lambda entry: entry[0] is not None):
-        if name is None:
-            slos = dict.fromkeys(slos, slo)
-        elif name in slos:
-            slos[name] = slo
-        else:
-            raise LoadgenError(f"--slo {name}:…: the plan has no class of that name; it has {', '.join(slos)}")
-    return slos
+def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """Of a Baton whose gRPC address is known. Raises LoadgenError where the user has named an address that does not tell."""
+    if given["admin"]:
+        return ask_admin(given["admin"], headers, model)
+    known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
+    if server.kind != "baton" or not known:
+        return {}
+    try:
+        return ask_admin(known, headers, model)
+    except LoadgenError as error:  # nobody has asked for it: another cluster's, or the key is not an admin's
+        return {"cluster": f"not told: {error}"}
 
 
 def processes_of(text: str, plan: Plan) -> int:
@@ -151,8 +161,9 @@ def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, Slo]) 
 def server_facts(given: Mapping[str, Any], server: Server) -> dict[str, Any]:
     """For the result: what the server says of itself, and what the user says of it."""
     facts = dict(server.facts)
-    if given["workers"]:
-        facts["workers"] = given["workers"]
+    for name in ("workers", "kv_tokens"):
+        if given[name]:
+            facts[name] = given[name]
     if server.max_model_len is not None:
         facts["max_model_len"] = server.max_model_len
     return facts

@@ -19,6 +19,7 @@ from loadgen.timeline import Stages
 
 STAGES = {
     "send lag": "st-lag",
+    "waiting at the scheduler": "st-wait",
     "placement": "st-place",
     "queue": "st-queue",
     "prefill": "st-prefill",
@@ -26,10 +27,11 @@ STAGES = {
     "to the first token": "st-first",
     "exposed transfer": "st-transfer",
     "admission": "st-admit",
+    "first decode step": "st-step",
     "decode": "st-decode",
     "no whole answer": "st-none",
 }
-"""Every stage in the order of time, with its colour. `to the first token` stands for the four before it where there is no timeline."""
+"""Every stage in the order of time, with its colour. `to the first token` stands for the five before it where there is no timeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +52,14 @@ def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
     before = _fit([("send lag", lag)], ttft)
     left = ttft - sum(seconds for _, seconds in before)
     if stages.prefill_s is not None:
-        inside = _fit([("placement", stages.placement_s), ("queue", stages.queue_s), ("prefill", stages.prefill_s)], left)
+        known = [("placement", stages.placement_s), ("queue", stages.queue_s), ("prefill", stages.prefill_s)]
+        inside = _fit([("waiting at the scheduler", stages.waiting_s or None), *known], left)
         before += inside
         before.append(("other, to the first token", left - sum(seconds for _, seconds in inside)))
     else:
         before.append(("to the first token", left))
-    after = _fit([("exposed transfer", stages.exposed_s), ("admission", stages.admission_s)], e2e - ttft)
+    handed_off = [("exposed transfer", stages.exposed_s), ("admission", stages.admission_s), ("first decode step", stages.first_decode_s)]
+    after = _fit(handed_off, e2e - ttft)
     after.append(("decode", e2e - ttft - sum(seconds for _, seconds in after)))
     return [*before, *after]
 

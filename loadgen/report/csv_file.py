@@ -11,13 +11,15 @@ from typing import Any
 from loadgen.report.view import RunView
 
 MEASURED = ("send_lag", "ttft", "ttft_sent", "tpot", "tbt", "e2e", "e2e_sent", "normalised", "queue")
-INSIDE = ("placement", "prefill", "kv_wait", "transfer", "exposed", "admission", "decode")
+INSIDE = ("waiting", "placement", "prefill", "kv_wait", "transfer", "exposed", "admission", "first_decode", "decode")
+PREDICTED = ("predicted_ttft", "placed_ttft", "predicted_tpot", "placed_tpot")
+"""As predicted when placed, and what each came to by the server's own clock."""
 COLUMNS = (
     *"run index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
     *(f"{name}_ms" for name in MEASURED),
     *"prompt_tokens cached_tokens output_tokens planned_prompt_tokens planned_output_tokens status finish_reason reason error".split(),
     *"endpoint request_id prefill_worker decode_worker".split(),
-    *(f"{name}_ms" for name in INSIDE),
+    *(f"{name}_ms" for name in (*INSIDE, *PREDICTED)),
     *"kv_bytes kv_early_bytes attempts".split(),
 )
 
@@ -41,7 +43,7 @@ def _rows(run: RunView) -> Iterator[list[Any]]:
             *(_number(value) for value in (record.planned_prompt_tokens, record.planned_output_tokens, record.status)),
             *(_text(text) for text in (record.finish_reason, record.reason, record.error, record.endpoint, record.request_id)),
             *(stages.prefill_worker, stages.decode_worker),
-            *(_number(None if (value := getattr(stages, f"{name}_s")) is None else value * 1e3) for name in INSIDE),
+            *(_number(None if (value := getattr(stages, f"{name}_s")) is None else value * 1e3) for name in (*INSIDE, *PREDICTED)),
             *(_number(value) for value in (stages.kv_bytes, stages.early_bytes, stages.attempts)),
         ]
 

@@ -243,8 +243,8 @@ def handoff(runs: Sequence[RunView]) -> Figure:
 
 
 def prefix_hits(runs: Sequence[RunView]) -> Figure:
-    """Of one run a bar each; of several, a bar a run with marks at its plan's best."""
-    told = [run for run in runs if run.summary.prefix.requests]
+    """Of one run a bar each; of several, a bar a run with marks at its plan's best. None of runs that share nothing and hit nothing."""
+    told = [run for run in runs if run.summary.prefix.requests and (run.summary.prefix.cached_tokens or any(run.best_hits.values()))]
     rows = []
     for run in told:
         ratio = run.summary.prefix.ratio

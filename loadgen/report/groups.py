@@ -73,9 +73,11 @@ def handoffs(measures: Measures) -> dict[str, Any] | None:
     }
 
 
-def predictions(measures: Measures) -> dict[str, Any] | None:
-    """How the server's own prediction of ttft compares with what it then measured: predicted / actual. None where it predicts nothing."""
-    ratios = [one.predicted_ttft_s / one.server_ttft_s for one in measures.stages if one.predicted_ttft_s is not None and one.server_ttft_s]
+def predictions(measures: Measures, metric: str) -> dict[str, Any] | None:
+    """How the server's own prediction of `metric` compares with what it then measured, from the placement on: predicted / actual. Requests
+    that took one attempt. None where it predicts nothing."""
+    told = [(getattr(one, f"predicted_{metric}_s"), getattr(one, f"placed_{metric}_s")) for one in measures.stages]
+    ratios = [predicted / actual for predicted, actual in told if predicted is not None and actual]
     if not ratios:
         return None
     p10, p50, p90 = percentiles(ratios, (10, 50, 90))

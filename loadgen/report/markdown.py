@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from loadgen.report.scales import milliseconds, percent, short
@@ -66,7 +66,27 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
     ]
     if rows:
         parts.append(_table(["", "count", "mean", "p50", "p90", "p99"], rows))
+    told = list(_inside(run))
+    if told:
+        parts.append("\n".join(f"- {line}" for line in told))
     return "\n\n".join(parts)
+
+
+def _inside(run: Mapping[str, Any]) -> Iterator[str]:
+    """What the server told of itself."""
+    prompts, hits, handoff = run["prompts"], run["prefix_hits"], run["handoff"]
+    if prompts["deviation"]:
+        yield f"Prompts: the server counts {prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} of those planned."
+    if hits["achieved"] is not None:
+        best = "".join(f"; {name} {percent(ratio)}" for name, ratio in hits["best"].items())
+        yield f"Prefix hits: {percent(hits['achieved'])} of prompt tokens{best}."
+    if handoff and handoff["cost_ms"]:
+        cost = handoff["cost_ms"]
+        yield f"Hand-off: p50 {milliseconds(cost['p50'])}, p99 {milliseconds(cost['p99'])} of {cost['count']} requests."
+    for metric in ("ttft", "tpot"):
+        ratio = run[f"predicted_to_actual_{metric}"]
+        if ratio:
+            yield f"Predicted / actual {metric}: p50 {short(ratio['p50'])}, p90 {short(ratio['p90'])} of {ratio['requests']} requests."
 
 
 def _of(run: Mapping[str, Any], metric: str, key: str) -> float | None:

@@ -167,6 +167,12 @@ def rates(run: Run) -> str:
             ("output tokens", _per_s(raw["output_tokens_per_s"])),
             ("tokens per message", short(run["tokens_per_message"])),
         ]
+    prompts = run["prompts"]
+    if prompts["requests"]:
+        work += [
+            ("prompt tokens, planned", str(prompts["planned_tokens"])),
+            ("counted by the server", f"{prompts['counted_tokens']} ({prompts['deviation']:+.2%})"),
+        ]
     inside = [
         ("prefix hits", percent(hits["achieved"])),
         *((name, percent(ratio)) for name, ratio in hits["best"].items()),
@@ -181,9 +187,10 @@ def rates(run: Run) -> str:
             ("of that before the prompt's end", percent(handoff["early_share"])),
             ("while reading", f"{short((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
         ]
-    if run["predicted_to_actual_ttft"]:
-        told = run["predicted_to_actual_ttft"]
-        inside.append(("predicted / actual ttft: p10, p50, p90", ", ".join(short(told[key]) for key in ("p10", "p50", "p90"))))
+    for metric in ("ttft", "tpot"):
+        told = run[f"predicted_to_actual_{metric}"]
+        if told:
+            inside.append((f"predicted / actual {metric}: p10, p50, p90", ", ".join(short(told[key]) for key in ("p10", "p50", "p90"))))
     return f'<div class="pairs">{_pairs(sending)}{_pairs(work)}{_pairs(inside)}</div>'
 
 

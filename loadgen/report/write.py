@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from loadgen.cache_model import best_hits
@@ -15,21 +15,29 @@ from loadgen.report.markdown import markdown
 from loadgen.report.model import report_of
 from loadgen.report.page import page
 from loadgen.report.view import RunView, colors, unique_names, view
-from loadgen.slo import Slo
+from loadgen.slo import Slo, promised
 
 BLOCK_SIZE_TOKENS = 16
 """Of a server that does not say: what most engines hash by default."""
 
 
-def views_of(directories: Sequence[Path], *, slos: Mapping[str, Slo] | None = None, workers: int | None = None) -> list[RunView]:
-    """Read them all. Raises BadRecords, also for one without any record."""
+def views_of(
+    directories: Sequence[Path],
+    *,
+    slos: Sequence[tuple[str | None, Slo]] = (),
+    workers: int | None = None,
+    kv_tokens: int | None = None,
+) -> list[RunView]:
+    """Read them all; what is given goes before what a run knows, `slos` as `slo.promised` has it. Raises BadRecords, also for one without
+    any record, and BadSlo."""
     results = [read_result(directory) for directory in directories]
     found = []
     for number, (result, name, color) in enumerate(zip(results, unique_names(results), colors(results), strict=True)):
         if not result.records:
             raise BadRecords(f"{result.path}: no request has ended, there is nothing to report")
-        hits, notes = best_prefix_hits(result)
-        found.append(view(result, number=number, name=name, color=color, slos=slos, best_hits=hits, workers=workers, notes=notes))
+        hits, notes = best_prefix_hits(result, kv_tokens)
+        promises = promised(result.run.slos, slos) if slos else None
+        found.append(view(result, number=number, name=name, color=color, slos=promises, best_hits=hits, workers=workers, notes=notes))
     return found
 
 
@@ -48,9 +56,10 @@ def write_report(runs: Sequence[RunView], directory: Path, version: str = "") ->
     return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
 
 
-def best_prefix_hits(result: Result) -> tuple[dict[str, float], tuple[str, ...]]:
+def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict[str, float], tuple[str, ...]]:
     """({name of a perfect cache: its hit ratio}, notes), over the very requests whose hits the server told, so that the two compare.
-    Empty where it told none, or where the plan is not beside the result or is text."""
+    `kv_tokens`: of the whole cluster, instead of what the run knows. Empty where it told none, or where the plan is not beside the result
+    or is text."""
     told = [record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens]
     path = result.plan_path
     if not told or path is None:
@@ -60,7 +69,7 @@ def best_prefix_hits(result: Result) -> tuple[dict[str, float], tuple[str, ...]]
         server = result.run.server
         block = server.get("block_size_tokens")
         block = block if isinstance(block, int) and block > 0 else BLOCK_SIZE_TOKENS
-        capacity = server.get("kv_tokens")
+        capacity = kv_tokens or server.get("kv_tokens")
         caches = {"plan's best, infinite cache": best_hits(plan, block_size_tokens=block)}
         if isinstance(capacity, int) and capacity >= block:
             caches[f"plan's best, LRU of {capacity:,} tokens"] = best_hits(plan, block_size_tokens=block, capacity_tokens=capacity)

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster import Placement, PlacementQuery, Rejection, WorkerState
 from baton.core.errors import Reason
 from baton.core.front import ProcessInfo
 from baton.gateway.inference import Admin, Inference
 from baton.wire.server import GrpcServer
+from loadgen.commands.run import command
+from loadgen.commands.target_options import server_facts, target_of
 from loadgen.discover import ask_grpc, ask_http
 from loadgen.errors import LoadgenError, Unreachable
 from loadgen.grpc_client import GrpcClient, GrpcSettings
@@ -19,8 +23,10 @@ from loadgen.plan import Plan, Vocabulary
 from loadgen.slo import Slo
 from loadgen.target import Target
 from loadgen.timeline import Stages
+from tests.builders import blocks, layout
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
 from tests.integration.loadgen.rig import Measured, measure
+from tests.unit.gateway.fakes import until
 from tests.unit.loadgen.plans import plan, request
 
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -29,11 +35,12 @@ LETTERS = Vocabulary(low=97, high=123)
 
 
 @asynccontextmanager
-async def both_doors() -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
+async def both_doors(*, has_admin: bool = True) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
     async with http_gateway(*PD) as gateway:
         server = GrpcServer(heartbeat_s=1.0)
         server.add_inference(Inference(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
-        server.add_admin(Admin(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
+        if has_admin:
+            server.add_admin(Admin(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
         port = await server.start("127.0.0.1", 0)
         try:
             yield (
@@ -56,14 +63,23 @@ def conversation(**fields: object) -> Plan:
 
 
 async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
-    async with both_doors() as (_, http, grpc):
+    async with both_doors() as (gateway, http, grpc):
+        scheduler = gateway.cluster.scheduler
+
+        def predicted(query: PlacementQuery) -> Placement:
+            answer = scheduler.place_by_role(query)
+            assert isinstance(answer, Placement)
+            return replace(answer, ttft_s=0.25)
+
+        scheduler.answer = predicted
         runs = [await measure(conversation(), target) for target in (http, grpc)]
     for run in runs:
         assert run.outcomes == [Outcome.GOOD] * 3
         assert [record.num_prompt_tokens for record in run.records] == [12, 20, 22]
         assert [record.num_output_tokens for record in run.records] == [6, 9, 5]
         assert all(len(record.request_id) == 32 and record.finish_reason == "length" for record in run.records)
-        assert all(Stages.of(record.timeline).attempts == 1 for record in run.records)
+        stages = [Stages.of(record.timeline) for record in run.records]
+        assert [(one.attempts, one.predicted_ttft_s, one.predicted_tpot_s) for one in stages] == [(1, 0.25, None)] * 3
     one, other = ([record.token_ids for record in run.records] for run in runs)
     assert one == other
     assert [len(tokens) for tokens in one] == [6, 9, 5]
@@ -102,6 +118,47 @@ async def test_what_the_doors_say_of_themselves() -> None:
     assert (by_http.models, by_http.kind, by_grpc.models, by_grpc.kind) == (["demo"], "baton", ["demo"], "baton")
     with pytest.raises(Unreachable, match="no gRPC server"):
         await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    """What `loadgen run` with these arguments knows of its server."""
+    given = command.make_context("run", ["--rate", "1", *arguments]).params
+    _, server = target_of(given)
+    return server_facts(given, server)
+
+
+async def test_a_baton_tells_how_many_workers_it_has_and_what_they_hold() -> None:
+    """Over gRPC by itself, over HTTP where its gRPC address is given; what the user says goes before."""
+    async with both_doors() as (gateway, http, grpc):
+        admin = grpc.urls[0]
+        by_grpc = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", admin)
+        by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin)
+        alone = await asyncio.to_thread(asked, "--url", http.urls[0])
+        told = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640")
+        with pytest.raises(LoadgenError, match="serves demo, not other"):
+            await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin, "--model", "other")
+        prefill, view = gateway.cluster.scheduler.workers[0], gateway.cluster.gateway.view
+        prefill.report = replace(prefill.report, state=WorkerState.DRAINING)
+        gateway.cluster.scheduler.publish()
+        await until(lambda: any(report.state is WorkerState.DRAINING for report in view.reports))
+        without = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", admin)
+    tokens = blocks().total * layout().block_size_tokens
+    for facts in (by_grpc, by_http):
+        assert (facts["workers"], facts["roles"], facts["kv_tokens"]) == (2, {"decode": 1, "prefill": 1}, 2 * tokens)
+        assert facts["block_size_tokens"] == layout().block_size_tokens
+    assert not {"workers", "kv_tokens"} & alone.keys(), "nobody has said where to ask"
+    assert (told["workers"], told["kv_tokens"]) == (7, 640)
+    assert (without["workers"], without["roles"], without["kv_tokens"]) == (1, {"decode": 1}, tokens)
+
+
+async def test_an_address_that_was_given_must_tell_and_one_that_was_not_may_not() -> None:
+    async with http_gateway(*PD) as gateway:
+        with pytest.raises(Unreachable, match="no gRPC server of Baton's"):
+            await asyncio.to_thread(asked, "--url", gateway.url, "--admin", "127.0.0.1:9")
+    async with both_doors(has_admin=False) as (_, _, grpc):
+        facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
+    assert facts["cluster"].startswith("not told: ")
+    assert "workers" not in facts
 
 
 async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:

@@ -149,6 +149,16 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
         assert not (tmp_path / "result").exists()
 
 
+def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_run(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    arguments = ["--rate", "400", "--seconds", "1s", "--input-tokens", "4", "--output-tokens", "2", "--url", server, "--out", str(out)]
+    done = loadgen("run", *arguments)
+    assert done.returncode in (0, 3), done.stderr
+    assert "warning: the plan asks for up to" in done.stderr
+    assert "until `loadgen selftest` was run here" in done.stderr
+    assert last_line(done.stdout)[0] == len(read_result(out).records) > 250
+
+
 def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     """A server whose answers depend on how many requests it has had."""
     code = (

@@ -75,6 +75,22 @@ def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
     assert "1 × oops" in capture.get()
 
 
+def test_the_picture_has_the_rates_of_late() -> None:
+    """In two seconds 10 came due, 8 of them went out, and 6 were answered."""
+    from rich.console import Console
+
+    view = LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True)
+    for elapsed_s, due, sent, ended in ((0.5, 0, 0, 0), (1.0, 4, 4, 3), (3.0, 14, 12, 9)):
+        told = Counts()
+        told.due, told.sent, told.in_flight = due, ended, sent - ended
+        told.outcomes.update({"good": ended})
+        view.update(told, elapsed_s + 5.0 * (elapsed_s > 0.5))  # the first is forgotten
+    console = Console(width=120, record=True, file=None, force_terminal=True)
+    with console.capture() as capture:
+        console.print(view._picture())
+    assert "offered 5.0/s, achieved 4.0/s, answered 3.0/s, in flight 3" in capture.get()
+
+
 def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True) as view:
         view.phase("running")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from loadgen import metrics
 from loadgen.measures import Measures
 from loadgen.report.critical_path import path_by_load, path_of
 from loadgen.timeline import Stages
@@ -32,6 +33,30 @@ def test_stages_sum_to_e2e() -> None:
         ("decode", pytest.approx(0.27)),
     ]
     assert sum(seconds for _, seconds in found) == pytest.approx(0.8)
+
+
+def test_a_wait_at_the_scheduler_is_told_apart_from_placing() -> None:
+    waited = timeline(first_decode_s=0.03) | {"placed_s": 0.09, "waiting_s": 0.08}
+    stages = Stages.of(waited)
+    found = dict(path_of(record(timeline=waited), stages))
+    assert list(found) == [
+        "send lag", "waiting at the scheduler", "placement", "queue", "prefill", "other, to the first token",
+        "exposed transfer", "admission", "first decode step", "decode",
+    ]  # fmt: skip
+    assert (found["waiting at the scheduler"], found["placement"]) == (pytest.approx(0.08), pytest.approx(0.01))
+    assert (found["first decode step"], found["decode"]) == (pytest.approx(0.03), pytest.approx(0.24))
+    assert sum(found.values()) == pytest.approx(0.8)
+    assert stages.wait_s == metrics.queue_s(record(timeline=waited)) == pytest.approx(0.13), "for a worker, wherever"
+
+
+def test_predictions_compare_from_the_placement_on_and_for_one_attempt_only() -> None:
+    told = timeline() | {"ttft_s": 0.26, "tpot_s": 0.1, "predicted_ttft_s": 0.2, "predicted_tpot_s": 0.05}
+    stages = Stages.of(told)
+    assert (stages.predicted_ttft_s, stages.placed_ttft_s) == (0.2, pytest.approx(0.25))
+    assert (stages.predicted_tpot_s, stages.placed_tpot_s) == (0.05, 0.1)
+    retried = Stages.of(told | {"attempts": 2})
+    assert (retried.placed_ttft_s, retried.placed_tpot_s) == (None, None)
+    assert (Stages.of(timeline()).predicted_ttft_s, Stages.of(timeline()).predicted_tpot_s) == (None, None)
 
 
 def test_a_timeline_that_claims_too_much_is_cut() -> None:

@@ -63,6 +63,14 @@ def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
         assert warm.slo == Slo()  # it may take what it takes: nothing is to refuse it
 
 
+@pytest.mark.parametrize("target", [CHAT, replace(BATON, prompts="text")])
+def test_exact_tokens_are_refused_before_a_text_or_a_chat_is_sent(target: Target) -> None:
+    made = plan(request(0, (0, 5)), request(1, [5, 6, 7]))
+    with pytest.raises(LoadgenError, match="exact token ids"):
+        new_prompts(made, target)
+    assert list(new_prompts(made, BATON).ask(made.requests[1], {}).token_ids) == [5, 6, 7]
+
+
 def test_answers_need_a_server_that_gives_their_tokens() -> None:
     with pytest.raises(LoadgenError, match="not known to return token ids"):
         new_prompts(chat_plan(), Target(urls=("x",), model="m", dialect="openai"))

@@ -16,8 +16,10 @@ from loadgen.errors import BadRecords
 from loadgen.metrics import Outcome
 from loadgen.records import Record
 from loadgen.records_file import RecordWriter, write_run
+from loadgen.report.critical_path import STAGES
 from loadgen.report.model import schema
 from loadgen.report.write import views_of, write_report
+from loadgen.slo import BadSlo, Slo
 from tests.loadgen_builders import record, refused, run
 from tests.loadgen_page import Page, points_of, spans_of, tolerance
 from tests.loadgen_synthetic import write_result
@@ -144,7 +146,36 @@ def test_curves_end_where_the_outcomes_say(single: Written) -> None:
 def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
     (run_data,) = single.data["runs"]
     assert sum(run_data["critical_path_ms"].values()) == pytest.approx(run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6)
-    assert list(run_data["critical_path_ms"])[:4] == ["send lag", "placement", "queue", "prefill"]
+    assert list(run_data["critical_path_ms"]) == [stage for stage in STAGES if stage not in ("to the first token", "no whole answer")]
+
+
+def test_predictions_are_held_against_what_the_server_measured(single: Written) -> None:
+    """The made-up server predicts a TTFT that is a tenth too long, from the placement on."""
+    (run_data,) = single.data["runs"]
+    whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
+    ttft, tpot = run_data["predicted_to_actual_ttft"], run_data["predicted_to_actual_tpot"]
+    assert (ttft["requests"], ttft["p10"], ttft["p50"], ttft["p90"]) == (whole, *[pytest.approx(1.1)] * 3)
+    assert 0 < tpot["p10"] < tpot["p50"] < tpot["p90"]
+    assert 0 < tpot["requests"] <= whole
+    row = next(row for row in csv.DictReader((single.directory / "requests.csv").open()) if row["predicted_ttft_ms"])
+    assert float(row["predicted_ttft_ms"]) == pytest.approx(1.1 * float(row["placed_ttft_ms"]), rel=1e-6)
+    summary = (single.directory / "report.md").read_text()
+    assert f"Predicted / actual ttft: p50 1.1, p90 1.1 of {whole} requests." in summary
+    assert "predicted / actual tpot: p10, p50, p90" in single.html
+
+
+def test_where_nothing_was_predicted_nothing_is_said(several: Written) -> None:
+    without = several.data["runs"][2]
+    assert (without["predicted_to_actual_ttft"], without["predicted_to_actual_tpot"]) == (None, None)
+
+
+def test_prompts_that_the_server_counts_otherwise_are_told(tmp_path: Path) -> None:
+    counted = [record(index, planned_prompt_tokens=100, num_prompt_tokens=105) for index in range(4)]
+    written = Written.of([small(tmp_path / "r", *counted, refused(4, planned_prompt_tokens=100))], tmp_path / "out")
+    (told,) = written.data["runs"]
+    assert told["prompts"] == {"planned_tokens": 400, "counted_tokens": 420, "requests": 4, "deviation": pytest.approx(0.05)}
+    assert "420 (+5.00%)" in written.html
+    assert "counts 420 tokens, +5.00% of those planned" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
@@ -215,6 +246,9 @@ def test_poor_runs_have_a_report_too(tmp_path: Path, records: list[Record]) -> N
     jsonschema.validate(written.data, json.loads(schema()))
     assert sum(written.data["runs"][0]["outcomes"].values()) == len(records)
     assert written.page.data == written.data
+    for figure in written.data["figures"]:
+        spans = [span for row in figure.get("rows", []) for span in row["spans"]]
+        assert figure["kind"] == "lines" or any(span["to"] > span["from"] for span in spans), f"{figure['id']} would be empty"
 
 
 def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
@@ -226,6 +260,26 @@ def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
     assert data["slos"] == {"default": {"ttft_ms": 1.0}}
     assert data["workers"] == 4
     assert "2 late = 2 offered; attainment 0 %" in found.output
+
+
+def test_a_promise_of_one_class_leaves_the_others_theirs(tmp_path: Path) -> None:
+    result = write_result(tmp_path / "r", rate=4, seconds=4)
+    found = CliRunner().invoke(command, [str(result), "--slo", "batch:ttft=9s"])
+    assert found.exit_code == 0, found.output
+    (told,) = json.loads((result / "report.json").read_text())["runs"]
+    assert told["slos"] == {"interactive": {"ttft_ms": 500.0, "tpot_ms": 50.0}, "batch": {"ttft_ms": 9000.0}}
+    with pytest.raises(BadSlo, match="no class of that name; it has interactive, batch"):
+        views_of([result], slos=[("bacth", Slo(ttft_s=9))])
+
+
+def test_a_cluster_whose_memory_the_user_knows_has_its_best_prefix_hits(tmp_path: Path) -> None:
+    result = write_result(tmp_path / "r", rate=4, seconds=4)
+    found = CliRunner().invoke(command, [str(result), "--kv-tokens", "1000000"])
+    assert found.exit_code == 0, found.output
+    (told,) = json.loads((result / "report.json").read_text())["runs"]
+    best = told["prefix_hits"]["best"]
+    assert best["plan's best, LRU of 1,000,000 tokens"] == best["plan's best, infinite cache"], "all of it fits"
+    assert len(best) == 2
 
 
 def test_several_results_are_reported_beside_each_other(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Ten times what a cluster can do, for a minute, in virtual time (row 43 of the fault table): what is let in keeps its promise."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from baton.core.errors import Refused
+from baton.core.front import Caller, ChoiceDelta
+from baton.gateway.call import Endpoint
+from baton.runtime.settings import ClusterConfig
+from baton.sim import virtual_time
+from baton.sim.cluster import SimCluster, SimModel
+from baton.sim.executor import SimStepCost
+from tests.scale import sized
+from tests.sim.test_storm import config
+
+pytestmark = pytest.mark.sim
+
+MODEL = SimModel(step=SimStepCost(base_s=0.01, per_token_s=0.001))
+CAPACITY_PER_S = 25.0
+"""Two prefill workers take 70 ms a prompt of 60 tokens: 28 a second, nearly."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 60, 20
+TTFT_SLO_S, TPOT_SLO_S = 0.6, 0.05
+OVERLOAD_S = sized(5.0, 60.0)
+SETTLED_S = 5.0
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, from outside. `refused`: (seconds until the answer was no, why, seconds to wait)."""
+
+    at_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_tokens: int = 0
+    refused: tuple[float, str, float] | None = None
+
+    def put(self, choice: ChoiceDelta) -> None:
+        if choice.token_ids:
+            now_s = asyncio.get_running_loop().time()
+            self.first_s = now_s if self.first_s is None else self.first_s
+            self.last_s = now_s
+            self.num_tokens += len(choice.token_ids)
+
+    @property
+    def ttft_s(self) -> float:
+        return float("inf") if self.first_s is None else self.first_s - self.at_s
+
+    @property
+    def is_good(self) -> bool:
+        if self.first_s is None or self.num_tokens < OUTPUT_TOKENS:
+            return False
+        return self.ttft_s <= TTFT_SLO_S and (self.last_s - self.first_s) / (OUTPUT_TOKENS - 1) <= TPOT_SLO_S
+
+
+async def ask(cluster: SimCluster, asked: Asked, rng: Random) -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(max(0.0, asked.at_s - loop.time()))
+    body = {
+        "prompt": [rng.randrange(1, 250) for _ in range(PROMPT_TOKENS)],
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "slo": {"ttft_ms": TTFT_SLO_S * 1000, "tpot_ms": TPOT_SLO_S * 1000},
+    }
+    try:
+        call = await cluster.gateway.validator.call(Endpoint.COMPLETIONS, body, Caller(), received_s=loop.time())
+        await cluster.gateway.run(call, asked)
+    except Refused as refused:
+        failure = refused.failure
+        asked.refused = (loop.time() - asked.at_s, failure.reason.value, failure.retry_after_s or 0.0)
+
+
+def offered(per_s: float, begin_s: float, end_s: float, rng: Random) -> list[Asked]:
+    """Poisson."""
+    found, at_s = [], begin_s
+    while (at_s := at_s + rng.expovariate(per_s)) < end_s:
+        found.append(Asked(at_s=at_s))
+    return found
+
+
+def run(shape: ClusterConfig, *phases: tuple[float, float]) -> list[list[Asked]]:
+    """What became of each phase of (requests a second, seconds)."""
+
+    async def main() -> list[list[Asked]]:
+        rng = Random(7)
+        cluster = SimCluster(shape, MODEL, seed=3)
+        await cluster.start()
+        begin_s, asked = 3.0, []
+        for per_s, seconds in phases:
+            asked.append(offered(per_s, begin_s, begin_s + seconds, rng))
+            begin_s += seconds
+        await asyncio.gather(*(ask(cluster, one, rng) for phase in asked for one in phase))
+        await cluster.aclose()
+        return asked
+
+    return virtual_time.run(main())
+
+
+def shape(admission: str) -> ClusterConfig:
+    return replace(config("kv_centric"), admission=admission, max_open_requests=100_000)  # type: ignore[arg-type]  # one of the names
+
+
+def goodput_per_s(asked: list[Asked], seconds: float) -> float:
+    return sum(one.is_good for one in asked) / seconds
+
+
+def test_goodput_stays_and_the_surplus_is_told_at_once() -> None:
+    normal_s = 6.0
+    at_capacity, overload, _, after = run(
+        shape("predictive"),
+        (CAPACITY_PER_S, normal_s),
+        (10 * CAPACITY_PER_S, OVERLOAD_S),
+        (CAPACITY_PER_S / 2, SETTLED_S),
+        (CAPACITY_PER_S / 2, normal_s),
+    )
+    assert goodput_per_s(overload, OVERLOAD_S) >= 0.9 * goodput_per_s(at_capacity, normal_s)
+    refused = [one.refused for one in overload if one.refused is not None]
+    assert len(refused) > 0.8 * len(overload)
+    reasons = Counter(reason for _, reason, _ in refused)
+    assert reasons.keys() <= {"ttft_slo", "tpot_slo", "queue_full"}
+    assert all(retry_s > 0 for _, _, retry_s in refused)
+    at_once = sum(seconds <= 0.05 for seconds, _, _ in refused)
+    assert at_once >= 0.95 * len(refused), sorted(seconds for seconds, _, _ in refused)[-20:]
+    admitted = sorted(one.ttft_s for one in overload if one.first_s is not None)
+    assert admitted[int(0.99 * len(admitted))] <= 2 * TTFT_SLO_S
+    assert all(one.is_good for one in after), "normal again"
