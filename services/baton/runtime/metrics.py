@@ -98,9 +98,7 @@ class SchedulerMetrics(_Family):
         self.rejections = self._counter("rejections_total", "Requests refused before any prefill, by reason.", "reason")
         self.decision_s = self._histogram("decision_seconds", "Time to decide.", SHORT_BUCKETS_S)
         self.waiting_requests = self._gauge("waiting_requests", "Requests that wait at the scheduler for their turn.")
-        self.waiting_s = self._histogram(
-            "waiting_seconds", "Time at the scheduler of requests that waited there.", TTFT_BUCKETS_S
-        )
+        self.waiting_s = self._histogram("waiting_seconds", "Time at the scheduler of requests that waited there.", TTFT_BUCKETS_S)
         self.workers = self._gauge("workers", "Workers with a living report stream, by role and state.", "role", "state")
         self.store_degraded = self._gauge("store_degraded", "1 while Redis cannot be reached or lags behind.")
         self.kv_events_degraded = self._gauge("kv_events_degraded", "1 while the prefix index cannot follow what workers hold.")

@@ -1,6 +1,5 @@
 """What steps cost, as people write it: `step=8ms,prefill_token=60us,prefill_attended=2ns,decode_seq=50us,decode_context=60ns`."""
 
-
 from baton.core.costs import StepCostModel
 from baton.runtime.durations import parse_durations
 
