@@ -69,6 +69,7 @@ class EngineRig:
         for admission in outcome.admissions:
             assert admission.seq_id not in self.admissions, "admitted twice"
             self.admissions[admission.seq_id] = admission
+            self.pool.count_use(admission.block_table[: admission.num_cached_blocks])
         for output in outcome.outputs:
             self.all_outputs.append(output)
             sample = output.seq_id, output.sample_index

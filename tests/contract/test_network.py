@@ -11,12 +11,13 @@ from baton.core.blocks import token_ids
 from baton.core.cluster import ClusterUpdate, Command, CommandKind, Placement, Rejection, StillWaiting
 from baton.core.errors import Reason, Refused, StoreUnavailable, StreamBroken
 from baton.core.ids import DecisionId
-from baton.core.jobs import Ack, Heartbeat, Step
+from baton.core.jobs import Ack, DecodeJob, Heartbeat, PrefillJob, PrefixSource, Step
 from baton.core.peer import Renew, Renewed
 from baton.core.request import RequestActuals
 from baton.runtime.mailbox import Mailbox
 from tests import builders
 from tests.contract.networks import WORLDS, StubScheduler, StubWorker, World, echo, eventually, until_broken, world_of
+from tests.unit.worker.job_builders import decode_job
 
 pytestmark = pytest.mark.contract
 
@@ -105,6 +106,26 @@ async def test_a_million_tokens_fit_into_one_job(world: World) -> None:
     assert await session.receive() == step(1)
     assert received == [job]
     await session.aclose()
+
+
+async def test_a_job_says_where_its_kv_and_its_prefix_come_from(world: World) -> None:
+    received: list[Any] = []
+
+    async def keep(stream: Duplex[Any, Any]) -> None:
+        received.extend(await until_broken(stream))
+
+    worker = StubWorker(session=keep)
+    session = await world.network.open_session(await world.add_worker(worker))
+    peer, source = builders.worker_ref("p0"), PrefixSource(worker=builders.worker_ref("h0"), num_blocks=3)
+    jobs: list[PrefillJob | DecodeJob] = []
+    for prefix_source in (None, source):
+        jobs += [builders.prefill_job(reader=reader, prefix_source=prefix_source) for reader in (None, peer)]
+        jobs += [decode_job(owner=owner, prefix_source=prefix_source) for owner in (None, peer)]
+    for job in jobs:
+        session.send(job)
+    await session.aclose()
+    await eventually(lambda: worker.ended == 1)
+    assert received == jobs
 
 
 # How a stream ends

@@ -67,9 +67,11 @@ class PrefillJob(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob(Job):
-    """Continue after the prompt. `owner`: whose KV to follow and pull; None (`Local`): compute the prompt here."""
+    """Continue after the prompt. `owner`: whose KV to follow and pull; None (`Local`): compute the prompt here. `prefix_source` is of use
+    only then: with an owner there is nothing to compute."""
 
     owner: WorkerRef | None = None
+    prefix_source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

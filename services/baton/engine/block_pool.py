@@ -1,19 +1,21 @@
 """Who uses which block of KV memory, and which content can be found again. Integers only; the memory itself is the executor's.
 
 Each block is in exactly one state: `landing` or `quarantined` while a read of another worker's memory may write to it, else `used` while a
-sequence refers to it or a transfer pins it, else `cached` if its content is known by hash, else `free`.
+sequence refers to it or a transfer pins it, else `cached` if its content is known by hash, else `free`. What was pulled out of another
+worker's cache is a *copy* until a second request has used it here: the first cached content to go (`idle_blocks`).
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import chain, islice
+from itertools import islice
 
 from baton.core.apis import LifeTable
 from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.cluster import BlockCounts
 from baton.core.kv_events import KvEventKind
 from baton.engine.demand import demand
+from baton.engine.idle_blocks import IdleBlocks
 
 
 class BlockFill(Enum):
@@ -42,10 +44,9 @@ class BlockPool:
         self._pins = [0] * num_blocks
         self._hash = [NO_HASH] * num_blocks
         self._fill = [BlockFill.NONE] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # longest free first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle = IdleBlocks(num_blocks)
         self._by_hash: dict[BlockHash, int] = {}
-        self._more_copies: dict[BlockHash, list[int]] = {}  # further blocks with that content, all of them used
+        self._same_content: dict[BlockHash, list[int]] = {}  # further blocks with that content, all of them used
         self._num_landing = 0
         self._num_quarantined = 0
         self._held_for_others = 0
@@ -59,7 +60,17 @@ class BlockPool:
     @property
     def num_allocatable(self) -> int:
         """Blocks that can be handed out now: free ones, and cached ones that nobody uses."""
-        return len(self._free) + len(self._cached)
+        return len(self._idle)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that are here, and those that are being read."""
+        return self._idle.num_copies
+
+    @property
+    def num_cold_copies(self) -> int:
+        """Those of them that nobody uses now: `drop_copies` can make as many free."""
+        return self._idle.num_cold
 
     @property
     def held_for_others(self) -> int:
@@ -69,8 +80,8 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         return BlockCounts(
             total=self.num_blocks,
-            free=len(self._free),
-            cached=len(self._cached),
+            free=self._idle.num_free,
+            cached=self._idle.num_cached,
             used=self.num_blocks - self.num_allocatable - self._num_landing - self._num_quarantined,
             landing=self._num_landing,
             quarantined=self._num_quarantined,
@@ -94,11 +105,11 @@ class BlockPool:
         """Blocks to compute into, each with a new life and one reference; None, and nothing changed, if there are not so many."""
         if num_blocks > self.num_allocatable:
             return None
-        return self._hand_out(list(islice(chain(self._free, self._cached), num_blocks)))
+        return self._hand_out(list(islice(self._idle, num_blocks)))
 
     def allocate_landing(self, num_blocks: int) -> list[int] | None:
         """Blocks to read into, each with a new life and one reference: none that a step in flight may still write to."""
-        chosen = list(islice((b for b in chain(self._free, self._cached) if b not in self._fenced), num_blocks))
+        chosen = list(islice((b for b in self._idle if b not in self._fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
         for block_id in self._hand_out(chosen):
@@ -191,6 +202,30 @@ class BlockPool:
         self._changes.clear()
         return events
 
+    # -- copies -------------------------------------------------------------------------------------------------------------------------
+
+    def mark_copies(self, block_ids: Sequence[int]) -> None:
+        """What lands in these is a copy: until a second request uses it, or until it is not here any more."""
+        for block_id in block_ids:
+            if self._fill[block_id] is not BlockFill.LANDING:
+                raise ValueError(f"block {block_id} is not landing; it cannot become a copy")
+            self._idle.mark_copy(block_id)
+
+    def count_use(self, block_ids: Iterable[int]) -> None:
+        """A request has found these in the cache. A copy's first use is that of the request that it was brought for; the second proves it
+        worth keeping: from then on it is cached like any other."""
+        for block_id in block_ids:
+            self._idle.count_use(block_id)
+
+    def drop_copies(self, max_blocks: int) -> int:
+        """At most so many idle copies become free, the least recently used ones; returns how many."""
+        dropped = self._idle.coldest(max_blocks)
+        for block_id in dropped:
+            self._idle.take(block_id)
+            self._forget_content(block_id)
+            self._idle.put(block_id, has_content=False)
+        return len(dropped)
+
     # -- landing (LandingPool) ----------------------------------------------------------------------------------------------------------
 
     def land(self, block_id: int, block_hash: BlockHash) -> None:
@@ -198,6 +233,8 @@ class BlockPool:
         self._end_landing(block_id, BlockFill.NONE)
         if block_hash != NO_HASH:
             self._publish(block_id, block_hash)
+        else:
+            self._idle.end_copy(block_id)  # another request will not find it
         self._release(block_id)
         self._tell_room()
 
@@ -205,6 +242,7 @@ class BlockPool:
         """See LandingPool. While its sequence has not let go, a block stays used."""
         for block_id in reversed(block_ids):
             self._end_landing(block_id, BlockFill.VOID)
+            self._idle.end_copy(block_id)
             self._release(block_id)
         self._tell_room()
 
@@ -220,6 +258,7 @@ class BlockPool:
             if self._fill[block_id] is not BlockFill.QUARANTINED:
                 raise ValueError(f"block {block_id} is not quarantined")
             self._fill[block_id] = BlockFill.VOID
+            self._idle.end_copy(block_id)
             self._num_quarantined -= 1
             self._release(block_id)
         self._tell_room()
@@ -244,10 +283,8 @@ class BlockPool:
         """Raises AssertionError naming the first invariant that does not hold. Reads the whole pool: for tests and audits."""
         idle = {b for b in range(self.num_blocks) if self._is_idle(b)}
         demand(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
-        demand(self._free.keys() | self._cached.keys() == idle, "the idle blocks are not exactly the free and the cached ones")
-        demand(not self._free.keys() & self._cached.keys(), "a block is free and cached")
-        demand(all(self._hash[b] != NO_HASH for b in self._cached), "a cached block has no hash")
-        demand(all(self._hash[b] == NO_HASH for b in self._free), "a free block has a hash")
+        coming = {b for b in range(self.num_blocks) if self._fill[b] in (BlockFill.LANDING, BlockFill.QUARANTINED)}
+        self._idle.check(idle=idle, contents={b for b in range(self.num_blocks) if self._hash[b] != NO_HASH}, coming=coming)
         demand(self._fenced.keys() <= idle, "a block in use is fenced")
         demand(not self._fenced or self._steps_launched > self._steps_finished, "a block is fenced and no step is in flight")
         demand(self._held_for_others == sum(self._is_held(b) for b in range(self.num_blocks)), "held_for_others is wrong")
@@ -257,10 +294,10 @@ class BlockPool:
             demand(self._refs[b] >= 0 and self._pins[b] >= 0, f"block {b} has negative counts")
             demand(self.is_readable(b) or (self._hash[b] == NO_HASH and not self._pins[b]), f"block {b} is seen before it has landed")
             demand(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and nobody's")
-        copies = [*self._by_hash.items(), *((h, b) for h, more in self._more_copies.items() for b in more)]
-        demand(all(self._hash[b] == h for h, b in copies), "a hash finds a block of other content")
-        demand(len(copies) == sum(h != NO_HASH for h in self._hash), "a block's hash is not found, or twice")
-        demand(not any(self._is_idle(b) for more in self._more_copies.values() for b in more), "a second copy is kept that nobody uses")
+        found = [*self._by_hash.items(), *((h, b) for h, more in self._same_content.items() for b in more)]
+        demand(all(self._hash[b] == h for h, b in found), "a hash finds a block of other content")
+        demand(len(found) == sum(h != NO_HASH for h in self._hash), "a block's hash is not found, or twice")
+        demand(not any(self._is_idle(b) for more in self._same_content.values() for b in more), "an idle block repeats another's content")
 
     # -- inside -------------------------------------------------------------------------------------------------------------------------
 
@@ -273,11 +310,9 @@ class BlockPool:
     def _hand_out(self, block_ids: list[int]) -> list[int]:
         """Idle blocks become used, with a new life."""
         for block_id in block_ids:
+            self._idle.take(block_id)
             if self._hash[block_id] != NO_HASH:
-                del self._cached[block_id]
                 self._forget_content(block_id)
-            else:
-                del self._free[block_id]
             self._fenced.pop(block_id, None)
             self._life_table.begin_life(block_id)
             self._refs[block_id] = 1
@@ -286,9 +321,9 @@ class BlockPool:
     def _take(self, block_id: int) -> None:
         """Before a cached block is used again. Raises ValueError if it is free."""
         if self._is_idle(block_id):
-            if block_id in self._free:
+            if self._idle.is_free(block_id):
                 raise ValueError(f"block {block_id} is free; its content is not there")
-            del self._cached[block_id]
+            self._idle.take(block_id)
             self._fenced.pop(block_id, None)  # it has a hash, so no step writes it
 
     def _release(self, block_id: int) -> None:
@@ -296,10 +331,9 @@ class BlockPool:
         if self._refs[block_id] or self._pins[block_id] or self._fill[block_id] in (BlockFill.LANDING, BlockFill.QUARANTINED):
             return
         self._fill[block_id] = BlockFill.NONE
-        if self._hash[block_id] != NO_HASH and self._hash[block_id] in self._more_copies:
+        if self._hash[block_id] != NO_HASH and self._hash[block_id] in self._same_content:
             self._forget_content(block_id)  # another block in use has it too
-        idle = self._cached if self._hash[block_id] != NO_HASH else self._free
-        idle[block_id] = None
+        self._idle.put(block_id, has_content=self._hash[block_id] != NO_HASH)
         if self._steps_launched > self._steps_finished:
             self._fenced[block_id] = self._steps_launched
 
@@ -307,19 +341,20 @@ class BlockPool:
         self._hash[block_id] = block_hash
         self._life_table.set_hash(block_id, block_hash)
         if block_hash in self._by_hash:
-            self._more_copies.setdefault(block_hash, []).append(block_id)
+            self._same_content.setdefault(block_hash, []).append(block_id)
             return
         self._by_hash[block_hash] = block_id
         self._changed(block_hash, KvEventKind.STORED)
 
     def _forget_content(self, block_id: int) -> None:
-        """The block has no hash any more; the content is gone from here if it was the last copy."""
+        """The block has no hash any more; the content is gone from here if no other block has it."""
         block_hash, self._hash[block_id] = self._hash[block_id], NO_HASH
-        copies = [b for b in (self._by_hash[block_hash], *self._more_copies.pop(block_hash, ())) if b != block_id]
-        if copies:
-            self._by_hash[block_hash] = copies[0]
-            if copies[1:]:
-                self._more_copies[block_hash] = copies[1:]
+        self._idle.end_copy(block_id)
+        others = [b for b in (self._by_hash[block_hash], *self._same_content.pop(block_hash, ())) if b != block_id]
+        if others:
+            self._by_hash[block_hash] = others[0]
+            if others[1:]:
+                self._same_content[block_hash] = others[1:]
         else:
             del self._by_hash[block_hash]
             self._changed(block_hash, KvEventKind.EVICTED)

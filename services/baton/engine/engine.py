@@ -1,12 +1,13 @@
 """The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no clock, no device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine.batcher import share_budget
 from baton.engine.block_pool import BlockPool
+from baton.engine.coming import ComingPrompts
 from baton.engine.config import EngineConfig as EngineConfig
 from baton.engine.config import check_possible, no_room
 from baton.engine.demand import demand
@@ -32,6 +33,7 @@ class Engine:
         self.pool = pool
         self.counters = EngineCounters()
         self._sequences = SequenceTable()
+        self.coming = ComingPrompts(pool)
         self._room = Room(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
         self._progress: list[Progress] = []
@@ -55,13 +57,21 @@ class Engine:
 
     @property
     def waiting_prefill_tokens(self) -> int:
-        """Tokens that the device must still compute before their sequences give a next token; cached ones may turn out fewer."""
-        return sum(seq.num_tokens_behind for seq in self._sequences.prefills())
+        """Tokens that the device is expected to compute still before their sequences give a next token."""
+        return sum(behind for behind, _ in self._prefills())
 
     @property
     def waiting_prefill_attended_tokens(self) -> int:
         """(query, context) pairs of these tokens, `core.costs.attended_tokens`."""
-        return sum(attended_tokens(seq.num_tokens_behind, seq.num_computed_tokens) for seq in self._sequences.prefills())
+        return sum(attended_tokens(behind, before) for behind, before in self._prefills())
+
+    def _prefills(self) -> Iterable[tuple[int, int]]:
+        """(tokens to compute, tokens before them)"""
+        for seq in self._sequences.prefills():
+            before = seq.num_computed_tokens
+            if seq.state is SequenceState.WAITING:
+                before = self.coming.shared_tokens(seq.seq_id)
+            yield len(seq.token_ids) - before, before
 
     @property
     def running_context_tokens(self) -> int:
@@ -84,6 +94,7 @@ class Engine:
     def add(self, request: SequenceRequest) -> None:
         """Queue a sequence. Raises as `check_request`."""
         self.check_request(request)
+        self.coming.add(request)
         self._sequences.add(request)
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
@@ -260,6 +271,8 @@ class Engine:
     def _end(self, seq: EngineSequence, state: SequenceState) -> None:
         """Out of everything; its references go back at once."""
         self._sequences.end(seq, state)
+        if not self._sequences.of_request(seq.seq_id):
+            self.coming.remove(seq.seq_id)
         self.pool.unref(seq.drop_blocks())
 
     # -- invariants ---------------------------------------------------------------------------------------------------------------------

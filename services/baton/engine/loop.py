@@ -1,7 +1,7 @@
 """The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine that takes time."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.costs import attended_tokens
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
@@ -63,6 +63,7 @@ class EngineLoop:
             raise ValueError(f"sequence {request.seq_id} exists already")
         self.engine.check_request(request, num_more_waiting=len(self._adds))
         self._adds[request.seq_id] = request
+        self.engine.coming.add(request)
         self._put(lambda: self.engine.add(request))
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
@@ -90,13 +91,19 @@ class EngineLoop:
 
     @property
     def inbox_prefill_tokens(self) -> int:
-        """Their tokens that are to be computed here."""
-        return sum(len(request.token_ids) for request in self._adds.values() if not request.pulled)
+        """As `Engine.waiting_prefill_tokens`, of these."""
+        return sum(behind for behind, _ in self._inbox_prefills())
 
     @property
     def inbox_prefill_attended_tokens(self) -> int:
         """As `Engine.waiting_prefill_attended_tokens`, of these."""
-        return sum(attended_tokens(len(request.token_ids), 0) for request in self._adds.values() if not request.pulled)
+        return sum(attended_tokens(behind, before) for behind, before in self._inbox_prefills())
+
+    def _inbox_prefills(self) -> Iterable[tuple[int, int]]:
+        for request in self._adds.values():
+            if not request.pulled:
+                before = self.engine.coming.shared_tokens(request.seq_id)
+                yield len(request.token_ids) - before, before
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------------
 

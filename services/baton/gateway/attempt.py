@@ -77,9 +77,10 @@ class Attempt:
             "decision_id": placement.decision_id,
             "trace_context": request.trace_context,
         }
+        source = placement.prefix_source  # for the side that computes the prompt
         return (
-            PrefillJob(**common, reader=decode, prefix_source=placement.prefix_source) if prefill is not None else None,
-            DecodeJob(**common, owner=prefill) if decode is not None else None,
+            PrefillJob(**common, reader=decode, prefix_source=source) if prefill is not None else None,
+            DecodeJob(**common, owner=prefill, prefix_source=None if prefill else source) if decode is not None else None,
         )
 
 

@@ -153,9 +153,12 @@ def _to_prefill_job(job: PrefillJob) -> pb.PrefillJob:
 
 
 def _to_decode_job(job: DecodeJob) -> pb.DecodeJob:
-    if job.owner is None:
-        return pb.DecodeJob(job=_to_job(job), local=pb.Local())
-    return pb.DecodeJob(job=_to_job(job), follow=pb.FollowOwner(owner=c.to_worker_ref(job.owner)))
+    return pb.DecodeJob(
+        job=_to_job(job),
+        local=pb.Local() if job.owner is None else None,
+        follow=None if job.owner is None else pb.FollowOwner(owner=c.to_worker_ref(job.owner)),
+        prefix_source=None if job.prefix_source is None else c.to_prefix_source(job.prefix_source),
+    )
 
 
 def _from_prefill_job(message: pb.PrefillJob) -> PrefillJob:
@@ -193,6 +196,7 @@ def _from_decode_job(message: pb.DecodeJob) -> DecodeJob:
         decision_id=DecisionId(c.name(job.decision_id, "decision_id")),
         trace_context=c.name(job.trace_context, "trace_context"),
         owner=c.from_worker_ref(message.follow.owner) if source == "follow" else None,
+        prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )
 
 

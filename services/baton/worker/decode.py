@@ -2,11 +2,11 @@
 
 from abc import abstractmethod
 
-from baton.core.errors import Failure
 from baton.core.jobs import DecodeJob
 from baton.core.request import LegTimeline, Usage
 from baton.engine.outcome import Admission, SequenceOutput
-from baton.worker.leg import Leg, LegOutput, LegParts
+from baton.engine.sequence import SequenceRequest
+from baton.worker.leg import ComputingLeg, Leg, LegOutput, LegParts
 
 
 class DecodeLeg(Leg):
@@ -50,20 +50,18 @@ class DecodeLeg(Leg):
         return output.output_index > len(self._job.token_ids) - self._job.num_prompt_tokens
 
 
-class LocalDecodeLeg(DecodeLeg):
-    """No transfer: prompt and answer are computed here."""
+class LocalDecodeLeg(ComputingLeg, DecodeLeg):
+    """No handoff: prompt and answer are computed here."""
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
-        self._admitted_s = self._started_s
         self._num_cached_tokens = 0
 
-    def begin(self) -> None:
-        self._parts.engine.add(self._request())
-        self._output.counted()
+    def _engine_request(self) -> SequenceRequest:
+        return self._request()
 
     def admitted(self, admission: Admission) -> None:
-        self._admitted_s = self._loop.time()
+        super().admitted(admission)
         self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
 
     def _usage_of(self, output: SequenceOutput) -> Usage | None:
@@ -81,6 +79,3 @@ class LocalDecodeLeg(DecodeLeg):
             first_decode_s=self._first_decode_s,
             decode_s=decode_s,
         )
-
-    def _release(self, failure: Failure) -> None:
-        self._parts.engine.cancel(self.seq_id)

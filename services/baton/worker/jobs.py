@@ -147,6 +147,7 @@ class JobTable:
     def deliver(self, outcome: Outcome) -> None:
         """Hand what a plan or a step brought to the legs. Of sequences whose job has ended nothing is wanted but their landing blocks."""
         for admission in outcome.admissions:
+            self._parts.pool.count_use(admission.block_table[: admission.num_cached_blocks])
             opened = self._by_seq.get(admission.seq_id)
             if opened is not None and opened.leg is not None:
                 opened.leg.admitted(admission)
@@ -190,14 +191,14 @@ class JobTable:
 
     @property
     def num_following(self) -> int:
-        """Jobs that wait for another worker's KV, the engine does not know of them: decodes for its first blocks, prefills for a prefix."""
+        """Jobs that wait for another worker's KV, the engine does not know of them: decodes for its first blocks, others for a prefix."""
         return sum(o.leg is not None and o.leg.is_following for o in self._by_seq.values())
 
     # -- inside --------------------------------------------------------------------------------------------------------------------------
 
     def _leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
         seq_id = next(self._seq_ids)
-        follows = job.prefix_source if isinstance(job, PrefillJob) else job.owner
+        follows = job.prefix_source if isinstance(job, PrefillJob) else job.owner or job.prefix_source
         if follows is not None and self.num_following >= self._max_following:
             raise Refused(
                 Failure(

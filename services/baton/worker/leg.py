@@ -8,15 +8,15 @@ from functools import lru_cache
 from typing import Protocol
 
 from baton.core.blocks import BlockHash, chain, root_hash
-from baton.core.errors import Code, Failure, Reason
+from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import WorkerRef
-from baton.core.jobs import Job
+from baton.core.jobs import DecodeJob, Job, PrefillJob, PrefixSource
 from baton.core.kv_events import Tier
 from baton.core.request import LegTimeline, TokenDelta, TokenLogprobs, Usage
 from baton.engine.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
 from baton.engine.outcome import Admission, Progress, SequenceOutput
-from baton.engine.sequence import SequenceRequest
+from baton.engine.sequence import SequenceRequest, max_cached_blocks
 from baton.engine.step import SampledToken
 from baton.transfer.owner_service import OwnerService
 from baton.transfer.reader import KvReader
@@ -157,6 +157,53 @@ class Leg(ABC):
         """Outputs that are replayed are no prompt tokens to the client."""
         cached = min(num_cached_tokens, self._job.num_prompt_tokens)
         return Usage(num_prompt_tokens=self._job.num_prompt_tokens, num_cached_tokens={Tier.DEVICE.value: cached} if cached else {})
+
+
+class ComputingLeg(Leg):
+    """A leg that computes the prompt here. Where another worker holds the prompt's beginning and was named for it, that is pulled first, if
+    it can be; the engine then finds it in its cache."""
+
+    def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        source = job.prefix_source
+        self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
+        self._bringing: asyncio.Task[None] | None = None
+        self._admitted_s = self._started_s
+
+    @abstractmethod
+    def _engine_request(self) -> SequenceRequest:
+        """What the engine is asked for, of the samples that are still wanted."""
+
+    def begin(self) -> None:
+        if self._prefix_source is None:
+            self._join_queue()
+        else:
+            self._parts.engine.engine.check_request(self._engine_request())  # refused now rather than when the prefix is here
+            self.is_following = True
+            self._bringing = self._parts.tasks.start(self._bring(self._prefix_source), name=f"prefix-{self._job.job}")
+
+    def admitted(self, admission: Admission) -> None:
+        self._admitted_s = self._loop.time()
+
+    async def _bring(self, source: PrefixSource) -> None:
+        usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
+        await self._parts.prefixes.bring(source, usable, cache_salt=self._job.cache_salt)
+        self._bringing, self.is_following = None, False
+        if self.has_ended:
+            return
+        try:
+            self._join_queue()
+        except Refused as refused:  # the queue is full by now, or the worker leaves
+            self.stop(refused.failure)
+
+    def _join_queue(self) -> None:
+        self._parts.engine.add(self._engine_request())
+        self._output.counted()
+
+    def _release(self, failure: Failure) -> None:
+        if self._bringing is not None:
+            self._bringing.cancel()
+        self._parts.engine.cancel(self.seq_id)
 
 
 def logprobs_of(tokens: Sequence[SampledToken]) -> tuple[TokenLogprobs, ...]:

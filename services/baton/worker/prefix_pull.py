@@ -4,6 +4,7 @@ compute them. Whatever goes wrong, the blocks are computed: what is pulled is on
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockHash
 from baton.core.costs import StepCostModel
@@ -18,7 +19,7 @@ from baton.transfer.reader import KvReader
 log = get_logger(__name__)
 
 MAX_PULLED_SHARE = 0.25
-"""Of this worker's KV memory: the bytes of prefixes that may be on their way to it at once."""
+"""Of this worker's KV memory: the bytes of copies, those on their way and those here that no second request has used yet."""
 MAX_TIMES_COMPUTING = 2.0
 """A pull is given up when it has taken so many times as long as computing the same blocks would, alone on the device..."""
 MIN_PULL_S = 0.25
@@ -26,6 +27,14 @@ MIN_PULL_S = 0.25
 MAX_PULL_S = 10.0
 PULL_S = 2.0
 """As long as that where this worker does not know what computing costs."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """One pull. `asked_blocks` are not copies in the pool yet: none from the moment on when it has memory to land in."""
+
+    asked_blocks: int
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PrefixPuller:
@@ -36,11 +45,9 @@ class PrefixPuller:
         self._pool = engine.pool
         self._reader = reader
         self._costs = costs
-        self._block_bytes = block_bytes
-        self._budget_bytes = max(block_bytes, int(MAX_PULLED_SHARE * engine.pool.num_blocks * block_bytes))
-        self._pulled_bytes = 0
-        self._under_way: dict[BlockHash, asyncio.Event] = {}
-        """By the first block that it brings: set when that pull has ended."""
+        self._max_copies = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks * block_bytes) // block_bytes)
+        self._under_way: dict[BlockHash, _UnderWay] = {}
+        """By the first block that it brings."""
 
     async def bring(self, source: PrefixSource, hashes: Sequence[BlockHash], *, cache_salt: bytes = b"") -> None:
         """Return when the blocks of these `hashes` (a prompt's leading ones) that could be had are in the pool's cache, or when it would
@@ -50,7 +57,7 @@ class PrefixPuller:
         try:
             async with asyncio.timeout(seconds):
                 while (same := self._pull_of(wanted)) is not None:
-                    await same.wait()
+                    await same.ended.wait()
                 await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt))
         except TimeoutError:
             log.info("prefix_pull_given_up", source=str(source.worker), num_blocks=len(wanted), seconds=seconds)
@@ -59,48 +66,66 @@ class PrefixPuller:
         except Exception:  # a bug of ours: it costs the time to compute, no request
             log.exception("prefix_pull_failed", source=str(source.worker))
 
-    def _pull_of(self, wanted: Sequence[BlockHash]) -> asyncio.Event | None:
+    def _pull_of(self, wanted: Sequence[BlockHash]) -> _UnderWay | None:
         num_held = self._pool.count_cached(wanted)
         return self._under_way.get(wanted[num_held]) if num_held < len(wanted) else None
 
     async def _pull(self, source: PrefixSource, wanted: HashRange) -> None:
         """Raises Refused when the pull fails; what had landed until then stays."""
         held = self._pool.match(wanted.hashes, len(wanted.hashes))  # a chain is of no use without its beginning
-        reserved_bytes, first_missing = 0, None
         try:
-            num_missing = min(len(wanted.hashes) - len(held), (self._budget_bytes - self._pulled_bytes) // self._block_bytes)
-            if num_missing <= 0:
-                return
-            reserved_bytes, first_missing = num_missing * self._block_bytes, wanted.hashes[len(held)]
-            self._pulled_bytes += reserved_bytes
-            self._under_way[first_missing] = asyncio.Event()
-            asked = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
-            pull = self._reader.pull(source.worker, asked, have_blocks=len(held))
+            num_missing = min(len(wanted.hashes) - len(held), self._num_affordable())
+            if num_missing > 0:
+                asked = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
+                await self._pull_missing(source, asked, len(held))
+        finally:
+            self._pool.unref(held)
+
+    async def _pull_missing(self, source: PrefixSource, asked: HashRange, num_held: int) -> None:
+        first_missing = asked.hashes[num_held]
+        under_way = self._under_way[first_missing] = _UnderWay(asked_blocks=len(asked.hashes) - num_held)
+        try:
+            pull = self._reader.pull(source.worker, asked, have_blocks=num_held)
             try:
-                await self._land(pull, len(held), num_missing)
+                await self._land(pull, num_held, under_way)
             finally:
                 pull.cancel()
         finally:
-            self._pool.unref(held)
-            self._pulled_bytes -= reserved_bytes
-            if first_missing is not None:
-                self._under_way.pop(first_missing).set()
+            del self._under_way[first_missing]
+            under_way.ended.set()
 
-    async def _land(self, pull: Pull, num_held: int, num_missing: int) -> None:
+    async def _land(self, pull: Pull, num_held: int, under_way: _UnderWay) -> None:
         """Once the holder has said what it has, take room for that and no more, and fill it."""
         await pull.announced()
         final = pull.final
-        num_there = 0 if final is None else min(num_missing, final.first_block_index + len(final.block_ids) - num_held)
-        landing = self._pool.allocate_landing(num_there) if 0 < num_there <= self._room() else None
+        num_there = 0 if final is None else min(under_way.asked_blocks, final.first_block_index + len(final.block_ids) - num_held)
+        landing = self._memory_for(num_there)
         if landing is None:
-            log.info("prefix_not_pulled", num_blocks=num_there, room=self._room())
+            log.info("prefix_not_pulled", num_blocks=num_there, room=self._room(), copies=self._pool.num_copies)
             return
+        under_way.asked_blocks = 0
         try:
             pull.land_into(dict(enumerate(landing, num_held)), num_held)
             result = await pull.done()
             log.info("prefix_pulled", num_blocks=result.num_blocks, transfer_bytes=result.transfer_bytes, transfer_s=result.kv_transfer_s)
         finally:
             self._pool.unref(landing)  # what has landed is cache now; what has not is the pull's until its read has ended
+
+    def _memory_for(self, num_blocks: int) -> list[int] | None:
+        """Blocks for so many copies, where the budget asks for it in place of cold ones; None if there is no room."""
+        num_kept = self._pool.num_copies - self._pool.num_cold_copies
+        if not 0 < num_blocks <= self._room() or num_kept + num_blocks > self._max_copies:
+            return None
+        landing = self._pool.allocate_landing(num_blocks)
+        if landing is not None:
+            self._pool.mark_copies(landing)
+            self._pool.drop_copies(max(0, self._pool.num_copies - self._max_copies))
+        return landing
+
+    def _num_affordable(self) -> int:
+        """For so many more copies there would be budget if all cold ones were dropped."""
+        asked = sum(pull.asked_blocks for pull in self._under_way.values())
+        return self._max_copies - asked - (self._pool.num_copies - self._pool.num_cold_copies)
 
     def _room(self) -> int:
         """Every running sequence keeps one block that it may need soon."""

@@ -3,37 +3,7 @@
 import pytest
 
 from baton.core.blocks import NO_HASH
-from baton.core.kv_events import KvEventKind
-from baton.engine.block_pool import BlockPool
-from tests.fake_executor import FakeLifeTable
-
-STORED, EVICTED = KvEventKind.STORED, KvEventKind.EVICTED
-A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
-
-
-def make_pool(num_blocks: int = 4) -> tuple[BlockPool, FakeLifeTable]:
-    life_table = FakeLifeTable(num_blocks)
-    return BlockPool(num_blocks, 4, life_table), life_table
-
-
-def allocated(pool: BlockPool, num_blocks: int) -> list[int]:
-    block_ids = pool.allocate(num_blocks)
-    assert block_ids is not None
-    return block_ids
-
-
-def landing(pool: BlockPool, num_blocks: int) -> list[int]:
-    block_ids = pool.allocate_landing(num_blocks)
-    assert block_ids is not None
-    return block_ids
-
-
-def stored_chain(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
-    """Computed, hashed, and still referred to."""
-    block_ids = allocated(pool, len(hashes))
-    for block_id, block_hash in zip(block_ids, hashes, strict=True):
-        pool.set_hash(block_id, block_hash)
-    return block_ids
+from tests.unit.engine.pools import EVICTED, STORED, A, B, C, D, allocated, landing, make_pool, stored_chain
 
 
 def test_all_or_nothing() -> None:
@@ -303,6 +273,8 @@ def test_misuse_is_refused_by_name() -> None:
         lambda: pool.set_hash(free, A),
         lambda: pool.set_hash(used, NO_HASH),
         lambda: pool.set_hash(lands, A),
+        lambda: pool.mark_copies([used]),
+        lambda: pool.mark_copies([free]),
         pool.step_finished,
     ]
     for call in wrong:

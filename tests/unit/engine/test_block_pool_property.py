@@ -20,6 +20,9 @@ class NaiveBlock:
     fill: str = ""
     life: int = 0
     released_in_step: int = 0  # 0: no step that is still in flight
+    released_at: int = 0  # when it became what it is while idle
+    is_copy: bool = False
+    num_uses: int = 0
 
     @property
     def state(self) -> str:
@@ -28,6 +31,11 @@ class NaiveBlock:
         if self.refs or self.pins:
             return "used"
         return "cached" if self.block_hash != NO_HASH else "free"
+
+    @property
+    def goes(self) -> tuple[int, int]:
+        """The order in which idle blocks are handed out."""
+        return (0 if self.state == "free" else 1 if self.is_copy else 2, self.released_at)
 
 
 class Pools:
@@ -38,7 +46,8 @@ class Pools:
         self.num_blocks = self.rng.randint(1, 12)
         self.life_table = FakeLifeTable(self.num_blocks)
         self.pool = BlockPool(self.num_blocks, 4, self.life_table)
-        self.naive = [NaiveBlock() for _ in range(self.num_blocks)]
+        self.naive = [NaiveBlock(released_at=i) for i in range(self.num_blocks)]
+        self.now = self.num_blocks
         self.in_flight: list[int] = []
         self.step = 0
         self.here: set[bytes] = set()
@@ -49,6 +58,10 @@ class Pools:
     def some(self, block_ids: list[int]) -> list[int]:
         return self.rng.sample(block_ids, self.rng.randint(0, len(block_ids)))
 
+    def tick(self) -> int:
+        self.now += 1
+        return self.now
+
     def released(self, block_ids: list[int]) -> None:
         for i in reversed(block_ids):
             block = self.naive[i]
@@ -57,26 +70,26 @@ class Pools:
             block.fill = ""
             if any(other.block_hash == block.block_hash for j, other in enumerate(self.naive) if j != i and block.block_hash != NO_HASH):
                 block.block_hash = NO_HASH
+            block.is_copy &= block.block_hash != NO_HASH
+            block.released_at = self.tick()
             block.released_in_step = self.step if self.in_flight else 0
 
     def allocate(self, lands: bool) -> None:
         count = self.rng.randint(0, self.num_blocks)
         idle = [i for i in self.where("free", "cached") if not (lands and self.naive[i].released_in_step in self.in_flight)]
-        num_free = sum(self.naive[i].state == "free" for i in idle)
         got = self.pool.allocate_landing(count) if lands else self.pool.allocate(count)
         assert (got is None) == (count > len(idle))
         if got is None:
             return
-        assert len(set(got)) == count
-        assert set(got) <= set(idle)
-        assert sum(self.naive[i].state == "free" for i in got) == min(count, num_free)
+        assert got == sorted(idle, key=lambda i: self.naive[i].goes)[:count]
         for i in got:
             self.naive[i] = NaiveBlock(refs=1, fill="landing" if lands else "", life=self.naive[i].life + 1)
 
     def act(self) -> None:
         rng, pool, naive = self.rng, self.pool, self.naive
         action = rng.choice(
-            "allocate allocate landing ref unref unref pin unpin hash land drop quarantine heal launch finish doubt".split()
+            "allocate allocate landing landing copy copy use use forget ref unref unref pin unpin hash land drop quarantine heal".split()
+            + "launch finish doubt".split()
         )
         if action in ("allocate", "landing"):
             self.allocate(action == "landing")
@@ -109,9 +122,28 @@ class Pools:
                     pool.set_hash(i, naive[i].block_hash)
         elif action == "land":
             for i in self.some(self.where("landing")):
-                naive[i].fill, naive[i].block_hash = "", rng.choice([NO_HASH, b"a" * 16, b"d" * 16])
+                naive[i].fill, naive[i].block_hash = "", rng.choice([NO_HASH, b"a" * 16, b"d" * 16, b"e" * 16])
+                naive[i].is_copy &= naive[i].block_hash != NO_HASH
                 pool.land(i, naive[i].block_hash)
                 self.released([i])
+        elif action == "copy":
+            chosen = self.some(self.where("landing"))
+            pool.mark_copies(chosen)
+            for i in chosen:
+                naive[i].is_copy = True
+        elif action == "use":
+            chosen = self.some([i for i, b in enumerate(naive) if b.block_hash != NO_HASH])
+            pool.count_use(chosen)
+            for i in chosen:
+                naive[i].num_uses += naive[i].is_copy
+                if naive[i].is_copy and naive[i].num_uses == 2:
+                    naive[i].is_copy, naive[i].released_at = False, self.tick()
+        elif action == "forget":
+            count = rng.randint(0, self.num_blocks)
+            cold = sorted((i for i in self.where("cached") if naive[i].is_copy), key=lambda i: naive[i].goes)
+            assert pool.drop_copies(count) == len(cold[:count])
+            for i in cold[:count]:
+                naive[i].block_hash, naive[i].is_copy, naive[i].released_at = NO_HASH, False, self.tick()
         elif action == "drop":
             chosen = self.some(self.where("landing"))
             pool.drop_landing(chosen)
@@ -140,7 +172,7 @@ class Pools:
             chosen = self.some([i for i in self.where("used") if naive[i].fill == ""])[:1]
             pool.unpublish(chosen)
             for i in chosen:
-                naive[i].block_hash = NO_HASH
+                naive[i].block_hash, naive[i].is_copy = NO_HASH, False
                 naive[i].life += 1
 
     def compare(self) -> None:
@@ -149,6 +181,8 @@ class Pools:
         told = (counts.free, counts.cached, counts.used, counts.landing, counts.quarantined)
         assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "landing", "quarantined"))
         assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
+        copies = [b for b in self.naive if b.is_copy and b.fill != "void"]
+        assert (pool.num_copies, pool.num_cold_copies) == (len(copies), sum(b.state == "cached" for b in copies))
         assert self.life_table.lives == [b.life for b in self.naive]
         assert [pool.hash_of(i) for i in range(self.num_blocks)] == [b.block_hash for b in self.naive]
         here = {b.block_hash for b in self.naive} - {NO_HASH}

@@ -668,3 +668,23 @@ def test_counts_for_reports() -> None:
     assert (engine.waiting_seqs, engine.running_seqs) == (1, 2)
     assert (engine.waiting_prefill_tokens, engine.running_context_tokens) == (12 + 10, 8 + 10)
     assert engine.waiting_prefill_attended_tokens == attended_tokens(12, 8) + attended_tokens(10, 0)
+
+
+def test_a_prompt_that_another_brings_is_not_waited_for_twice() -> None:
+    rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=3)
+    block = rig.engine.config.block_size_tokens
+    first, more = range(10, 10 + 5 * block), range(10, 10 + 6 * block)
+    rig.add(sequence_request(1, first))
+    rig.add(sequence_request(2, more))
+    rig.add(sequence_request(3, first))
+    waiting = rig.engine.waiting_prefill_tokens
+    assert waiting == 5 * block + block + block, "of a prompt that is wholly there the last block is computed again"
+    assert rig.engine.waiting_prefill_attended_tokens == (
+        attended_tokens(5 * block, 0) + attended_tokens(block, 5 * block) + attended_tokens(block, 4 * block)
+    )
+    rig.engine.cancel(1)
+    rig.engine.cancel(2)
+    rig.engine.cancel(3)
+    assert len(rig.engine.coming) == 0
+    rig.add(sequence_request(4, first))
+    assert rig.engine.waiting_prefill_tokens == 5 * block, "nobody brings it any more"

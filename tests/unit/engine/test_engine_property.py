@@ -172,6 +172,26 @@ class World:
         for block_id in [*landing, *self.quarantined]:
             self.rig.executor.memory[block_id] = [self.rng.randrange(10**6) for _ in range(4)]
 
+    def bring(self) -> None:
+        """The beginning of prompts to come is pulled out of another worker's cache, or as much of it as there is time for."""
+        rng, pool = self.rng, self.rig.pool
+        tokens = rng.choice(self.prefixes)[: 4 * rng.randint(1, 7)]
+        hashes = hashes_of(tokens)
+        self.contents_of_hash |= {h: contents(tokens)[4 * i : 4 * i + 4] for i, h in enumerate(hashes)}
+        held = pool.match(hashes, len(hashes))
+        landing = pool.allocate_landing(len(hashes) - len(held)) or []
+        pool.mark_copies(landing)
+        pool.drop_copies(max(0, pool.num_copies - max(len(landing), pool.num_blocks // 4)))
+        num_landed = rng.choice([len(landing), rng.randint(0, len(landing))])
+        for block_id, index in zip(landing[:num_landed], range(len(held), len(hashes)), strict=False):
+            self.rig.executor.write(held + landing, tokens[: 4 * index + 4], 4 * index)
+            pool.land(block_id, hashes[index])
+        pool.drop_landing(landing[num_landed:])
+        pool.unref(landing)
+        pool.unref(held)
+        self.happened["copies brought"] += num_landed
+        self.rig.engine.check()
+
     def unpin(self) -> None:
         if self.pins and self.rng.random() < 0.5:
             self.rig.pool.unpin(self.pins.pop(self.rng.randrange(len(self.pins))))
@@ -228,6 +248,8 @@ class World:
                 self.add()
             if self.rng.random() < 0.06:
                 self.cancel()
+            if self.rng.random() < 0.15:
+                self.bring()
             for _ in range(self.rng.randint(0, 3)):
                 self.pull()
             self.unpin()
@@ -265,5 +287,5 @@ def test_the_worlds_see_what_they_should() -> None:
         happened.update(world.happened)
         happened.update(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
     seen = {"preemptions", "copies", "cached", "pulls", "landings", "quarantines", "pins", "replays", "queue_full", "no_capacity"}
-    seen |= {f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")}
+    seen |= {"copies brought"} | {f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")}
     assert all(happened[what] >= 3 for what in seen), happened

@@ -4,81 +4,22 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
-from baton.core.jobs import Cancel, DecodeJob, PrefillJob, PrefixSource
+from baton.core.jobs import Cancel, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.executor import SimStepCost
 from baton.sim.transfer_backend import LinkModel
 from baton.worker.prefix_pull import MAX_PULLED_SHARE, MAX_TIMES_COMPUTING, MIN_PULL_S, PULL_S, PrefixPuller
 from tests import builders
-from tests.unit.worker.gateway import Gateway
-from tests.unit.worker.harness import BLOCK, Node, Pair, expected_tokens, pair
-from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.harness import BLOCK, expected_tokens
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
 from tests.unit.worker.virtual import virtual
-
-NUM_TOKENS = 82
-NUM_BLOCKS = 20
-"""Full blocks before the prompt's last token."""
-BLOCK_BYTES = builders.layout().block_bytes
-
-
-class Trio:
-    """A pair, and a third worker that holds the beginning of a prompt."""
-
-    def __init__(self, made: Pair, holder: Node, to_holder: Gateway) -> None:
-        self.pair, self.holder, self.to_holder = made, holder, to_holder
-        self.p, self.d, self.to_p, self.to_d = made.p, made.d, made.to_p, made.to_d
-
-    async def hold(self, num_tokens: int = NUM_TOKENS) -> None:
-        """The holder computes that much of the prompt."""
-        whole = prefill_job(NUM_TOKENS)
-        job = decode_job(num_tokens, request=b"earlier", token_ids=whole.token_ids[:num_tokens], sampling=Sampling(max_tokens=1))
-        self.to_holder.send(job)
-        await self.to_holder.ended(job.job)
-
-    def jobs(self, number: int = 0, **changes: Any) -> tuple[PrefillJob, DecodeJob]:
-        """Both jobs of a request for the same prompt; P is told of the holder."""
-        prompt = prefill_job(NUM_TOKENS).token_ids
-        fields = {"request": b"request-%d" % number, "token_ids": prompt, "num_prompt_tokens": NUM_TOKENS} | changes
-        source = fields.pop("prefix_source", PrefixSource(worker=self.holder.ref, num_blocks=NUM_BLOCKS))
-        return prefill_job(reader=self.d.ref, prefix_source=source, **fields), decode_job(owner=self.p.ref, **fields)
-
-    def send(self, number: int = 0, **changes: Any) -> tuple[PrefillJob, DecodeJob]:
-        prefill, decode = self.jobs(number, **changes)
-        self.to_p.send(prefill)
-        self.to_d.send(decode)
-        return prefill, decode
-
-    async def answered(self, prefill: PrefillJob, decode: DecodeJob) -> int:
-        """The answer is exact; how many tokens of the prompt P did not compute."""
-        first = await self.to_p.ended_prefill(prefill.job)
-        await self.to_d.ended(decode.job)
-        assert self.to_d.tokens(decode.job) == expected_tokens(decode)
-        assert first.timeline is not None
-        assert first.timeline.num_computed_tokens + first.timeline.num_cached_tokens == NUM_TOKENS
-        return first.timeline.num_cached_tokens
-
-    @property
-    def computed_tokens(self) -> int:
-        return sum(plan.num_tokens for plan in self.p.executor.plans)
-
-
-@asynccontextmanager
-async def trio(*, link: LinkModel | None = None, p_blocks: int = 128, **changes: Any) -> AsyncIterator[Trio]:
-    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, **changes) as made:
-        holder = made.cluster.start("h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16)
-        to_holder = made.cluster.gateway(holder)
-        await to_holder.connect()
-        yield Trio(made, holder, to_holder)
-        await made.until_clean()
 
 
 @virtual
@@ -190,7 +131,7 @@ async def test_many_requests_with_one_new_prefix_pull_it_once() -> None:
 
 
 @virtual
-async def test_what_is_under_way_at_once_is_bounded() -> None:
+async def test_no_more_is_pulled_than_there_is_budget_for() -> None:
     async with trio(p_blocks=40) as made:
         await made.hold()
         assert await made.answered(*made.send()) == int(MAX_PULLED_SHARE * 40) * BLOCK

@@ -72,14 +72,16 @@ class PrefillJob(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ...) -> None: ...
 
 class DecodeJob(_message.Message):
-    __slots__ = ("job", "follow", "local")
+    __slots__ = ("job", "follow", "local", "prefix_source")
     JOB_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     job: Job
     follow: FollowOwner
     local: Local
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., follow: _Optional[_Union[FollowOwner, _Mapping]] = ..., local: _Optional[_Union[Local, _Mapping]] = ...) -> None: ...
+    prefix_source: _common_pb2.PrefixSource
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., follow: _Optional[_Union[FollowOwner, _Mapping]] = ..., local: _Optional[_Union[Local, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ...) -> None: ...
 
 class FollowOwner(_message.Message):
     __slots__ = ("owner",)

@@ -1,0 +1,101 @@
+"""What came from another worker's cache: which of it goes first, and until when it is told apart."""
+
+import pytest
+
+from baton.core.blocks import NO_HASH
+from baton.engine.block_pool import BlockPool
+from tests.unit.engine.pools import EVICTED, A, B, C, D, allocated, landing, make_pool, stored_chain
+
+
+def copied(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
+    """Brought from another worker's cache, and in use by nobody."""
+    block_ids = landing(pool, len(hashes))
+    pool.mark_copies(block_ids)
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        pool.land(block_id, block_hash)
+    pool.unref(block_ids)
+    pool.check()
+    return block_ids
+
+
+def use(pool: BlockPool, hashes: tuple[bytes, ...]) -> None:
+    """A request finds these, computes something, and ends."""
+    found = pool.match(hashes, len(hashes))
+    pool.count_use(found)
+    pool.check()
+    pool.unref(found)
+    pool.check()
+
+
+@pytest.mark.parametrize("num_uses", [0, 1])
+def test_a_cold_copy_goes_before_older_content_and_after_free_blocks(num_uses: int) -> None:
+    pool, _ = make_pool(5)
+    older = stored_chain(pool, (A, B))
+    pool.unref(older)
+    copies = copied(pool, (C, D))
+    for _ in range(num_uses):
+        use(pool, (C, D))
+    (free,) = {*range(5)} - {*older, *copies}
+    assert [allocated(pool, 1)[0] for _ in range(5)] == [free, *reversed(copies), *reversed(older)]
+    assert pool.num_copies == 0
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_copy_that_a_second_request_uses_is_cached_like_any_other(is_idle: bool) -> None:
+    pool, _ = make_pool(3)
+    copies = copied(pool, (A, B))
+    use(pool, (A, B))
+    if is_idle:
+        pool.count_use(copies[:1])
+        pool.check()
+    else:
+        use(pool, (A,))
+    assert (pool.num_copies, pool.num_cold_copies) == (1, 1)
+    younger = stored_chain(pool, (C,))
+    pool.unref(younger)
+    assert [allocated(pool, 1)[0] for _ in range(3)] == [copies[1], copies[0], *younger]
+
+
+def test_a_copy_in_use_is_counted_and_cannot_be_dropped() -> None:
+    pool, _ = make_pool(4)
+    copies = copied(pool, (A, B, C))
+    held = pool.match((A,), 1)
+    assert (pool.num_copies, pool.num_cold_copies) == (3, 2)
+    pool.take_events()
+    assert pool.drop_copies(1) == 1
+    assert pool.take_events() == [(EVICTED, C)], "the tail of the chain"
+    assert pool.drop_copies(5) == 1
+    assert (pool.num_copies, pool.counts().free, pool.lookup((A, B, C))) == (1, 3, copies[:1])
+    pool.unref(held)
+    assert (pool.num_copies, pool.num_cold_copies) == (1, 1)
+    pool.check()
+
+
+def test_what_does_not_come_is_no_copy() -> None:
+    pool, _ = make_pool(4)
+    blocks = landing(pool, 4)
+    pool.mark_copies(blocks)
+    pool.quarantine(blocks[:1])
+    pool.drop_landing(blocks[1:2])
+    pool.land(blocks[2], NO_HASH)
+    pool.land(blocks[3], A)
+    pool.check()
+    assert pool.num_copies == 2
+    pool.unref(blocks)
+    pool.check()
+    assert (pool.num_copies, pool.num_cold_copies) == (2, 1), "what is quarantined still takes its memory"
+    pool.end_quarantine(blocks[:1])
+    pool.unpublish(pool.match((A,), 1))
+    assert pool.num_copies == 0
+    pool.check()
+
+
+def test_a_copy_of_what_was_computed_meanwhile_is_free_again() -> None:
+    pool, _ = make_pool(2)
+    blocks = landing(pool, 1)
+    pool.mark_copies(blocks)
+    stored_chain(pool, (A,))
+    pool.land(blocks[0], A)
+    pool.unref(blocks)
+    assert (pool.num_copies, pool.counts().free, pool.counts().cached) == (0, 1, 0)
+    pool.check()

@@ -1,0 +1,32 @@
+"""Which jobs follow from a placement."""
+
+import pytest
+
+from baton.core.blocks import token_ids
+from baton.core.jobs import PrefixSource
+from baton.core.request import GenerateRequest, Sampling
+from baton.gateway.attempt import Attempt
+from tests import builders
+
+SOURCE = PrefixSource(worker=builders.worker_ref("h"), num_blocks=3)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "computes"),
+    [("p", "d", "prefill"), ("p", None, "prefill"), (None, "d", "decode"), ("d", "d", "decode")],
+    ids=["handoff", "first token only", "local", "one worker on both sides"],
+)
+def test_who_computes_the_prompt_is_told_where_its_beginning_is(prefill: str | None, decode: str | None, computes: str) -> None:
+    request = GenerateRequest(
+        request_id=b"r",
+        model="m",
+        token_ids=token_ids((1, 2)),
+        num_prompt_tokens=2,
+        sampling=Sampling(max_tokens=8),
+        received_s=0.0,
+        deadline_s=60.0,
+    )
+    jobs = Attempt(request=request, number=0).jobs(builders.placement(prefill, decode, prefix_source=SOURCE), now_s=0.0)
+    sources = {name: job.prefix_source for name, job in zip(("prefill", "decode"), jobs, strict=True) if job is not None}
+    assert sources.pop(computes) == SOURCE
+    assert set(sources.values()) <= {None}

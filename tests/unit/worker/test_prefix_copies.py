@@ -1,0 +1,165 @@
+"""What was pulled out of another worker's cache is kept within a budget, and goes first until a second request has used it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.core.blocks import BlockHash, chain
+from baton.core.request import Sampling
+from baton.sim.transfer_backend import LinkModel
+from baton.transfer.puller import Pull
+from baton.worker.leg import chain_root
+from baton.worker.prefix_pull import MAX_PULLED_SHARE
+from tests.unit.worker.harness import BLOCK, Node
+from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio, trio
+from tests.unit.worker.virtual import virtual
+
+OTHER = b"prompt-1"
+P_BLOCKS = 80
+"""Just enough for one whole prefix."""
+assert int(MAX_PULLED_SHARE * P_BLOCKS) == NUM_BLOCKS
+
+
+def copies(node: Node) -> tuple[int, int]:
+    node.pool.check()
+    return node.pool.num_copies, node.pool.num_cold_copies
+
+
+def hashes(made: Trio, prompt: bytes) -> list[BlockHash]:
+    job, _ = made.jobs(prompt=prompt)
+    return list(chain(chain_root(made.p.layout.model_fingerprint, b"", BLOCK), job.token_ids, BLOCK))
+
+
+def num_cached(made: Trio, prompt: bytes) -> int:
+    """Blocks of this prompt's prefix that P has."""
+    return made.p.pool.count_cached(hashes(made, prompt))
+
+
+async def pulled(made: Trio, number: int, prompt: bytes = PROMPT, **changes: Any) -> int:
+    """Blocks that P did not compute; afterwards nothing of the request is in use."""
+    num_tokens = await made.answered(*made.send(number, prompt=prompt, **changes))
+    await made.pair.until_clean()
+    return num_tokens // BLOCK
+
+
+@virtual
+async def test_a_second_request_makes_copies_ordinary() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        assert await pulled(made, 0) == NUM_BLOCKS
+        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert await pulled(made, 1, prefix_source=None) == NUM_BLOCKS
+        assert copies(made.p) == (0, 0)
+
+
+@virtual
+async def test_the_samples_of_one_request_are_one_use() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        jobs = made.send(sample_indices=(0, 1), sampling=Sampling(max_tokens=4, ignore_eos=True))
+        await made.to_d.ended(jobs[1].job, samples=(0, 1))
+        await made.pair.until_clean()
+        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+
+
+@virtual
+async def test_what_a_handoff_brings_is_no_copy() -> None:
+    async with trio() as made:
+        assert await pulled(made, 0, prefix_source=None) == 0
+        assert copies(made.d) == (0, 0)
+
+
+@virtual
+async def test_cold_copies_make_way_for_new_ones() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        await pulled(made, 0)
+        assert await pulled(made, 1, OTHER) == NUM_BLOCKS
+        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert (num_cached(made, PROMPT), num_cached(made, OTHER)) == (0, NUM_BLOCKS)
+        assert made.p.pool.counts().free > 0, "it was the budget that they had to leave for"
+
+
+@virtual
+async def test_only_as_many_cold_copies_go_as_are_too_many() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        await pulled(made, 0, prefix_source=made.source(15))
+        assert await pulled(made, 1, OTHER, prefix_source=made.source(8)) == 8
+        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert num_cached(made, PROMPT) == 12
+
+
+@virtual
+async def test_a_holder_that_has_nothing_costs_no_copies() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        await pulled(made, 0)
+        assert await pulled(made, 1, OTHER) == 0
+        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+
+
+@virtual
+async def test_proven_copies_take_none_of_the_budget() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        await pulled(made, 0)
+        await pulled(made, 1)
+        assert await pulled(made, 2, OTHER) == NUM_BLOCKS
+        assert (num_cached(made, PROMPT), num_cached(made, OTHER)) == (NUM_BLOCKS, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("is_slow", [True, False], ids=["under way", "in use"])
+@virtual
+async def test_copies_in_use_and_under_way_leave_the_rest_of_the_budget(is_slow: bool) -> None:
+    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.001) if is_slow else None) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        made.p.executor.gate.clear()
+        first = made.send(0, prefix_source=made.source(12))
+        if not is_slow:
+            await made.pair.settle()
+            assert copies(made.p) == (12, 0)
+        second = made.send(1, prompt=OTHER)
+        await made.pair.settle()
+        assert made.p.pool.num_copies == NUM_BLOCKS
+        made.p.executor.gate.set()
+        assert await made.answered(*first) == 12 * BLOCK
+        assert await made.answered(*second) == 8 * BLOCK
+
+
+@virtual
+async def test_what_is_being_read_is_counted_once() -> None:
+    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        first = made.send(0, prefix_source=made.source(12))
+        await asyncio.sleep(0.03)
+        assert made.p.pool.counts().landing > 0
+        second = made.send(1, prompt=OTHER)
+        assert await made.answered(*first) == 12 * BLOCK
+        assert await made.answered(*second) == 8 * BLOCK
+
+
+@virtual
+async def test_cold_copies_that_somebody_uses_meanwhile_stay_and_nothing_is_pulled() -> None:
+    async with trio(p_blocks=P_BLOCKS) as made:
+        await made.hold()
+        await made.hold(prompt=OTHER)
+        await pulled(made, 0)
+        held: list[int] = []
+        reader = made.p.worker.reader
+        ask = reader.pull
+
+        def pull(*arguments: Any, **more: Any) -> Pull:
+            held.extend(made.p.pool.match(hashes(made, PROMPT), NUM_BLOCKS))
+            return ask(*arguments, **more)
+
+        reader.pull = pull  # type: ignore[method-assign]
+        assert await made.answered(*made.send(1, prompt=OTHER)) == 0
+        assert copies(made.p) == (NUM_BLOCKS, 0)
+        made.p.pool.unref(held)

@@ -1,0 +1,133 @@
+"""A decode worker that computes a prompt itself pulls its beginning as a prefill worker does, and computes what cannot be had.
+
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the test by itself.
+"""
+
+import asyncio
+
+import pytest
+
+from baton.core.errors import Code, Reason
+from baton.core.ids import WorkerRef
+from baton.core.jobs import Cancel, PrefixSource
+from baton.sim.transfer_backend import LinkModel
+from baton.worker.prefix_pull import MIN_PULL_S
+from tests.unit.worker.harness import BLOCK, expected_tokens
+from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
+from tests.unit.worker.virtual import virtual
+
+SLOW = LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)
+"""A whole prefix takes 0.1 s."""
+
+
+@virtual
+async def test_only_the_rest_is_computed() -> None:
+    async with trio() as made:
+        await made.hold()
+        job = made.send_local()
+        assert await made.answered_locally(job) == NUM_BLOCKS * BLOCK
+        assert made.d.executor.plans[0].num_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
+        assert made.d.pool.num_copies == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("num_held", [0, 3, 40])
+@virtual
+async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: int) -> None:
+    async with trio() as made:
+        if num_held:
+            await made.hold(num_held)
+        assert await made.answered_locally(made.send_local()) == num_held // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("worker_id", ["nobody", "d"])
+@virtual
+async def test_a_source_that_is_none_is_not_noticed(worker_id: str) -> None:
+    async with trio() as made:
+        began_s = asyncio.get_running_loop().time()
+        source = PrefixSource(worker=WorkerRef(worker_id=worker_id, worker_epoch=1, address=f"{worker_id}:1"), num_blocks=NUM_BLOCKS)
+        assert await made.answered_locally(made.send_local(prefix_source=source)) == 0
+        assert asyncio.get_running_loop().time() - began_s < MIN_PULL_S + 0.1
+        assert made.d.ref not in [link.peer for link in made.d.worker.reader.links()], "nobody dials itself"
+
+
+@pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
+@virtual
+async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> None:
+    async with trio(link=SLOW) as made:
+        await made.hold()
+        job = made.send_local()
+        await asyncio.sleep(after_s)
+        await made.pair.cluster.kill("h")
+        assert await made.answered_locally(job) <= NUM_BLOCKS * BLOCK
+        assert made.d.pool.counts().landing == 0
+
+
+@pytest.mark.parametrize("ends_by", ["cancel", "deadline"])
+@virtual
+async def test_an_end_in_mid_pull_gives_everything_back(ends_by: str) -> None:
+    async with trio(link=SLOW) as made:
+        await made.hold()
+        job = made.send_local(deadline_s=60.0 if ends_by == "cancel" else 0.03)
+        await asyncio.sleep(0.02)
+        assert made.d.worker.jobs.num_following == 1
+        assert made.d.pool.counts().landing > 0
+        if ends_by == "cancel":
+            made.to_d.send(Cancel(job=job.job, reason=Reason.CANCELLED))
+        failure = await made.to_d.failed(job.job)
+        assert failure.code is (Code.CANCELLED if ends_by == "cancel" else Code.DEADLINE_EXCEEDED)
+        await asyncio.sleep(0.015)  # a slice takes 10 ms
+        assert made.d.pool.counts().landing == 0
+        await made.pair.until_clean()
+        assert made.d.executor.plans == []
+        assert made.holder.worker.owner.open_leases == 0
+        assert await made.answered_locally(made.send_local(1)) == NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
+    async with trio(link=SLOW) as made:
+        await made.hold()
+        job = made.send_local(sample_indices=(0, 1))
+        await asyncio.sleep(0.03)
+        made.to_d.send(Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=(0,)))
+        deltas = await made.to_d.ended(job.job, samples=(1,))
+        assert {delta.sample_index for delta in deltas} == {1}
+        assert made.to_d.tokens(job.job, 1) == expected_tokens(job, 1)
+
+
+@virtual
+async def test_what_waits_for_a_prefix_is_bounded_and_not_counted() -> None:
+    async with trio(link=SLOW, max_queue=2) as made:
+        await made.hold()
+        waiting = [made.send_local(0, decision_id="zero"), made.send_local(1, decision_id="one")]
+        await asyncio.sleep(0.02)
+        refused = made.send_local(2)
+        assert (await made.to_d.failed(refused.job)).reason is Reason.QUEUE_FULL
+        assert list(made.d.worker.jobs.counted_decisions()) == []
+        for job in waiting:
+            assert await made.answered_locally(job) == NUM_BLOCKS * BLOCK
+        assert made.holder.worker.owner.counts.followed == 1, "the second waited for the pull of the first"
+
+
+@virtual
+async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
+    async with trio(link=SLOW) as made:
+        await made.hold()
+        job = made.send_local()
+        await asyncio.sleep(0.03)
+        made.d.worker.drain()
+        assert await made.answered_locally(job) == NUM_BLOCKS * BLOCK
+        await asyncio.wait_for(made.d.running, 5.0)
+
+
+@virtual
+async def test_who_follows_an_owner_pulls_no_prefix() -> None:
+    async with trio() as made:
+        await made.hold()
+        prefill, decode = made.jobs(prefix_source=None)
+        made.to_p.send(prefill)
+        job = made.send_local(owner=made.p.ref)
+        assert job.job == decode.job
+        await made.to_d.ended(job.job)
+        assert made.to_d.tokens(job.job) == expected_tokens(job)
+        assert made.holder.worker.owner.counts.followed == 0
