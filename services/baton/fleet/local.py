@@ -26,7 +26,8 @@ from baton.runtime.config import derive
 from baton.runtime.health import Health
 from baton.runtime.metrics import GatewayMetrics, SchedulerMetrics
 from baton.runtime.settings import ClusterConfig, SchedulerConfig, WorkerConfig
-from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.workers import SchedulerTimes
 from baton.transfer.backend import TransferBackend
 from baton.worker.service import Worker, WorkerParts, WorkerWornOut
 

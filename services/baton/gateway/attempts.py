@@ -314,8 +314,10 @@ class RequestRun:
 
 
 def failure_of(rejection: Rejection) -> Failure:
-    """What the client is told: come back later (429), or nobody is there (503)."""
+    """What the client is told: come back later (429), nobody is there (503), or its time is over (504)."""
     code = Code.RESOURCE_EXHAUSTED if rejection.reason in _OVERLOAD else Code.UNAVAILABLE
     if rejection.reason is Reason.MODEL_NOT_FOUND:
         code = Code.NOT_FOUND
+    elif rejection.reason is Reason.DEADLINE:
+        code = Code.DEADLINE_EXCEEDED
     return Failure(code=code, reason=rejection.reason, message=rejection.message, retry_after_s=rejection.retry_after_s)

@@ -4,7 +4,6 @@ A radix tree over chains of block hashes. A block's hash covers everything befor
 before it too: where they part is found by bisection, and adding or asking costs by how often chains branch, not by their length.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -16,7 +15,7 @@ MAX_EXPECTED_BLOCKS = 1_048_576
 
 
 class _Node:
-    """Positions [start, end) of all chains that pass through here. `hashes` are those of one such chain, from position 0 on."""
+    """Positions [start, end) of all chains that pass through here. `hashes` is one such chain, from its first position to its last."""
 
     __slots__ = ("children", "end", "hashes", "mask", "num_ends", "parent", "passing", "start")
 
@@ -26,9 +25,15 @@ class _Node:
         self.start = start
         self.end = end
         self.children: dict[BlockHash, _Node] = {}
-        self.passing: Counter[int] = Counter()  # bit of a worker -> its expectations that pass through or end here
+        self.passing: dict[int, int] = {}  # bit of a worker -> its expectations that pass through or end here
         self.mask = 0  # of the workers in `passing`
         self.num_ends = 0
+
+    def let_go(self, hashes: tuple[BlockHash, ...]) -> None:
+        """One of the chains that pass through here has ended: another stands for them from now on, so that none stays in memory."""
+        if self.hashes[-1:] == hashes[-1:]:
+            below = next(iter(self.children.values()), None)
+            self.hashes = hashes[: self.end] if below is None else below.hashes
 
     @property
     def key(self) -> BlockHash:
@@ -51,12 +56,12 @@ class _Node:
 
 
 class _Expectation:
-    __slots__ = ("bit", "is_over", "node", "num_blocks", "until_s")
+    __slots__ = ("bit", "hashes", "is_over", "node", "until_s")
 
-    def __init__(self, bit: int, node: _Node, num_blocks: int, until_s: float) -> None:
+    def __init__(self, bit: int, node: _Node, hashes: tuple[BlockHash, ...], until_s: float) -> None:
         self.bit = bit
         self.node = node
-        self.num_blocks = num_blocks
+        self.hashes = hashes
         self.until_s = until_s
         self.is_over = False
 
@@ -72,7 +77,7 @@ class ExpectedBlocks:
         self._max_blocks = max_blocks
         self._root = _Node(None, (), 0, 0)
         self._by_last: dict[BlockHash, dict[int, _Expectation]] = {}
-        self._of_worker: Counter[int] = Counter()
+        self._of_worker: dict[int, int] = {}
         self._ends: list[tuple[float, int, _Expectation]] = []  # a heap; an extended one stands at its old time until then
         self._order = count()
 
@@ -86,12 +91,12 @@ class ExpectedBlocks:
             return
         node = self._place(hashes)
         node.num_ends += 1
-        expectation = of_last[bit] = _Expectation(bit, node, len(hashes), until_s)
-        self._of_worker[bit] += 1
+        expectation = of_last[bit] = _Expectation(bit, node, hashes, until_s)
+        self._of_worker[bit] = self._of_worker.get(bit, 0) + 1
         self.num_blocks += len(hashes)
         passed: _Node | None = node
         while passed is not None:
-            passed.passing[bit] += 1
+            passed.passing[bit] = passed.passing.get(bit, 0) + 1
             passed.mask |= bit
             passed = passed.parent
         heappush(self._ends, (until_s, next(self._order), expectation))
@@ -148,7 +153,7 @@ class ExpectedBlocks:
     def _split(self, lower: _Node, at: int) -> _Node:
         """A new node for the positions of `lower` before `at`."""
         assert lower.parent is not None
-        upper = _Node(lower.parent, lower.hashes[:at], lower.start, at)
+        upper = _Node(lower.parent, lower.hashes, lower.start, at)
         upper.passing, upper.mask = lower.passing.copy(), lower.mask
         lower.parent.children[lower.key] = upper
         lower.parent, lower.start = upper, at
@@ -159,15 +164,15 @@ class ExpectedBlocks:
         if expectation.is_over:
             return
         expectation.is_over = True
-        bit, last = expectation.bit, expectation.node.hashes[expectation.num_blocks - 1]
-        self.num_blocks -= expectation.num_blocks
+        bit, hashes = expectation.bit, expectation.hashes
+        self.num_blocks -= len(hashes)
         self._of_worker[bit] -= 1
         if not self._of_worker[bit]:
             del self._of_worker[bit]
-        of_last = self._by_last[last]
+        of_last = self._by_last[hashes[-1]]
         del of_last[bit]
         if not of_last:
-            del self._by_last[last]
+            del self._by_last[hashes[-1]]
         expectation.node.num_ends -= 1
         node: _Node | None = expectation.node
         kept: _Node | None = None  # the lowest one on the way up that others pass through
@@ -178,8 +183,9 @@ class ExpectedBlocks:
                 node.mask ^= bit
             if node.parent is not None and not node.passing:
                 del node.parent.children[node.key]
-            elif kept is None:
-                kept = node
+            else:
+                node.let_go(hashes)
+                kept = kept or node
             node = node.parent
         if kept is not None:
             self._join_only_child(kept)

@@ -1,26 +1,21 @@
 """Which worker holds which leading blocks of a prompt, by events; and will soon, by what has been placed there."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.core.blocks import BlockHash
 from baton.core.ids import WorkerRef
 from baton.core.kv_events import Tier
+from baton.prefix.claims import Claims
 from baton.prefix.expected import MAX_EXPECTED_BLOCKS, ExpectedBlocks
 
 MAX_BLOCKS_PER_LIFE = 16_777_216
-MAX_INTERNED = 65_536
 SWEPT_PER_CHANGE = 2
 """For each block that comes or goes so many claims of ended lives are cleared away: they are gone long before new ones fill the memory."""
 
-SHARDS = 16
-"""Tables that blocks are spread over, by the first byte of their hash. One large table would stop everything for tens of milliseconds
-whenever it grows, or is full of what has gone; in very many, neighbours in a chain would lie too far apart in memory to be read ahead."""
-
 _ABSENT = object()
-_Get = Callable[[BlockHash, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +46,9 @@ class _Life:
 class PrefixIndex:
     """Single owner: an event loop. Nothing here waits or does I/O, and every method is bounded by what it is given, not by what is held.
 
-    A block has one mask of the lives that claim it. The leading run of every worker at once is then the AND along the chain; masks are
-    interned, so that where neighbours are held by the same workers comparing two is comparing addresses. A life that ends is masked out
-    at once, and its claims are cleared away little by little (`sweep`); its bit is not used again before that.
+    A block has one mask of the lives that claim it. The leading run of every worker at once is then the AND along the chain, over as many
+    blocks at a time as the same lives claim side by side (`Claims`). A life that ends is masked out at once, and its claims are cleared
+    away little by little (`sweep`); its bit is not used again before that.
     """
 
     def __init__(self, *, max_expected_blocks: int = MAX_EXPECTED_BLOCKS) -> None:
@@ -65,11 +60,8 @@ class PrefixIndex:
         self._by_slot: list[str] = []
         self._free_slots: list[int] = []  # a heap
         self._living = 0  # mask
-        self._tables: dict[Tier, list[dict[BlockHash, int]]] = {tier: [{} for _ in range(SHARDS)] for tier in Tier}
-        self._masks = {tier: [tables[first % SHARDS] for first in range(256)] for tier, tables in self._tables.items()}  # by first byte
-        self._device: list[_Get] = [masks.get for masks in self._masks[Tier.DEVICE]]
+        self._tiers = {tier: Claims() for tier in Tier}
         self._below: list[Tier] = []  # other tiers that have ever been used
-        self._interned: dict[int, int] = {}
         self._ended: deque[tuple[int, dict[Tier, dict[BlockHash, None]]]] = deque()  # slot, claims still in the masks
         self._cooling: list[int] = []  # slots without claims of which something is expected still
         self._expected = ExpectedBlocks(max_expected_blocks)
@@ -106,7 +98,7 @@ class PrefixIndex:
             slot, tiers = self._ended[0]
             for tier, held in tiers.items():
                 swept = min(left, len(held))
-                self._unmask(tier, (held.popitem()[0] for _ in range(swept)), 1 << slot)
+                self._tiers[tier].flip([held.popitem()[0] for _ in range(swept)], 1 << slot)
                 left -= swept
             if not any(tiers.values()):
                 self._ended.popleft()
@@ -125,21 +117,19 @@ class PrefixIndex:
             return
         if tier is not Tier.DEVICE and tier not in self._below:
             self._below.append(tier)
-        held, shards, interned, bit = life.held.setdefault(tier, {}), self._masks[tier], self._interned, life.bit
-        before, room = len(held), life.max_blocks - len(held)
+        held = life.held.setdefault(tier, {})
+        room, new = life.max_blocks - len(held), list[BlockHash]()
         for block_hash in hashes:
             if block_hash in held:
                 continue
-            if not room:
+            if len(new) >= room:
                 self.num_refused += 1
                 continue
-            room -= 1
             held[block_hash] = None
-            masks = shards[block_hash[0]]
-            mask = masks.get(block_hash, 0) | bit
-            masks[block_hash] = interned.setdefault(mask, mask)
-        self.num_claims += len(held) - before
-        self._expected.stored(bit, hashes)
+            new.append(block_hash)
+        self._tiers[tier].flip(new, life.bit)
+        self.num_claims += len(new)
+        self._expected.stored(life.bit, hashes)
         self._tidy(len(hashes))
 
     def evicted(self, worker: WorkerRef, tier: Tier, hashes: Sequence[BlockHash]) -> None:
@@ -149,7 +139,7 @@ class PrefixIndex:
         if life is None or held is None:
             return
         gone = [block_hash for block_hash in hashes if held.pop(block_hash, _ABSENT) is not _ABSENT]
-        self._unmask(tier, gone, life.bit)
+        self._tiers[tier].flip(gone, life.bit)
         self.num_claims -= len(gone)
         self._tidy(len(hashes))
 
@@ -170,14 +160,13 @@ class PrefixIndex:
     def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> Mapping[str, Overlap]:
         """What each living worker has of this chain, by its id; only workers that have the first block."""
         below = self._below
-        gets = self._device if not below else [self._any_tier] * 256
         found: dict[str, Overlap] = {}
-        for length, mask in self._runs(hashes, gets):
+        for length, mask in self._runs(self._spans_of_any_tier(hashes) if below else self._tiers[Tier.DEVICE].spans(hashes)):
             overlap = Overlap(num_blocks=length, num_held_blocks=length, num_device_blocks=0 if below else length)
             for worker_id in self._ids(mask):
                 found[worker_id] = overlap
         if below:
-            for length, mask in self._runs(hashes, self._device):
+            for length, mask in self._runs(self._tiers[Tier.DEVICE].spans(hashes)):
                 for worker_id in self._ids(mask):
                     held = found[worker_id].num_held_blocks
                     found[worker_id] = Overlap(num_blocks=held, num_held_blocks=held, num_device_blocks=length)
@@ -187,7 +176,7 @@ class PrefixIndex:
                 known = found.get(worker_id, _NOTHING)
                 if length > known.num_blocks:
                     found[worker_id] = Overlap(
-                        num_blocks=self._end_of_run(hashes, length, self._lives[worker_id].bit, gets),
+                        num_blocks=self._end_of_run(hashes, length, self._lives[worker_id].bit),
                         num_held_blocks=known.num_held_blocks,
                         num_device_blocks=known.num_device_blocks,
                     )
@@ -199,7 +188,7 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Entries by content and tier, those of lives that are not swept yet included."""
-        return sum(len(masks) for tables in self._tables.values() for masks in tables)
+        return sum(len(claims) for claims in self._tiers.values())
 
     @property
     def num_ended_claims(self) -> int:
@@ -238,51 +227,42 @@ class PrefixIndex:
         self.num_claims -= sum(len(held) for held in life.held.values())
         self._ended.append((life.bit.bit_length() - 1, life.held))
 
-    def _unmask(self, tier: Tier, hashes: Iterable[BlockHash], bit: int) -> None:
-        """Take one life out of the masks of blocks that it has claimed."""
-        shards, interned = self._masks[tier], self._interned
-        for block_hash in hashes:
-            masks = shards[block_hash[0]]
-            rest = masks[block_hash] ^ bit
-            if rest:
-                masks[block_hash] = interned.setdefault(rest, rest)
-            else:
-                del masks[block_hash]
-
     def _tidy(self, num_changes: int) -> None:
         """A little after each change: memory has a bound, and no change takes long."""
         if self._ended or self._cooling:
             self.sweep(SWEPT_PER_CHANGE * num_changes)
-        if len(self._interned) > MAX_INTERNED:
-            self._interned.clear()  # equal masks that are two objects cost a comparison by value, no more
 
-    def _runs(self, hashes: Sequence[BlockHash], gets: Sequence[_Get]) -> list[tuple[int, int]]:
-        """(length, mask of the living whose leading run is that long), each worker once, those with no run left out."""
+    def _runs(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(length, mask of the living whose leading run is that long), each worker once, those with no run left out. `spans`: see
+        `Claims.spans`."""
         runs: list[tuple[int, int]] = []
-        alive, last, length = self._living, -1, 0
-        for length, block_hash in enumerate(hashes):
-            mask = gets[block_hash[0]](block_hash, 0)
-            if mask is not last:
-                last = mask
-                still = alive & mask
-                if still != alive:
-                    if length:
-                        runs.append((length, alive ^ still))
-                    alive = still
-                    if not alive:
-                        return runs
-        return [*runs, (length + 1, alive)] if hashes else []
+        alive, length = self._living, 0
+        for end, mask in spans:
+            still = alive & mask
+            if still != alive:
+                if length:
+                    runs.append((length, alive ^ still))
+                alive = still
+                if not alive:
+                    return runs
+            length = end
+        return [*runs, (length, alive)] if length else []
 
-    def _any_tier(self, block_hash: BlockHash, default: int) -> int:
+    def _spans_of_any_tier(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
+        """Block by block: what lies in which tier changes in the middle of a chain."""
+        for length, block_hash in enumerate(hashes, 1):
+            yield length, self._mask_of(block_hash)
+
+    def _mask_of(self, block_hash: BlockHash) -> int:
         """Who holds the block in any tier."""
-        for tier in (Tier.DEVICE, *self._below):
-            default |= self._masks[tier][block_hash[0]].get(block_hash, 0)
-        return default
+        mask = self._tiers[Tier.DEVICE].mask_of(block_hash)
+        for tier in self._below:
+            mask |= self._tiers[tier].mask_of(block_hash)
+        return mask
 
-    @staticmethod
-    def _end_of_run(hashes: Sequence[BlockHash], start: int, bit: int, gets: Sequence[_Get]) -> int:
+    def _end_of_run(self, hashes: Sequence[BlockHash], start: int, bit: int) -> int:
         """Where the run of one worker ends that holds, or will, everything before `start`."""
-        while start < len(hashes) and gets[hashes[start][0]](hashes[start], 0) & bit:
+        while start < len(hashes) and self._mask_of(hashes[start]) & bit:
             start += 1
         return start
 

@@ -14,6 +14,8 @@ from baton.scheduler.policies.choice import Choice, Prediction
 QUEUE_FULL_RETRY_S = 1.0
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0
+HEADROOM = 1.05
+"""Of what is predicted: of promises that are predicted to be kept just so, half would be broken."""
 
 
 class Admission(Enum):
@@ -63,7 +65,7 @@ def _refused_by_queue(choice: Choice, max_waiting_seqs: int) -> Rejection | None
         if waiting >= max_waiting_seqs:
             return Rejection(
                 reason=Reason.QUEUE_FULL,
-                message=f"every {side} worker has {max_waiting_seqs} requests waiting; retry after {QUEUE_FULL_RETRY_S:g} s",
+                message=f"the {side} worker for it has {max_waiting_seqs} requests waiting; retry after {QUEUE_FULL_RETRY_S:g} s",
                 retry_after_s=QUEUE_FULL_RETRY_S,
                 term=f"{side}_queue",
             )
@@ -75,13 +77,14 @@ def _refused_by_slo(query: PlacementQuery, choice: Choice, mode: Admission, ahea
     if mode is Admission.OFF or predicted is None:
         return None
     ttft_slo_s, tpot_slo_s = query.slo.ttft_s, query.slo.tpot_s
-    ttft_s = query.waited_s + ahead_s + predicted.ttft_s
+    ttft_s = query.waited_s + HEADROOM * (ahead_s + predicted.ttft_s)
     if ttft_slo_s is not None and ttft_s > ttft_slo_s:
         over_s = ttft_s - ttft_slo_s
         is_hopeless = over_s > query.waited_s + ahead_s + predicted.queue_s  # what remains without any queue is too long already
         return _refusal(Reason.TTFT_SLO, "ttft", ttft_s, ttft_slo_s, None if is_hopeless else over_s)
     tpot_s = predicted.tpot_now_s if mode is Admission.EARLY else predicted.tpot_s
-    if tpot_slo_s is not None and tpot_s is not None and tpot_s > tpot_slo_s:
+    if tpot_slo_s is not None and tpot_s is not None and HEADROOM * tpot_s > tpot_slo_s:
+        tpot_s *= HEADROOM
         return _refusal(Reason.TPOT_SLO, "tpot", tpot_s, tpot_slo_s, _tpot_retry_s(predicted, tpot_s, tpot_slo_s))
     return None
 

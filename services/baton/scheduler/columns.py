@@ -6,8 +6,8 @@ up to date between snapshots, because making them takes longer than deciding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from typing import TypeAlias
+from math import ceil, isfinite
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,53 +47,81 @@ class Links:
     is_warm: Mask
 
 
-class Rows:
+N = TypeVar("N", Floats, float)
+
+
+class Rows(Generic[N]):
     """One array a quantity, one element a worker.
 
-    `decoding_*`: of the running sequences, those that take part in every step (none at a prefill worker, whose sequences leave with
-    their first token). `joining_*`: placed there and not running yet; `unknown_seqs` of them are of unknown length. `decoding_s`: what
-    the decoding ones add to a step. `link_s_per_byte`: of a source not read from yet. `step_s`, `token_s`, `attended_s`: corrected costs of
-    the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of steps without prefill. `has_costs`: 1 where they are
-    the worker's own, 0.5 where they are borrowed, 0 where there are none.
+    `max_prefill_tokens`, `max_decode_tokens`: prompts under so many tokens could be prefilled or decoded there, had the worker nothing else
+    to do; 0 if it is not ready, or that is not its role. `free_seqs`: places in its batch. `decoding_*`: of the running sequences, those
+    that take part in every step (none at a prefill worker, whose sequences leave with their first token). `joining_*`: placed there and not
+    running yet; where it is not known, their context is the mean of those that decode, and `joining_alike` of them have that of the prompt
+    at hand, because nothing decodes. `decoding_s`: what the decoding ones add to a step. `link_s_per_byte`: of a source not read from yet.
+    `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
+    steps without prefill. `has_costs`: 1 where they are the worker's own, 0.5 where they are borrowed, 0 where there are none.
+
+    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `leave_s`, in how long all but 1/e of the
+    sequences that decode there will have ended (an answer's age says little about what is left of it, so each is expected to go on for a
+    whole mean length); `queue_s` until the prompts that wait there now, own placements included, are computed.
     """
 
-    kind: Floats
-    is_ready: Floats
-    can_prefill: Floats
-    can_decode: Floats
-    block_tokens: Floats
-    block_bytes: Floats
-    total_blocks: Floats
-    free_blocks: Floats
-    num_seqs: Floats
-    max_num_seqs: Floats
-    decoding_seqs: Floats
-    decoding_context: Floats
-    joining_seqs: Floats
-    joining_context: Floats
-    unknown_seqs: Floats
-    queued_tokens: Floats
-    queued_attended: Floats
-    chunk_tokens: Floats
-    output_tokens: Floats
-    link_s_per_byte: Floats
-    has_costs: Floats
-    decoding_s: Floats
-    step_s: Floats
-    token_s: Floats
-    attended_s: Floats
-    decode_step_s: Floats
-    decode_seq_s: Floats
-    decode_context_s: Floats
+    # As reported.
+    kind: N
+    is_ready: N
+    can_prefill: N
+    block_tokens: N
+    block_bytes: N
+    total_blocks: N
+    max_prefill_tokens: N
+    max_decode_tokens: N
+    decoding_seqs: N
+    decoding_context: N
+    joining_alike: N
+    chunk_tokens: N
+    max_num_seqs: N
+    output_tokens: N
+    link_s_per_byte: N
+    has_costs: N
+    decoding_s: N
+    step_s: N
+    token_s: N
+    attended_s: N
+    decode_step_s: N
+    decode_seq_s: N
+    decode_context_s: N
+    # With own reservations.
+    free_blocks: N
+    free_tokens: N
+    free_seqs: N
+    joining_seqs: N
+    joining_context: N
+    queued_tokens: N
+    queued_attended: N
+    # Worked out from these.
+    beside_s: N
+    leave_s: N
+    queue_s: N
 
 
 ROWS = tuple(Rows.__annotations__)
 _COSTS = slice(ROWS.index("step_s"), ROWS.index("decode_context_s") + 1)
 _HAS_COSTS = ROWS.index("has_costs")
 _LINK = ROWS.index("link_s_per_byte")
+_RESERVED = slice(ROWS.index("free_blocks"), None)
+_SECONDS = slice(ROWS.index("beside_s"), None)
+_TINY_S = 1e-9
+"""Below any step: keeps a worker whose costs are 0 from a division by 0."""
 
 
-class Columns(Rows):
+class Row(Rows[float]):
+    """One worker's numbers, the first of them or all. Arithmetic with them takes a tenth of what it takes with elements of arrays."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        vars(self).update(zip(ROWS, numbers, strict=False))
+
+
+class Columns(Rows[Floats]):
     """`views` in the order of the columns; `kinds[i]` is what `kind == i` stands for; `numbers` [len(ROWS), num_workers] holds all rows."""
 
     def __init__(
@@ -101,8 +129,10 @@ class Columns(Rows):
     ) -> None:
         self.views, self.index, self.kinds, self.numbers = views, index, kinds, numbers
         self._table, self._version = links, links.version
-        for name, row in zip(ROWS, numbers, strict=True):
-            setattr(self, name, row)
+        vars(self).update(zip(ROWS, numbers, strict=True))
+
+    def row(self, i: int) -> Row:
+        return Row(self.numbers[:, i].tolist())
 
     @property
     def links(self) -> Links:
@@ -112,11 +142,14 @@ class Columns(Rows):
             self._version = self._table.version
         return self._table.links
 
+    @property
+    def all_measured(self) -> bool:
+        """Whether every worker's costs are its own."""
+        return bool(np.count_nonzero(self.has_costs == 1) == len(self.views))
+
     def with_costs_borrowed(self) -> "Columns":
         """Workers that have not measured themselves yet are taken for the median of those of their kind that have, where there are any."""
         measured = self.has_costs > 0
-        if measured.all():
-            return self
         numbers = self.numbers.copy()
         for kind in range(len(self.kinds)):
             of_kind = self.kind == kind
@@ -124,6 +157,8 @@ class Columns(Rows):
             if len(lenders) and len(borrowers):
                 numbers[_COSTS, borrowers] = np.median(numbers[_COSTS, lenders], axis=1, keepdims=True)
                 numbers[_HAS_COSTS, borrowers] = 0.5
+                for i in borrowers:
+                    numbers[:, i] = _with_seconds(numbers[: _SECONDS.start, i].tolist())
         lent = Columns(self.views, self.index, self.kinds, numbers, self._table)
         lent._version = self._version
         return lent
@@ -158,48 +193,51 @@ class ColumnsKeeper:
         self._kinds: dict[Kind, int] = {}
         self._numbers = np.zeros((len(ROWS), len(views)))
         for i, view in enumerate(views):
-            self._numbers[:, i] = self._numbers_of(view, _expected_s_per_byte(view.report.links))
+            self._numbers[:, i] = _with_seconds(self._reported(view, _expected_s_per_byte(view.report.links)) + _reserved(view))
         self._links = _LinkTable(views, self._index)
 
     def update(self, view: WorkerView) -> None:
-        """A newer view of a life that is known."""
+        """A newer view of a life that is known. Where only reservations have changed, which happens with each placement, only what they
+        change is worked out again."""
         i = self._index[view.worker_id]
-        same_links = view.report.links is self._views[i].report.links
-        self._numbers[:, i] = self._numbers_of(view, self._numbers[_LINK, i] if same_links else _expected_s_per_byte(view.report.links))
-        self._links.update(i, view, self._views[i])
+        before = self._views[i]
+        column = self._numbers[:, i]
+        if view.report is before.report:
+            column[_RESERVED] = _with_seconds(column[: _RESERVED.start].tolist() + _reserved(view))[_RESERVED]
+        else:
+            same_links = view.report.links is before.report.links
+            link_s_per_byte = column[_LINK] if same_links else _expected_s_per_byte(view.report.links)
+            column[:] = _with_seconds(self._reported(view, link_s_per_byte) + _reserved(view))
+        self._links.update(i, view, before)
         self._views[i] = view
 
     def columns(self) -> Columns:
         """As they are now; later updates do not change them."""
         return Columns(tuple(self._views), self._index, tuple(self._kinds), self._numbers.copy(), self._links)
 
-    def _numbers_of(self, view: WorkerView, link_s_per_byte: float) -> list[float]:
+    def _reported(self, view: WorkerView, link_s_per_byte: float) -> list[float]:
+        """The first of `ROWS`, those that reservations do not change."""
         report = view.report
         costs = report.costs if report.costs is not None and report.costs.is_usable else None
-        decodes = report.role.can_decode
-        decoding_seqs = report.running_seqs if decodes else 0
-        decoding_context = report.running_context_tokens if decodes else 0
-        waiting_attended = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (2 * max(1, report.waiting_seqs))
+        is_ready, role, layout = report.state is WorkerState.READY, report.role, report.layout
+        max_tokens = report.blocks.total * layout.block_size_tokens if is_ready else 0
+        decoding_seqs = report.running_seqs if role.can_decode else 0
+        decoding_context = report.running_context_tokens if role.can_decode else 0
         output_tokens = report.mean_output_tokens if 1 <= report.mean_output_tokens < float("inf") else DEFAULT_OUTPUT_TOKENS
         numbers: list[float] = [
-            self._kinds.setdefault(Kind(report.model, report.layout), len(self._kinds)),
-            report.state is WorkerState.READY,
-            report.role.can_prefill,
-            decodes,
-            report.layout.block_size_tokens,
-            report.layout.block_bytes,
+            self._kinds.setdefault(Kind(report.model, layout), len(self._kinds)),
+            is_ready,
+            role.can_prefill,
+            layout.block_size_tokens,
+            layout.block_bytes,
             report.blocks.total,
-            view.num_free_blocks,
-            view.num_seqs,
-            report.max_num_seqs,
+            max_tokens if role.can_prefill else 0,
+            max_tokens if role.can_decode else 0,
             decoding_seqs,
             decoding_context,
-            report.waiting_seqs + view.reserved_seqs,
-            view.reserved_context_tokens,
-            report.waiting_seqs,
-            view.queued_prefill_tokens,
-            waiting_attended + view.reserved_attended_tokens,
+            0 if decoding_seqs else report.waiting_seqs,
             max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
+            report.max_num_seqs,
             output_tokens,
             link_s_per_byte,
             costs is not None,
@@ -211,6 +249,34 @@ class ColumnsKeeper:
         numbers += [decoding_s, costs.step_s * prefill, costs.prefill_token_s * prefill, costs.prefill_attended_s * prefill]
         numbers += [costs.step_s * decode, costs.decode_seq_s * decode, costs.decode_context_s * decode]
         return numbers
+
+
+def _reserved(view: WorkerView) -> list[float]:
+    """The rows after those of `_reported`."""
+    report, free_blocks = view.report, view.num_free_blocks
+    waiting_attended = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (2 * max(1, report.waiting_seqs))
+    decodes = report.role.can_decode and report.running_seqs > 0
+    mean_context = report.running_context_tokens / report.running_seqs if decodes else 0.0
+    return [
+        free_blocks,
+        free_blocks * report.layout.block_size_tokens,
+        report.max_num_seqs - view.num_seqs,
+        report.waiting_seqs + view.reserved_seqs,
+        view.reserved_context_tokens + report.waiting_seqs * mean_context,
+        view.queued_prefill_tokens,
+        waiting_attended + view.reserved_attended_tokens,
+    ]
+
+
+def _with_seconds(numbers: list[float]) -> list[float]:
+    """All of `ROWS`, from all but those that are worked out."""
+    row = Row(numbers)
+    beside_s = row.step_s + row.decoding_s
+    decode_s = row.decode_step_s + row.decode_seq_s * row.decoding_seqs + row.decode_context_s * row.decoding_context
+    leave_s = row.output_tokens * max(decode_s, _TINY_S)
+    num_steps = ceil(row.queued_tokens / row.chunk_tokens)
+    queue_s = num_steps * beside_s + row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
+    return [*numbers, beside_s, leave_s, queue_s]
 
 
 class _LinkTable:

@@ -1,5 +1,6 @@
 """`baton scheduler`: one scheduler as a process, joined from its leaves: gRPC, Redis, the admin port."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_regi
 from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, Stop, watch_loop_lag
 from baton.runtime.settings import SchedulerConfig
-from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.workers import SchedulerTimes
 from baton.store.connection import RedisConnection
 from baton.store.decisions import RedisDecisionStore
 from baton.store.keys import Keys
@@ -76,11 +78,22 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         health.ready("rpc")
         async with Background(announcements.repeat(), watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
             on_ready(member.address)
-            await stop.drain.wait()
+            await _until_drain(stop, scheduler)
         log.info("scheduler_draining", scheduler=member.member_id)
         health.drain()
         await announcements.withdraw()
         await scheduler.aclose()
+
+
+async def _until_drain(stop: Stop, scheduler: Scheduler) -> None:
+    """Raises what has ended one of the scheduler's own tasks: whoever looks after this process starts another one."""
+    drain = asyncio.ensure_future(stop.drain.wait())
+    try:
+        await asyncio.wait((drain, scheduler.failed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        drain.cancel()
+    if scheduler.failed.done():
+        scheduler.failed.result()
 
 
 def times_of(config: SchedulerConfig) -> SchedulerTimes:

@@ -1,8 +1,7 @@
 """The scheduler: takes reports, places requests, tells gateways who is there, remembers why. Its decisions wait for nobody."""
 
 import asyncio
-from collections import Counter
-from contextlib import suppress
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -11,18 +10,15 @@ from baton.core.cluster import (
     ClusterSnapshot,
     ClusterUpdate,
     Command,
-    CommandKind,
     DecisionRecord,
     Placement,
     PlacementQuery,
     Rejection,
     StillWaiting,
     WorkerReport,
-    WorkerRole,
-    WorkerState,
 )
-from baton.core.errors import Reason, StreamBroken
-from baton.core.ids import DecisionId, WorkerRef
+from baton.core.errors import Reason
+from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.prefix.index import PrefixIndex
 from baton.runtime.logging import get_logger
@@ -31,32 +27,19 @@ from baton.runtime.settings import SchedulerConfig
 from baton.scheduler.admission import Admission
 from baton.scheduler.deciding import Rules, decide
 from baton.scheduler.explain import Decided
-from baton.scheduler.following import KvEventFollowing
-from baton.scheduler.leaving import Leaving
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.choice import Choice
 from baton.scheduler.recording import Recorder
 from baton.scheduler.view import ClusterView
-from baton.scheduler.waiting_room import WaitingRoom
-from baton.scheduler.watch import Watchers
+from baton.scheduler.waiting_room import MustWait, WaitingRoom
+from baton.scheduler.workers import SchedulerTimes, WorkerStreams
 
 log = get_logger(__name__)
 
-BACK_SILENCES = 24
-"""Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role may leave."""
+MAX_OPEN = 65_536
+"""Placements whose end has not been told; beyond that the oldest counts no more."""
 EXPECTED_S = 1.0
 """Beyond twice the predicted TTFT: how long the blocks of a placed prompt are expected before an event says that they are there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerTimes:
-    """`silence_s`: a worker not heard of for so long is gone. `settle_s`: for so long after the start, or after a worker's stream broke, a
-    request for which there is no worker waits for one to report. `reservation_s`: how long a placement counts if no report ever does."""
-
-    silence_s: float
-    settle_s: float
-    reservation_s: float
-    watch_interval_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,57 +85,62 @@ class Scheduler(SchedulerService):
         self._metrics = metrics
         self._rng = rng
         self.index = PrefixIndex()
-        self._following = KvEventFollowing(
-            feed=feed,
-            index=self.index,
-            ask_snapshot=lambda worker: self._command(worker, CommandKind.SNAPSHOT),
-            on_degraded=lambda is_degraded: metrics.kv_events_degraded.set(is_degraded),
-            rng=Random(rng.getrandbits(64)),
-        )
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
-        self._watchers = Watchers(scheduler_id, times.watch_interval_s)
         self._recorder = Recorder(store, metrics)
         self._room = WaitingRoom(
             max_waiting=rules.max_waiting,
             keeps_slos=rules.admission is not Admission.OFF,
             decide=self._decide_in_turn,
             refuse=self._refuse,
+            abandon=self._abandon,
+            on_size=metrics.waiting_requests.set,
         )
-        self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
-        self._leaving = Leaving(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
+        self._open: OrderedDict[DecisionId, Placement] = OrderedDict()
+        self._workers = WorkerStreams(
+            scheduler_id,
+            times=times,
+            view=self._view,
+            index=self.index,
+            feed=feed,
+            metrics=metrics,
+            rng=Random(rng.getrandbits(64)),
+            on_report=self._room.look,
+        )
         self._turn = 0
-        self._times = times
-        self._view_changed = asyncio.Event()
-        self._unsettled_until_s = 0.0
-        self._unsettled()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception that has ended one of this scheduler's own tasks: it must not go on without it."""
         self._tasks = [
             asyncio.create_task(self._recorder.run(), name="scheduler-records"),
             asyncio.create_task(self._room.run(), name="scheduler-waiting"),
-            asyncio.create_task(self._look_after(times.silence_s / 4), name="scheduler-look-after"),
-            asyncio.create_task(self._following.run(), name="scheduler-kv-events"),
+            asyncio.create_task(self._workers.look_after(), name="scheduler-look-after"),
+            asyncio.create_task(self._workers.follow(), name="scheduler-kv-events"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         if not self._room.holds(query):
-            asked_s = asyncio.get_running_loop().time()
             decided, may_wait = self._decide(query)
-            while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._may_find_more():
+            while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._workers.may_report():
                 decided, may_wait = self._decide(query)
             if not (self._room.is_open and (may_wait or self._is_behind_others(decided))):
-                self._metrics.decision_s.observe(asyncio.get_running_loop().time() - asked_s)
                 return self._conclude(decided)
             self._room.enter(query, _work_s(decided))
-            self._metrics.waiting_requests.set(len(self._room))
         return await self._room.stay(query)
 
     def _is_behind_others(self, decided: Decided) -> bool:
         """A new request does not overtake those that wait; a later attempt may."""
         return len(self._room) > 0 and decided.query.attempt == 0 and isinstance(decided.answer, Placement)
 
-    def _decide_in_turn(self, query: PlacementQuery, waiting_s: float) -> Placement | Rejection | None:
-        """Of the request that has waited longest, by the room's reckoning; None if it must wait on."""
+    def _decide_in_turn(self, query: PlacementQuery, waiting_s: float) -> Placement | Rejection | MustWait:
+        """Of a request that waits in the room."""
         decided, must_wait = self._decide(query, is_next=True)
-        return None if must_wait else self._end_wait(decided, waiting_s)
+        answer = decided.answer
+        if must_wait and isinstance(answer, Rejection):
+            return MustWait.THIS if answer.reason is Reason.NO_CAPACITY else MustWait.ALL
+        if isinstance(answer, Rejection) and answer.reason is Reason.NO_WORKERS and self._workers.is_unsettled:
+            return MustWait.THIS
+        return self._end_wait(decided, waiting_s)
 
     def _refuse(self, query: PlacementQuery, rejection: Rejection, waiting_s: float) -> Rejection:
         self._end_wait(self._decided(self._new_decision_id(), query, rejection, None, None, self._rules_now(0.0)), waiting_s)
@@ -162,13 +150,16 @@ class Scheduler(SchedulerService):
         if isinstance(decided.answer, Placement):
             decided = replace(decided, answer=replace(decided.answer, waiting_s=waiting_s))
         self._metrics.waiting_s.observe(waiting_s)
-        self._metrics.waiting_requests.set(len(self._room))
         return self._conclude(decided)
 
     def _conclude(self, decided: Decided) -> Placement | Rejection:
         """From now on the answer counts."""
         answer = decided.answer
+        self._turn += 1
         if isinstance(answer, Placement):
+            self._open[decided.decision_id] = answer
+            if len(self._open) > MAX_OPEN:
+                self._release(next(iter(self._open)))
             now_s = asyncio.get_running_loop().time()
             self._view.reserve(decided.decision_id, decided.query, answer, now_s)
             self._expect(decided.query, answer, now_s)
@@ -182,20 +173,21 @@ class Scheduler(SchedulerService):
         """Nothing is waited for, and nothing counts yet. The other value: the answer is a refusal that waiting may spare the request.
         `is_next`: nobody has a turn before it."""
         decision_id = self._new_decision_id()
-        now_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
         ahead_s = 0.0 if is_next or not len(self._room) else self._room.work_before_s(query) / max(1, self._view.num_prefilling)
         rules = self._rules_now(ahead_s)
         cluster = self._view.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
         verdict = decide(decision_id, self.scheduler_id, self._rules.policy, self._policy, query, cluster, rules)
+        self._metrics.decision_s.observe(loop.time() - now_s)
         return self._decided(decision_id, query, verdict.answer, verdict.choice, cluster, rules), verdict.may_wait
 
     def _new_decision_id(self) -> DecisionId:
         return DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
 
     def _rules_now(self, ahead_s: float) -> Rules:
-        self._turn += 1
         return Rules(
-            turn_number=self._turn - 1,
+            turn_number=self._turn,
             admission=self._rules.admission,
             max_waiting_seqs=self._rules.max_waiting_seqs,
             max_worker_queue_s=self._rules.max_worker_queue_s if self._room.is_open else None,
@@ -234,13 +226,24 @@ class Scheduler(SchedulerService):
             self._finished(one)
 
     def _finished(self, actuals: RequestActuals) -> None:
-        placement = self._recorder.finished(actuals)
-        if placement is None:
-            return
-        self._compare(placement, actuals)
-        ends = (placement.prefill, placement.decode)
-        self._view.release(actuals.decision_id, tuple(w.worker_id for w in ends if w is not None))
-        self._room.look()
+        self._recorder.finished(actuals)
+        placement = self._release(actuals.decision_id)
+        if placement is not None:
+            self._compare(placement, actuals)
+            self._room.look()
+
+    def _abandon(self, answer: Placement | Rejection) -> None:
+        """Nobody has fetched it, so nothing will come of it."""
+        if isinstance(answer, Placement):
+            self._release(answer.decision_id)
+
+    def _release(self, decision_id: DecisionId) -> Placement | None:
+        """The placement counts no more; None if it did not any more."""
+        placement = self._open.pop(decision_id, None)
+        if placement is not None:
+            ends = (placement.prefill, placement.decode)
+            self._view.release(decision_id, tuple(w.worker_id for w in ends if w is not None))
+        return placement
 
     def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
         """What was predicted, held against what happened."""
@@ -252,120 +255,40 @@ class Scheduler(SchedulerService):
             if said_s and was_s and worker is not None:
                 self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
 
+    def cluster(self) -> ClusterSnapshot:
+        """As decisions see it now."""
+        return self._view.snapshot(asyncio.get_running_loop().time())
+
     async def watch(self) -> Source[ClusterUpdate]:
-        return self._watchers.add(self._view.reports())
+        return self._workers.watch()
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """Also the attempts that another scheduler has decided, where the store knows them."""
         return await self._recorder.of_request(request_id)
 
     async def drain(self, worker_id: str) -> bool:
-        for worker, stream in self._streams.items():
-            if worker.worker_id == worker_id:
-                with suppress(StreamBroken):
-                    stream.send(Command(kind=CommandKind.DRAIN))
-                    return True
-        return False
+        return self._workers.drain(worker_id)
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
-        """One worker life's reports, from its first to the end of the stream, which is the end of that life as far as we know."""
-        worker: WorkerRef | None = None
-        warmed: set[WorkerRef] = set()
-        try:
-            while True:
-                report = await stream.receive()
-                if worker is None:
-                    worker = report.worker
-                    self._streams[worker] = stream
-                    log.info("worker_joined", worker=str(worker), role=report.role.value, address=worker.address)
-                if self._view.take_report(report, asyncio.get_running_loop().time()):
-                    self._following.follow(report.worker, report.blocks.total)
-                    self._following.heard(report.worker, report.event_seq)
-                    self._changed()
-                    self._room.look()
-                self._warm_pairs(report, stream, warmed)
-        except StreamBroken:
-            pass
-        finally:
-            if worker is not None and self._streams.get(worker) is stream:
-                del self._streams[worker]
-                self._unsettled()
-                self._following.unfollow(worker)
-                if self._view.lose(worker):
-                    log.warning("worker_lost", worker=str(worker))
-                    self._changed()
+        await self._workers.report(stream)
 
     async def aclose(self) -> None:
         """End the standing streams, whose other ends then go to another scheduler, and write what is left to write. Safe to call twice."""
         if not self._tasks:
             return
         self._room.close()
-        self._watchers.close()
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            await stream.aclose()
+        await self._workers.end_streams()
         await self._recorder.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        self.failed.cancel()
 
-    async def _may_find_more(self) -> bool:
-        """Wait for the view to change, while workers may only not have reported yet: after our own start, or after a stream broke."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._unsettled_until_s:
-            return False
-        self._view_changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._unsettled_until_s):
-                await self._view_changed.wait()
-        return True
-
-    def _unsettled(self) -> None:
-        self._unsettled_until_s = asyncio.get_running_loop().time() + self._times.settle_s
-
-    def _warm_pairs(self, report: WorkerReport, stream: Duplex[Command, WorkerReport], warmed: set[WorkerRef]) -> None:
-        """Ask a decode worker to connect to each prefill worker whose KV it may be sent for, before the first request needs the pair."""
-        if report.role is not WorkerRole.DECODE:
-            return
-        for other in self._view.reports():
-            is_source = other.role.can_prefill and other.state is WorkerState.READY and other.worker not in warmed
-            if is_source and other.layout.mismatch(report.layout) is None:
-                warmed.add(other.worker)
-                stream.send(Command(kind=CommandKind.CONNECT, peer=other.worker))
-
-    def _changed(self) -> None:
-        reports = self._view.reports()
-        self._metrics.workers.clear()
-        for (role, state), number in Counter((r.role.value, r.state.value) for r in reports).items():
-            self._metrics.workers.labels(role, state).set(number)
-        self._watchers.update(reports)
-        self._view_changed.set()
-
-    async def _look_after(self, interval_s: float) -> None:
-        """A worker whose stream stays open but says nothing (a half-open host) leaves the view without waiting for a placement; worn-out
-        ones are let go, each in its turn."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(interval_s)
-            before = self._view.reports()
-            self._view.snapshot(loop.time())
-            if self._view.reports() != before:
-                self._changed()
-            for worker in self._leaving.choose(self._view.reports(), loop.time()):
-                log.warning("worker_let_go", worker=str(worker))
-                self._command(worker, CommandKind.LEAVE)
-            self._following_metrics()
-
-    def _following_metrics(self) -> None:
-        self._metrics.prefix_index_claims.set(self.index.num_claims)
-        self._metrics.prefix_workers_behind.set(self._following.num_behind)
-
-    def _command(self, worker: WorkerRef, kind: CommandKind) -> None:
-        stream = self._streams.get(worker)
-        if stream is not None:
-            with suppress(StreamBroken):
-                stream.send(Command(kind=kind))
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            log.critical("scheduler_task_failed", task=task.get_name(), exc_info=error)
+            self.failed.set_exception(error)
 
 
 def _work_s(decided: Decided) -> float:

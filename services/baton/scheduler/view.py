@@ -16,9 +16,10 @@ MAX_PROMISES = 65_536
 NO_OVERLAPS: Mapping[str, Overlap] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Reservation:
-    """What one placement takes at one worker. Whole numbers only, so that sums of them come back to 0."""
+    """What one placement takes at one worker. Whole numbers only, so that sums of them come back to 0. Never changed; not `frozen`, because
+    making it would take three times as long, and two are made for each decision."""
 
     worker: WorkerRef
     seqs: int
@@ -77,7 +78,8 @@ class ClusterView:
 
     A reservation stands for a placement that the worker's reports do not contain yet. It ends exactly when a report counts
     its decision, and at the latest `reservation_s` after it was made (the gateway may never have sent the job). A promise stands until its
-    request has ended. What a snapshot shows is kept ready as reports come, so that making one takes microseconds.
+    request has ended. What a snapshot shows is kept ready as reports come, so that making one takes microseconds; only workers whose
+    reservations have changed (`_stale`) are brought up to date by it, since mostly several have changed by then.
     """
 
     def __init__(self, *, silence_s: float, reservation_s: float) -> None:
@@ -90,6 +92,7 @@ class ClusterView:
         self._promises: OrderedDict[DecisionId, tuple[WorkerRef, float, float]] = OrderedDict()
         self._reserved: dict[str, _Reserved] = {}
         self._columns = ColumnsKeeper()
+        self._stale: set[str] = set()
 
     def take_report(self, report: WorkerReport, now_s: float) -> bool:
         """Remember a report. False if a newer one of that life is known already (streams may cross)."""
@@ -112,7 +115,7 @@ class ClusterView:
         if is_new:
             self._rebuild()
         else:
-            self._columns.update(reserved.over(report))
+            self._refresh(worker_id)
         return True
 
     def lose(self, worker: WorkerRef) -> bool:
@@ -140,7 +143,7 @@ class ClusterView:
             if worker is placement.decode and query.slo.tpot_s is not None:
                 self._promises[decision_id] = (report.worker, query.slo.tpot_s, now_s + query.deadline_s)
                 reserved.promise(query.slo.tpot_s, 1)
-            self._columns.update(reserved.over(report))
+            self._stale.add(worker.worker_id)
         while len(self._reservations) > MAX_RESERVATIONS:
             self._end(next(iter(self._reservations)))
         while len(self._promises) > MAX_PROMISES:
@@ -155,6 +158,8 @@ class ClusterView:
     def snapshot(self, now_s: float, overlaps: Mapping[str, Overlap] = NO_OVERLAPS) -> ClusterSnapshot:
         """Workers heard of within `silence_s`, sorted by id, own reservations counted in. `overlaps`: see `ClusterSnapshot`."""
         self._expire(now_s)
+        while self._stale:
+            self._refresh(self._stale.pop())
         columns = self._columns.columns()
         snapshot = ClusterSnapshot(workers=columns.views, overlaps=overlaps)
         columns.derive_into(snapshot)
@@ -188,16 +193,17 @@ class ClusterView:
         ended = self._reservations.pop(key, None)
         if ended is not None:
             self._reserved[ended.worker.worker_id].add(ended, -1)
-            self._refresh(ended.worker.worker_id)
+            self._stale.add(ended.worker.worker_id)
 
     def _keep_no_longer(self, decision_id: DecisionId) -> None:
         promise = self._promises.pop(decision_id, None)
         if promise is not None:
             worker, tpot_slo_s, _ = promise
             self._reserved[worker.worker_id].promise(tpot_slo_s, -1)
-            self._refresh(worker.worker_id)
+            self._stale.add(worker.worker_id)
 
     def _refresh(self, worker_id: str) -> None:
+        self._stale.discard(worker_id)
         self._columns.update(self._reserved[worker_id].over(self._reports[worker_id]))
 
     def _drop(self, worker: WorkerRef) -> None:
@@ -209,6 +215,7 @@ class ClusterView:
         self._reserved.pop(worker.worker_id, None)
 
     def _rebuild(self) -> None:
+        self._stale.clear()
         self._columns.rebuild([self._reserved[worker_id].over(report) for worker_id, report in sorted(self._reports.items())])
 
 
@@ -217,10 +224,11 @@ def _reservation(report: WorkerReport, query: PlacementQuery, placement: Placeme
     block_tokens, block_bytes = report.layout.block_size_tokens, report.layout.block_bytes
     num_blocks = num_blocks_for(query.num_prompt_tokens, block_tokens)
     cached_blocks = placement.prefill_overlap_blocks if is_prefill else placement.decode_overlap_blocks
+    new_blocks = num_blocks - cached_blocks  # the others are there, or reserved already by who brings them
     read_from, missing_blocks = "", 0
     if not is_prefill and placement.prefill is not None:
         read_from, missing_blocks = placement.prefill.worker_id, num_blocks - cached_blocks
-    elif is_prefill and placement.prefix_source is not None:
+    elif placement.prefix_source is not None:
         read_from, missing_blocks = placement.prefix_source.worker.worker_id, placement.prefix_source.num_blocks - cached_blocks
         cached_blocks = max(cached_blocks, placement.prefix_source.num_blocks)
     computes = is_prefill or placement.prefill is None
@@ -232,7 +240,7 @@ def _reservation(report: WorkerReport, query: PlacementQuery, placement: Placeme
         prefill_tokens=new_tokens,
         attended_tokens=attended_tokens(new_tokens, cached_tokens),
         context_tokens=0 if is_prefill else query.num_prompt_tokens * query.sample_count,
-        blocks=num_blocks,
+        blocks=max(0, new_blocks),
         read_from=read_from,
         read_bytes=max(0, missing_blocks) * block_bytes,
         until_s=until_s,

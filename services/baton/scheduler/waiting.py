@@ -5,8 +5,9 @@ Within a priority the earliest due goes first, but tenants take turns by their w
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import count
+from math import ceil
 from typing import Generic, TypeVar
 
 from baton.core.cluster import PlacementQuery, Rejection
@@ -18,13 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Waiting(Generic[T]):
-    """One request that waits. `due_s`: when its answer must have begun, by its SLO or else its deadline. `handle`: whatever its owner needs
-    to answer it."""
+    """One request that waits. `due_s`: when its answer must have begun, by its SLO (`is_promised`) or else its deadline. `handle`: whatever
+    its owner needs to answer it."""
 
     query: PlacementQuery
     handle: T
     since_s: float
     due_s: float
+    is_promised: bool
     seq: int
 
     @property
@@ -95,10 +97,8 @@ class WaitingQueue(Generic[T]):
     def add(self, query: PlacementQuery, handle: T, now_s: float) -> tuple[Waiting[T], Waiting[T] | None]:
         """The place taken, and who had to give way for it: in a full queue the request of the lowest priority that is due last, of the
         tenant that holds most for its weight. That may be the new one itself."""
-        within_s = query.deadline_s
-        if self._keeps_slos and query.attempt == 0 and query.slo.ttft_s is not None:
-            within_s = min(within_s, max(0.0, query.slo.ttft_s - query.waited_s))
-        new = Waiting(query=query, handle=handle, since_s=now_s, due_s=now_s + within_s, seq=next(self._seq))
+        within_s, is_promised = self._due_in_s(query)
+        new = Waiting(query=query, handle=handle, since_s=now_s, due_s=now_s + within_s, is_promised=is_promised, seq=next(self._seq))
         self._by_priority.setdefault(query.priority, _Class()).add(new)
         self._count(query.tenant, 1)
         if self._size <= self._max_waiting:
@@ -116,16 +116,32 @@ class WaitingQueue(Generic[T]):
         """Take who goes next."""
         first = self.peek()
         if first is not None:
-            self._by_priority[first.query.priority].take(first, self._weights.get(first.query.tenant, 1.0))
-            self._forget(first)
+            self.take(first)
         return first
 
-    def before(self, query: PlacementQuery) -> Iterator[T]:
-        """Handles of those that would have their turn before a new one of its priority that is due last."""
+    def soonest(self, limit: int) -> list[Waiting[T]]:
+        """Who is due first within the first priorities, whosever turn it is."""
+        return nsmallest(limit, (each for heap in self._heaps() for each in heap), key=lambda each: (each.query.priority, each))
+
+    def take(self, waiting: Waiting[T]) -> None:
+        """`waiting` has its turn, though it may not be the next one."""
+        self._by_priority[waiting.query.priority].take(waiting, self._weights.get(waiting.query.tenant, 1.0))
+        self._forget(waiting)
+
+    def before(self, query: PlacementQuery, now_s: float) -> Iterator[T]:
+        """Handles of those that would have their turn before a new request: of lower priority numbers all; of its tenant those due before
+        it; and of each other tenant as many as turns that has meanwhile."""
+        due_s = now_s + self._due_in_s(query)[0]
         for priority, of_priority in self._by_priority.items():
-            if priority <= query.priority:
-                for heap in of_priority.heaps.values():
-                    yield from (each.handle for each in heap)
+            if priority > query.priority:
+                continue
+            own = [each for each in of_priority.heaps.get(query.tenant, ()) if priority < query.priority or each.due_s <= due_s]
+            yield from (each.handle for each in own)
+            turns = (len(own) + 1) / self._weights.get(query.tenant, 1.0)
+            for tenant, heap in of_priority.heaps.items():
+                if tenant != query.tenant:
+                    theirs = len(heap) if priority < query.priority else ceil(turns * self._weights.get(tenant, 1.0))
+                    yield from (each.handle for each in nsmallest(theirs, heap))
 
     def expire(self, now_s: float) -> list[Waiting[T]]:
         """Take out all that are overdue."""
@@ -146,6 +162,14 @@ class WaitingQueue(Generic[T]):
     def next_due_s(self) -> float | None:
         """When `expire` will have something to do."""
         return min((heap[0].due_s for heap in self._heaps()), default=None)
+
+    def _due_in_s(self, query: PlacementQuery) -> tuple[float, bool]:
+        """(seconds, whether they are its SLO's)"""
+        if self._keeps_slos and query.attempt == 0 and query.slo.ttft_s is not None:
+            left_s = max(0.0, query.slo.ttft_s - query.waited_s)
+            if left_s <= query.deadline_s:
+                return left_s, True
+        return query.deadline_s, False
 
     def _heaps(self) -> Iterator[list[Waiting[T]]]:
         for of_priority in self._by_priority.values():
@@ -173,8 +197,7 @@ class WaitingQueue(Generic[T]):
 
 def overdue(waiting: Waiting[T], now_s: float) -> Rejection:
     """The answer to who has waited too long."""
-    waited_s, allowed_s = now_s - waiting.since_s, waiting.due_s - waiting.since_s
-    is_slo = allowed_s < waiting.query.deadline_s
+    waited_s, is_slo = now_s - waiting.since_s, waiting.is_promised
     return Rejection(
         reason=Reason.TTFT_SLO if is_slo else Reason.DEADLINE,
         message=f"no worker was free in {waited_s:.2g} s; retry after {max(MIN_RETRY_S, waited_s):.2g} s",

@@ -7,18 +7,35 @@ and keeps its place if it is asked for again; who is not has no client any more,
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.core.cluster import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused
+from baton.runtime.logging import get_logger
 from baton.scheduler.admission import MIN_RETRY_S
 from baton.scheduler.waiting import Waiting, WaitingQueue, displaced, overdue
 
+log = get_logger(__name__)
+
+LEAVING = Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this scheduler leaves; ask another", retry_after_s=0.0)
+BROKEN = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message="the request could not be placed: see the scheduler's log")
 LOOKS_A_SECOND = 200
 """At most so often is it looked whether the next one can go: reports come faster from many workers."""
+DECISIONS_A_LOOK = 8
+"""At most; between looks the event loop answers others."""
+MAX_OVERTAKEN = 32
+"""So many may pass one for which alone there is no room yet; then room is made for it by nobody else getting any."""
 SWEEP_S = 0.25
 """Between two looks at who has not been asked for again."""
 
 Answer = Placement | Rejection
+
+
+class MustWait(Enum):
+    """Why a request cannot go yet. ALL: nobody can. THIS: there is no room for it; another may be smaller."""
+
+    ALL = "all"
+    THIS = "this"
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +48,7 @@ class _Seat:
     work_s: float
     answer: asyncio.Future[Answer]
     num_asking: int = 0
+    num_overtaken: int = 0
     waiting: "Waiting[_Seat] | None" = field(default=None)
 
     @property
@@ -48,8 +66,8 @@ class _Seat:
 class WaitingRoom:
     """Single owner: the scheduler's event loop.
 
-    `decide` answers a query with its final answer, or None if it must wait on; `refuse` makes a refusal final. Both are called with the
-    seconds that the request has waited here.
+    `decide` answers a query with its final answer, or says that it must wait on; `refuse` makes a refusal final. Both are called with the
+    seconds that the request has waited here. `abandon`: of an answer that nobody has fetched. `on_size`: how many wait.
     """
 
     def __init__(
@@ -57,14 +75,18 @@ class WaitingRoom:
         *,
         max_waiting: int,
         keeps_slos: bool,
-        decide: Callable[[PlacementQuery, float], Answer | None],
+        decide: Callable[[PlacementQuery, float], Answer | MustWait],
         refuse: Callable[[PlacementQuery, Rejection, float], Rejection],
+        abandon: Callable[[Answer], None],
+        on_size: Callable[[int], None],
     ) -> None:
         """`max_waiting` 0: nobody may wait."""
         self._queue: WaitingQueue[_Seat] = WaitingQueue(max_waiting=max(1, max_waiting), keeps_slos=keeps_slos)
         self.is_open = max_waiting > 0
         self._decide = decide
         self._refuse = refuse
+        self._abandon = abandon
+        self._on_size = on_size
         self._seats: dict[tuple[bytes, int], _Seat] = {}
         self._wake = asyncio.Event()
         self._swept_s = 0.0
@@ -77,7 +99,7 @@ class WaitingRoom:
 
     def work_before_s(self, query: PlacementQuery) -> float:
         """Predicted seconds of one worker for the prompts that would have their turn before that of a new request."""
-        return sum(seat.work_s for seat in self._queue.before(query))
+        return sum(seat.work_s for seat in self._queue.before(query, asyncio.get_running_loop().time()))
 
     def enter(self, query: PlacementQuery, work_s: float) -> None:
         """Take a place; in a full room somebody gives way, perhaps the new one."""
@@ -89,6 +111,7 @@ class WaitingRoom:
         if victim is not None:
             retry_s = max(MIN_RETRY_S, victim.handle.work_s)
             self._end(victim.handle, self._refused(victim.handle, displaced(self._queue, retry_s), now_s))
+        self._on_size(len(self._queue))
         self.look()
 
     async def stay(self, query: PlacementQuery) -> Answer | StillWaiting:
@@ -131,12 +154,12 @@ class WaitingRoom:
             await asyncio.sleep(1 / LOOKS_A_SECOND)
 
     def close(self) -> None:
-        """Send all away, to another scheduler."""
-        failure = Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this scheduler leaves; ask another", retry_after_s=0.0)
-        for seat in self._seats.values():
+        """Send all away, to another scheduler, and let nobody in any more."""
+        self.is_open = False
+        for seat in list(self._seats.values()):
             if seat.num_asking and not seat.answer.done():
-                seat.answer.set_exception(Refused(failure))
-        self._seats.clear()
+                seat.answer.set_exception(Refused(LEAVING))
+            self._leave(seat)
 
     def _serve(self, now_s: float) -> None:
         for waiting in self._queue.expire(now_s):
@@ -145,13 +168,47 @@ class WaitingRoom:
             self._swept_s = now_s
             for seat in [seat for seat in self._seats.values() if seat.is_lost(now_s)]:
                 self._leave(seat)
-        while (first := self._queue.peek()) is not None:
-            seat = first.handle
+        for _ in range(DECISIONS_A_LOOK):
+            first = self._queue.peek()
+            if first is None:
+                break
+            could_not = self._try(first, now_s)
+            if could_not is MustWait.ALL or (could_not is MustWait.THIS and not self._let_pass(first.handle, now_s)):
+                break
+        else:
+            self._wake.set()
+        self._on_size(len(self._queue))
+
+    def _let_pass(self, first: _Seat, now_s: float) -> bool:
+        """There is no room for the first, but perhaps for one of those due next. Whether one has gone."""
+        if first.num_overtaken >= MAX_OVERTAKEN:
+            return False
+        for waiting in self._queue.soonest(DECISIONS_A_LOOK):
+            if waiting.handle is not first:
+                could_not = self._try(waiting, now_s)
+                if could_not is None:
+                    first.num_overtaken += 1
+                    return True
+                if could_not is MustWait.ALL:
+                    break
+        return False
+
+    def _try(self, waiting: "Waiting[_Seat]", now_s: float) -> MustWait | None:
+        """Let it go, if it can: None then. A bug of ours costs the request, not those behind it."""
+        seat = waiting.handle
+        try:
             answer = self._decide(seat.asks_now(now_s), now_s - seat.since_s)
-            if answer is None:
-                return
-            self._queue.next()
-            self._end(seat, answer)
+        except Exception:
+            log.exception("placement_failed", request=seat.query.request_id.hex())
+            self._queue.take(waiting)
+            if not seat.answer.done():
+                seat.answer.set_exception(Refused(BROKEN))
+            return None
+        if isinstance(answer, MustWait):
+            return answer
+        self._queue.take(waiting)
+        self._end(seat, answer)
+        return None
 
     def _refused(self, seat: _Seat, rejection: Rejection, now_s: float) -> Rejection:
         return self._refuse(seat.asks_now(now_s), rejection, now_s - seat.since_s)
@@ -162,8 +219,11 @@ class WaitingRoom:
             seat.answer.set_result(answer)
 
     def _leave(self, seat: _Seat) -> None:
-        """Its client is gone. A placement that nobody fetched ends like any other that is not used."""
+        """Its client is gone."""
         self._seats.pop(seat.key, None)
         if seat.waiting is not None:
             self._queue.remove(seat.waiting)
+        if seat.answer.done() and not seat.answer.cancelled() and seat.answer.exception() is None:
+            self._abandon(seat.answer.result())
         seat.answer.cancel()
+        self._on_size(len(self._queue))

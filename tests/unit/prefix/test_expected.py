@@ -57,6 +57,7 @@ def test_the_tree_is_as_small_as_what_it_holds() -> None:
             assert all(len(node.children) != 1 or node.num_ends for node in inner)
             assert all(node.passing and node.mask == sum(node.passing) for node in inner)
             assert all(node.parent.end == node.start < node.end <= len(node.hashes) for node in inner if node.parent)
+            assert all(node.hashes[-1] in expected._by_last for node in inner), "chains that have ended are forgotten"
             assert sum(node.num_ends for node in inner) == sum(expected.num_of(bit) for bit in (A, B, 4))
     expected.levels(CHAIN, 1e9)
     assert (len(nodes(expected._root)), expected.num_blocks, expected._by_last, expected._ends) == (1, 0, {}, [])

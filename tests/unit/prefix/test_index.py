@@ -117,13 +117,13 @@ def test_an_ended_life_is_cleared_away_little_by_little_and_its_place_used_again
     assert len(index._by_slot) <= 4  # masks stay short
 
 
-def test_masks_of_blocks_with_the_same_holders_are_one_object() -> None:
+def test_neighbours_with_the_same_holders_have_one_mask() -> None:
     index = index_of(*(worker_ref(f"w{i}") for i in range(100)))
     for i in (7, 99):
         index.stored(worker_ref(f"w{i}"), DEVICE, CHAIN)
-    masks = [mask for table in index._tables[DEVICE] for mask in table.values()]
-    assert (len(masks), len({id(mask) for mask in masks})) == (len(CHAIN), 1)
-    assert sys.getsizeof(masks[0]) <= 40
+    extents = [extent for table in index._tiers[DEVICE]._tables for extent in table.values()]
+    assert (len(extents), len({id(extent) for extent in extents})) == (len(CHAIN), 1)
+    assert sys.getsizeof(extents[0].mask) <= 40
 
 
 # -- against a naive index ----------------------------------------------------------------------------------------------------------------

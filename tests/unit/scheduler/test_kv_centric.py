@@ -149,6 +149,52 @@ def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draini
         assert chosen(cluster).prefix_source is None
 
 
+def test_what_a_decode_worker_only_expects_is_nothing_to_begin_with() -> None:
+    """Blocks that a decode worker will read from who computes them cannot be had any sooner there."""
+    cluster = seen(costed("p", "prefill", **queued(LONG)), costed("d", "decode"), costed("e", "decode"), p=(255, 0), d=(255, 0))
+    got = chosen(cluster)
+    assert ids(got)[0] == "p"
+    assert predicted(got).ttft_s > COSTS.prefill_s(LONG, 0, 512)
+
+
+def test_computing_what_another_will_have_soon_is_charged_once_more() -> None:
+    """As soon as the queue in which it is computed already takes twice as long, it is worth it."""
+    full_s = COSTS.prefill_s(LONG, 0, 512)
+    for tokens, prefill in ((LONG, "p0"), (int(1.8 * LONG), "p0"), (int(2.3 * LONG), "p1")):
+        cluster = seen(costed("p0", "prefill", **queued(tokens)), costed("p1", "prefill"), busy(), p0=(255, 0))
+        assert ids(chosen(cluster))[0] == prefill, tokens
+    assert predicted(chosen(cluster)).ttft_s == pytest.approx(full_s), "a charge is no part of what is predicted"
+    shown = {c.worker.worker_id: c.terms for c in chosen(cluster).candidates if c.side == "prefill" and c.terms}
+    assert shown["p1"]["redundant_s"] == pytest.approx(full_s * 4080 / LONG)
+
+
+def test_a_decode_worker_that_computes_itself_pulls_too() -> None:
+    holder = costed("h", "prefill", **queued(50_000))
+    got = chosen(seen(holder, costed("d", "decode"), h=200))
+    assert (ids(got), got.prefix_source and got.prefix_source.worker) == ((None, "d"), worker_ref("h"))
+    assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9)
+    slow = costed("d", "decode", links=(fast_link("h", bytes_per_s=1e5),))
+    assert chosen(seen(holder, slow, h=200)).prefix_source is None
+
+
+def test_who_keeps_the_promise_goes_before_who_costs_less() -> None:
+    """p0 has a queue, but nothing is to be sent; p1 is idle, over a slow link: its first token comes sooner, the second one later."""
+    queue = costed("p0", "prefill", **queued(2048))
+    slow = tuple(fast_link(name, bytes_per_s=rate) for name, rate in (("p0", 1e12), ("p1", 1.2e6)))
+    cluster = seen(queue, costed("p1", "prefill"), busy(links=slow))
+    assert ids(chosen(cluster))[0] == "p0"
+    soon_s = COSTS.prefill_s(LONG, 0, 512) * 1.1
+    assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s))))[0] == "p1"
+    assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s), waited_s=soon_s)))[0] == "p0", "too late for both"
+
+
+def test_what_decodes_nowhere_else_is_not_transferred() -> None:
+    holder = costed("h", "prefill", **queued(50_000))
+    got = chosen(seen(costed("p", "prefill"), holder, h=200), query(num_prompt_tokens=LONG, max_tokens=1))
+    assert (ids(got), got.prefix_source and got.prefix_source.num_blocks) == (("p", None), 200)
+    assert (predicted(got).prefix_pull_s > 0, predicted(got).transfer_s) == (True, 0.0)
+
+
 def test_prefix_aware_never_pulls() -> None:
     assert (
         chosen(
@@ -387,11 +433,12 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
         assert answer.prefill.report.layout == answer.decode.report.layout
         assert all(link.peer.worker_id != answer.prefill.worker_id or not link.broken for link in answer.decode.report.links)
     if answer.prefix_source is not None:
-        assert answer.prefill is not None
+        reader = answer.prefill or answer.decode
+        assert reader is not None
         holder = next(w for w in cluster.workers if w.worker == answer.prefix_source.worker)
-        assert holder.worker_id != answer.prefill.worker_id
+        assert holder.worker_id != reader.worker_id
         assert answer.prefix_source.num_blocks <= cluster.overlaps[holder.worker_id].num_held_blocks
-        assert holder.report.layout == answer.prefill.report.layout
+        assert holder.report.layout == reader.report.layout
     if answer.predicted is not None:
         p = answer.predicted
         assert all(0 <= value < 1e6 for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.busy_s, p.ttft_s))

@@ -12,15 +12,27 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.apis import DecisionStore, Duplex
-from baton.core.cluster import Command, CommandKind, DecisionRecord, Placement, Rejection, StillWaiting, WorkerReport, WorkerState
+from baton.core.cluster import (
+    Command,
+    CommandKind,
+    DecisionRecord,
+    Placement,
+    PlacementQuery,
+    Rejection,
+    StillWaiting,
+    WorkerReport,
+    WorkerState,
+)
 from baton.core.errors import Code, Reason, Refused, StoreUnavailable, StreamBroken
 from baton.core.request import RequestActuals, Slo
 from baton.runtime.in_process import InProcessNetwork
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
+from baton.scheduler.explain import MAX_RECORDS
+from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.workers import SchedulerTimes
 from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
-from tests.builders import decision_record, query, worker_report
+from tests.builders import blocks, decision_record, query, worker_report
 
 ADDRESS = "scheduler:1"
 
@@ -332,3 +344,115 @@ async def test_a_scheduler_that_leaves_sends_those_who_wait_to_another() -> None
         with pytest.raises(Refused) as refused:
             await waiting
         assert refused.value.failure.code is Code.UNAVAILABLE
+
+
+async def test_a_worker_that_is_back_in_a_moment_costs_nobody_their_place() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await stream.aclose()
+        await asyncio.sleep(0.02)
+        await join(network, worker_report("w0", epoch=2))
+        assert isinstance(await asyncio.wait_for(waiting, 5), Placement)
+
+
+async def test_without_any_worker_for_long_those_who_wait_are_told_so() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await stream.aclose()
+        refused = await asyncio.wait_for(waiting, 5)
+        assert isinstance(refused, Rejection)
+        assert refused.reason is Reason.NO_WORKERS
+
+
+async def test_a_bug_of_ours_costs_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        first, second = (asyncio.create_task(scheduler.place(query(request_id=name, answer_within_s=60.0))) for name in (b"b", b"c"))
+        await asyncio.sleep(0.05)
+        decide = scheduler._decide
+
+        def broken(asking: PlacementQuery, **how: bool) -> object:
+            if asking.request_id == b"b":
+                raise ZeroDivisionError
+            return decide(asking, **how)
+
+        monkeypatch.setattr(scheduler, "_decide", broken)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        with pytest.raises(Refused) as refused:
+            await asyncio.wait_for(first, 5)
+        assert refused.value.failure.code is Code.INTERNAL
+        assert isinstance(await asyncio.wait_for(second, 5), Placement)
+
+
+async def test_a_placement_counts_until_it_has_ended_however_many_are_refused_meanwhile() -> None:
+    async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a", slo=Slo(tpot_s=0.01)))
+        assert isinstance(placed, Placement)
+        for number in range(MAX_RECORDS + 1):
+            assert isinstance(await scheduler.place(query(request_id=b"%d" % number)), Rejection)
+        stream.send(worker_report("w0", report_seq=2, running_seqs=1, counted_decision_ids=(placed.decision_id,)))
+        await settle()
+        (promised,) = scheduler.cluster().workers
+        assert promised.tpot_slo_s == 0.01
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        (free,) = scheduler.cluster().workers
+        assert free.tpot_slo_s is None
+
+
+async def test_an_answer_that_nobody_fetches_counts_no_more() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        gone = query(request_id=b"b", slo=Slo(tpot_s=0.01), answer_within_s=0.2)
+        assert isinstance(await scheduler.place(gone), StillWaiting)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        await asyncio.sleep(0.05)
+        assert scheduler.cluster().workers[0].tpot_slo_s == 0.01, "it is kept for who asks again"
+        await asyncio.sleep(0.2)
+        stream.send(worker_report("w0", report_seq=2))
+        await asyncio.sleep(0.4)
+        assert scheduler.cluster().workers[0].tpot_slo_s is None
+
+
+async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while() -> None:
+    roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
+    async with a_scheduler(max_waiting_seqs=100, max_waiting=100) as (scheduler, network):
+        await join(network, worker_report("w0", **roomy))
+        large = asyncio.create_task(scheduler.place(query(request_id=b"large", num_prompt_tokens=300, answer_within_s=60.0)))
+        await settle()
+        assert not large.done()
+        small = query(request_id=b"small", num_prompt_tokens=8, answer_within_s=60.0)
+        assert isinstance(await asyncio.wait_for(scheduler.place(small), 5), Placement)
+        large.cancel()
+
+
+async def test_after_it_has_left_nobody_is_let_in() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await scheduler.aclose()
+        with pytest.raises(Refused):
+            await waiting
+        assert await scheduler.explain(b"b") == ()
+
+
+async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("baton.scheduler.following.KvEventFollowing.run", broken)
+    async with a_scheduler() as (scheduler, _):
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(scheduler.failed, 5)

@@ -100,6 +100,31 @@ def test_what_is_overdue_is_told_why() -> None:
     assert order(queue) == [2]
 
 
+def test_a_deadline_is_no_slo_whatever_the_clock_says() -> None:
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=1000)
+    for number in range(200):
+        queue.add(query(deadline_s=0.1 + number / 7), number, number / 3)
+    assert {overdue(late, 1e6).reason for late in queue.expire(1e6)} == {Reason.DEADLINE}
+
+
+def test_who_comes_before_a_new_request() -> None:
+    """Of its tenant who is due earlier; of another, one a turn; of a lower priority number, all."""
+    rush = [asked("rush", within_s=60.0 + i) for i in range(60)]
+    queue = queue_of(
+        *rush, asked("calm", within_s=3.0), asked("calm", within_s=90.0), asked("first", priority=-1), asked("last", priority=9)
+    )
+    assert sorted(queue.before(query(tenant="calm", deadline_s=5.0), 0.0)) == [0, 1, 60, 62]
+    assert list(queue.before(query(tenant="calm", deadline_s=5.0, priority=-1), 0.0)) == [62]
+    assert len(list(queue.before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, "two of its own, two turns of calm's"
+
+
+def test_who_is_due_soonest_whosever_turn_it_is() -> None:
+    queue = queue_of(asked("a", within_s=5.0), asked("a", within_s=1.0), asked("b", within_s=3.0), asked("c", within_s=9.0, priority=-1))
+    assert [each.handle for each in queue.soonest(3)] == [3, 1, 2]
+    queue.take(queue.soonest(2)[1])
+    assert sorted(order(queue)) == [0, 2, 3]
+
+
 def test_a_client_that_went_away_is_not_served() -> None:
     queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
     places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]

@@ -1,0 +1,343 @@
+"""Placement in a cluster of real processes whose workers are paced: what is shared is computed once, and whatever happens to Redis, to
+schedulers or to who holds a prefix, every answer is exact (acceptance 5 and 6 of the scheduler, rows 27 to 32 of the fault table).
+
+A paced worker's token follows from the content of the whole context in its KV, so an answer from a wrong block is a wrong answer.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from copy import copy
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import redis as sync_redis
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.blocks import BlockHash, chain, root_hash, token_ids
+from baton.core.front import WorkerStatus
+from baton.core.kv_events import KvEvent, KvEventKind
+from baton.core.request import Sampling
+from baton.engine.content import extend, slots_of, token_after
+from baton.engine.model.hub import DEMO_DIR
+from baton.engine.paced_model import PacedModel, read_paced_model
+from baton.fleet.supervisor import Child
+from baton.store.connection import RedisConnection
+from baton.store.keys import Keys
+from baton.store.kv_event_feed import RedisKvEventFeed
+from baton.wire.admin import AdminClient
+from baton.wire.channel import channel_options, open_channel
+from tests.cluster import ProcessCluster, process_cluster
+from tests.integration.cluster.clients import Ask, Client, Got
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+WORKERS = ("p0", "p1", "d0", "d1")
+MAX_MODEL_LEN = 6144
+BLOCK_SIZE_TOKENS = 16
+PREFIX_TOKENS = 4096
+RIGHT_AGAIN_S = 5.0
+CLAIMS = 5
+TRAFFIC_TOKENS = 100
+"""Of a prompt in the traffic, those of its own."""
+BOUND_S = 10.0
+"""Generous: of what takes well under a second on a machine that has nothing else to do."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[ProcessCluster]:
+    """4k tokens take about half a second to compute."""
+    settings = {
+        "device": "paced",
+        "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+        "policy": "kv_centric",
+        "transfer": "nixl",
+        "kv_memory": 256 * 2**20,
+        "max_model_len": MAX_MODEL_LEN,
+        "scheduler_wait_s": 30.0,
+        "handoff_wait_s": 20.0,
+        "admin_port": 0,
+        "detection_s": 4.0,  # what a busy machine holds up is not lost: here every attempt counts
+    }
+    async with process_cluster(prefill=2, decode=2, **settings) as running:
+        await running.until(lambda s: sum(len(w.links) for w in s.workers) >= 4, 30, "all pairs are warm")
+        yield running
+
+
+MODEL: PacedModel = read_paced_model(DEMO_DIR, dtype="float32", max_model_len=MAX_MODEL_LEN)
+
+
+def prompt(rng: Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(4, 4096) for _ in range(num_tokens))
+
+
+def ask(tokens: tuple[int, ...], max_tokens: int = 4) -> Ask:
+    return Ask(prompt=tokens, sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+def undisturbed(one: Ask) -> list[int]:
+    """What a worker that computed all by itself would answer."""
+    content = int(slots_of(token_ids(one.prompt))[-1])
+    answer: list[int] = []
+    for position in range(len(one.prompt), len(one.prompt) + one.sampling.max_tokens):
+        answer.append(token_after(content, 0, 0, position, MODEL.vocab_size))
+        content = extend(content, answer[-1])
+    return answer
+
+
+def check(got: list[Got]) -> None:
+    assert [one.failure for one in got if one.failure] == []
+    assert all(one.is_whole for one in got)
+    assert [one.tokens[0] for one in got] == [undisturbed(one.ask) for one in got]
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.02)
+
+
+def logged(cluster: ProcessCluster, name: str, event: str) -> list[dict[str, Any]]:
+    """All entries of that event, of all lives of the process."""
+    log = next((cluster.directory / "logs" / name).glob("*.log")).read_text()
+    return [entry for line in log.splitlines() if (entry := json.loads(line))["event"] == event]
+
+
+async def metric(cluster: ProcessCluster, name: str, wanted: str) -> float:
+    """The sum of its samples in this life of the process."""
+    address = logged(cluster, name, "admin_started")[-1]["address"]
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        text = (await client.get(f"http://{address}/metrics")).text
+    return sum(sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == wanted)
+
+
+async def computed_tokens(cluster: ProcessCluster) -> float:
+    return sum([await metric(cluster, name, "baton_step_tokens_total") for name in WORKERS])
+
+
+def accounted_tokens(got: list[Got]) -> int:
+    """What these answers need to have computed: prompts less what was cached, and all tokens but the first, which comes with the prompt."""
+    assert all(one.usage is not None for one in got)
+    return sum(u.num_prompt_tokens - u.num_cached_tokens + u.num_output_tokens - 1 for one in got if (u := one.usage) is not None)
+
+
+@asynccontextmanager
+async def traffic(cluster: ProcessCluster, rng: Random, *, max_tokens: int = 8, apart_s: float = 0.1) -> AsyncIterator[list[Got]]:
+    """A request every `apart_s` while the block runs, half of them with a prefix that all share; every answer must be exact and soon there.
+    The list is full only after the block."""
+    shared, asked, got = prompt(rng, 320), [], []
+    async with Client(cluster) as client:
+
+        async def keep_asking() -> None:
+            while True:
+                tokens = (shared if len(asked) % 2 else ()) + prompt(rng, TRAFFIC_TOKENS)
+                asked.append(asyncio.create_task(client.ask(ask(tokens, max_tokens))))
+                await asyncio.sleep(apart_s)
+
+        asking = asyncio.create_task(keep_asking())
+        try:
+            yield got
+        finally:
+            asking.cancel()
+            got += await asyncio.gather(*asked)
+    check(got)
+    assert max(one.timeline.ttft_s or 0.0 for one in got if one.timeline) < BOUND_S
+
+
+async def test_a_burst_on_one_new_prefix_computes_it_twice_at_most(cluster: ProcessCluster) -> None:
+    rng = Random(1)
+    shared = prompt(rng, PREFIX_TOKENS)
+    asks = [ask((*shared, *prompt(rng, 16))) for _ in range(50)]
+    before = await computed_tokens(cluster)
+    async with Client(cluster) as client:
+        got = list(await asyncio.gather(*(client.ask(one) for one in asks)))
+    check(got)
+    own = sum(len(one.prompt) - PREFIX_TOKENS + one.sampling.max_tokens - 1 for one in asks)
+    assert await computed_tokens(cluster) - before - own <= 2 * PREFIX_TOKENS
+    await cluster.check_clean()
+
+
+async def until_index_is_right(cluster: ProcessCluster, within_s: float) -> None:
+    """Until the scheduler's index claims as many blocks as the idle workers have cached, and follows all of them."""
+
+    async def is_right() -> bool:
+        cached = sum(w.blocks.cached for w in (await cluster.status()).workers)
+        claims = await metric(cluster, "scheduler", "baton_prefix_index_claims")
+        return claims == cached and not await metric(cluster, "scheduler", "baton_prefix_workers_behind")
+
+    await until(is_right, within_s)
+
+
+async def killed(cluster: ProcessCluster) -> None:
+    """Redis dies, is away for longer than its members live, and comes back with nothing."""
+    spec = cluster.children["redis"].spec
+    await cluster.kill("redis")
+    await asyncio.sleep(2.0)
+    cluster.children["redis"] = Child(spec)
+    await cluster.children["redis"].start()
+
+
+async def stopped(cluster: ProcessCluster) -> None:
+    cluster.signal("redis", signal.SIGSTOP)
+    await asyncio.sleep(2.0)
+    cluster.signal("redis", signal.SIGCONT)
+
+
+async def flushed(cluster: ProcessCluster) -> None:
+    with sync_redis.Redis.from_url(cluster.settings["redis_url"]) as client:
+        client.flushall()
+
+
+@pytest.mark.parametrize("fault", [killed, stopped, flushed], ids=lambda fault: fault.__name__)
+async def test_redis_may_fail_in_traffic(cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]) -> None:
+    """Rows 27 to 29. What was computed while it was away is found afterwards, too."""
+    rng = Random(fault.__name__)
+    meanwhile = prompt(rng, 640)
+    async with traffic(cluster, rng) as got, Client(cluster) as client:
+        await asyncio.sleep(0.3)
+        failing = asyncio.create_task(fault(cluster))
+        await asyncio.sleep(0.3)
+        check([await client.ask(ask(meanwhile, 1))])
+        await failing
+    assert len(got) > 3
+    await until_index_is_right(cluster, RIGHT_AGAIN_S)
+    async with Client(cluster) as client:
+        again = await client.ask(ask((*meanwhile, *prompt(rng, 20))))
+    check([again])
+    assert again.usage is not None
+    assert again.usage.num_cached_tokens >= len(meanwhile)
+
+
+def hashes_of(tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
+    root = root_hash(model_fingerprint=MODEL.model_fingerprint, block_size_tokens=BLOCK_SIZE_TOKENS)
+    return tuple(chain(root, token_ids(tokens), BLOCK_SIZE_TOKENS))
+
+
+async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[BlockHash, ...]) -> None:
+    """Write into Redis, as that worker would, that it holds these blocks."""
+    connection = RedisConnection(cluster.settings["redis_url"])
+    try:
+        feed = RedisKvEventFeed(connection, Keys())
+        last = await feed.renew(worker.worker, 10.0)
+        assert last > 0, "the worker has told something"
+        event = KvEvent(
+            worker=worker.worker, event_seq=last + 1, kind=KvEventKind.STORED, hashes=hashes, block_size_tokens=BLOCK_SIZE_TOKENS
+        )
+        await feed.publish(worker.worker, [event], 10.0)
+    finally:
+        await connection.aclose()
+
+
+async def test_what_nobody_holds_may_be_claimed_in_redis(cluster: ProcessCluster) -> None:
+    """Row 30: a claim attracts the request, and costs it the time to compute; then it is gone. The worker itself may take it back before
+    anybody is asked, so there are several."""
+    rng = Random(30)
+    victim = next(w for w in (await cluster.status()).workers if w.worker.worker_id == "p1")
+    num_believed = 0
+    async with Client(cluster) as client:
+        for _ in range(CLAIMS):
+            claimed = prompt(rng, 1024)
+            await claim(cluster, victim, hashes_of(claimed))
+            await asyncio.sleep(0.05)
+            got = await client.ask(ask((*claimed, *prompt(rng, 20))))
+            check([got])
+            assert got.usage is not None
+            assert got.usage.num_cached_tokens == 0, "nobody had it"
+            num_believed += await claimed_blocks(cluster, got) == len(claimed) // BLOCK_SIZE_TOKENS
+    assert num_believed > 0
+    await until_index_is_right(cluster, BOUND_S)
+    await cluster.check_clean()
+
+
+async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
+    """Of its prompt, by its first decision: what a worker was thought to hold, or to have for others."""
+    assert got.timeline is not None
+    async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
+        placed = (await AdminClient(channel, cluster.grpc_address).explain(got.timeline.request_id))[0].placement
+    assert placed is not None
+    return max(placed.prefill_overlap_blocks, placed.prefix_source.num_blocks if placed.prefix_source else 0)
+
+
+async def test_a_second_scheduler_may_start_in_traffic(cluster: ProcessCluster) -> None:
+    """Row 32: both place, a gateway each; workers admit for themselves, so nothing is lost and nothing computed twice."""
+    before = await computed_tokens(cluster)
+    async with traffic(cluster, Random(32)) as got:
+        await cluster.start_service("scheduler2", "scheduler")
+        address = cluster.children["scheduler2"].address
+        await cluster.start_service("gateway2", "gateway", http_port=0, grpc_port=0, schedulers=[address])
+        other = copy(cluster)
+        other.grpc_address = logged(cluster, "gateway2", "grpc_started")[-1]["address"]
+        async with traffic(other, Random(33)) as more:
+            await asyncio.sleep(1.5)
+    assert len(got) > 3
+    assert len(more) > 3
+    for name in ("scheduler", "scheduler2"):
+        assert await metric(cluster, name, "baton_decisions_total") >= len(more)
+    assert await computed_tokens(cluster) - before - accounted_tokens([*got, *more]) < TRAFFIC_TOKENS, "no prompt was computed twice"
+    for name in ("gateway2", "scheduler2"):
+        await cluster.stop_one(name)
+    await cluster.check_clean()
+
+
+async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster: ProcessCluster) -> None:
+    """Row 31: streams are not touched, new requests wait for it, and what was placed before it died is not placed again."""
+    rng = Random(31)
+    before = await computed_tokens(cluster)
+    async with Client(cluster) as client:
+        streams = [asyncio.create_task(client.ask(ask(prompt(rng, 200), 100))) for _ in range(6)]
+        await asyncio.sleep(0.3)
+        async with traffic(cluster, rng) as got:
+            await asyncio.sleep(0.3)
+            await cluster.kill("scheduler")
+            assert not any(stream.done() for stream in streams), "they must run while there is no scheduler"
+            await asyncio.sleep(0.5)
+            await cluster.start_service("scheduler", "scheduler")
+            await asyncio.sleep(0.5)
+        through = list(await asyncio.gather(*streams))
+    check(through)
+    assert {one.timeline.attempts for one in (*through, *got) if one.timeline} == {1}
+    assert await computed_tokens(cluster) - before - accounted_tokens([*through, *got]) < TRAFFIC_TOKENS, "no prompt was computed twice"
+    await cluster.until_workers(*WORKERS)
+    await cluster.check_clean()
+
+
+async def test_the_holder_of_a_prefix_may_die_in_the_middle_of_its_pull(cluster: ProcessCluster) -> None:
+    """A prefill worker holds a prefix and is busy, so the other pulls it and is held up after the second slice; the holder is killed then.
+    The other computes what is missing, and what the holder had to do goes on elsewhere."""
+    rng = Random(5)
+    held = prompt(rng, PREFIX_TOKENS)
+    pair = {"p0": "p1", "p1": "p0"}
+    await asyncio.gather(*(cluster.stop_one(name) for name in pair))
+    await asyncio.gather(
+        *(cluster.start_worker(name, failpoints=f"transfer.slice_done[owner={other}]=sleep:0.6@2") for name, other in pair.items())
+    )
+    await cluster.until_workers(*WORKERS)
+    async with Client(cluster) as client:
+        first = await client.ask(ask(held, 1))
+        assert first.timeline is not None
+        (holder,) = (leg.worker_id for leg in first.timeline.legs)
+        reader = pair[holder]
+
+        async def is_held_up() -> bool:
+            return bool(logged(cluster, reader, "failpoint"))
+
+        await until_index_is_right(cluster, BOUND_S)
+        busy = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 2000)), 1)))
+        await asyncio.sleep(0.02)
+        pulls = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 20)), 1)))
+        await until(is_held_up, BOUND_S)
+        await cluster.kill(holder)
+        got = [first, await pulls, await busy]
+    check(got)
+    assert got[1].timeline is not None
+    assert [leg.worker_id for leg in got[1].timeline.legs] == [reader]
+    await cluster.start_worker(holder)
+    await cluster.until_workers(*WORKERS)
+    await cluster.check_clean()
