@@ -1,18 +1,36 @@
-"""A `baton up` of one's own for a benchmark, and the machine that it ran on."""
+"""Clusters of one's own for a benchmark, by `baton up` or process by process without Ray, and the machine that they ran on."""
 
+import asyncio
 import os
 import platform
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from baton.fleet.supervisor import baton_command
+from baton.runtime.config import settings_of
+from baton.runtime.network import choose_port
+from baton.runtime.settings import SERVICES
+from baton.store.private_redis import redis_command
+
+HOST = "127.0.0.1"
 START_LINES = 200
+START_S = 120.0
+STOP_S = 30.0
 
 
 @contextmanager
@@ -21,19 +39,76 @@ def baton_up(*flags: str) -> Iterator[str]:
     command = [str(Path(sys.executable).parent / "baton"), "up", "--http-port", "0", "--grpc-port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        assert process.stdout is not None
-        seen = ""
-        for _ in range(START_LINES):
-            line = process.stdout.readline()
-            seen += line
-            if found := re.match(r"ready (http://\S+)", line):
-                break
-        else:
-            raise SystemExit(f"the cluster did not start:\n{seen}")
-        yield found[1]
+        yield _after_ready(process)
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """A cluster that runs: by name (`scheduler`, `gateway`, `p0`, `d0`, …) process ids, and in `admin` the addresses of metrics."""
+
+    url: str
+    grpc_address: str
+    pids: Mapping[str, int]
+    admin: Mapping[str, str]
+
+    def workers(self, role: str) -> list[str]:
+        """Names, by the first letter of their role."""
+        return sorted(name for name in self.pids if name[0] == role and name[1:].isdigit())
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Of one process: each metric, summed over its labels."""
+        sums: Counter[str] = Counter()
+        for line in self.page(name).splitlines():
+            if line and not line.startswith("#"):
+                sample, _, value = line.rpartition(" ")
+                sums[sample.partition("{")[0]] += float(value)
+        return dict(sums)
+
+    def page(self, name: str) -> str:
+        """The metrics of one process, as it shows them."""
+        with urllib.request.urlopen(f"http://{self.admin[name]}/metrics", timeout=10) as answer:
+            page: str = answer.read().decode()
+        return page
+
+
+@contextmanager
+def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> Iterator[Processes]:
+    """Redis, a scheduler, a gateway and workers, each a process of its own on the loopback; `settings` go to all of them. They end with
+    the block. Their output is kept in `logs`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    names = [f"{role}{number}" for role, count in (("p", prefill), ("d", decode)) for number in range(count)]
+    with tempfile.TemporaryDirectory(prefix="baton-b-", dir="/tmp") as directory, ExitStack() as stack:
+        redis = redis_command(Path(directory) / "redis")
+        stack.enter_context(_running("redis", redis.argv, logs))
+        asyncio.run(redis.wait_until_ready())
+        http_port, grpc_port = (choose_port(HOST, 0, flag="") for _ in range(2))
+        shared = {"host": HOST, "redis_url": redis.url, "workers_on_host": len(names), **settings}
+        own = {
+            "scheduler": ("scheduler", {}),
+            "gateway": ("gateway", {"http_port": http_port, "grpc_port": grpc_port}),
+            **{name: ("worker", {"worker_id": name, "role": {"p": "prefill", "d": "decode"}[name[0]]}) for name in names},
+        }
+        admin = {name: f"{HOST}:{choose_port(HOST, 0, flag='')}" for name in own}
+        started = {}
+        for name, (service, more) in own.items():
+            known = {setting.name for setting in settings_of(SERVICES[service])}
+            values = {key: value for key, value in {**shared, **more}.items() if key in known}
+            file = Path(directory) / f"{name}.yaml"
+            file.write_text(yaml.safe_dump({**values, "admin_port": int(admin[name].rpartition(":")[2]), "log_dir": str(logs / name)}))
+            started[name] = stack.enter_context(_running(name, baton_command(service, file), logs))
+        for process in started.values():
+            _after_ready(process)
+        running = Processes(
+            url=f"http://{HOST}:{http_port}",
+            grpc_address=f"{HOST}:{grpc_port}",
+            pids={name: process.pid for name, process in started.items()},
+            admin=admin,
+        )
+        _wait_ready(running)
+        yield running
 
 
 def machine(*packages: str) -> str:
@@ -48,6 +123,53 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---:"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _after_ready(process: subprocess.Popen[str]) -> str:
+    """What it prints after `ready `: an address. Raises SystemExit with what it printed instead."""
+    assert process.stdout is not None
+    seen = ""
+    for _ in range(START_LINES):
+        line = process.stdout.readline()
+        seen += line
+        if found := re.match(r"ready (\S+)", line):
+            return found[1]
+        if not line:
+            break
+    raise SystemExit(f"{' '.join(process.args)} did not start:\n{seen}")  # type: ignore[arg-type]
+
+
+@contextmanager
+def _running(name: str, argv: Sequence[str], logs: Path) -> Iterator[subprocess.Popen[str]]:
+    with (logs / f"{name}.out").open("ab") as errors:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _wait_ready(running: Processes) -> None:
+    """Until the gateway has what it needs and all pairs are warm: a cold one is not chosen while another is warm. Raises SystemExit."""
+    end_s = time.monotonic() + START_S
+    last = ""
+    while time.monotonic() < end_s:
+        try:
+            with urllib.request.urlopen(f"{running.url}/ready", timeout=2):
+                pass
+            links = {name: running.page(name).count("\nbaton_link_bytes_per_second{") for name in running.workers("d")}
+            if all(num >= len(running.workers("p")) for num in links.values()):
+                return
+            last = f"links of decode workers: {links}"
+        except OSError as error:
+            last = str(error)
+        time.sleep(0.1)
+    raise SystemExit(f"the cluster is not ready: {last}")
 
 
 def _cpuinfo() -> list[str]:

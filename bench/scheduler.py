@@ -36,7 +36,8 @@ from baton.core.request import RequestActuals
 from baton.runtime.in_process import duplex_pair
 from baton.runtime.metrics import SchedulerMetrics
 from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerRules, SchedulerTimes
+from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.workers import SchedulerTimes
 from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
