@@ -23,6 +23,7 @@ from baton.runtime.settings import SERVICES
 from baton.store.private_redis import redis_command
 from baton.wire.admin import AdminClient
 from baton.wire.channel import channel_options, open_channel
+from tests.redis_proxy import RedisProxy
 from tests.times import TEST_TIMES
 
 HOST = "127.0.0.1"
@@ -62,15 +63,19 @@ class ProcessCluster:
         self.roles: dict[str, str] = {}
         self.url = ""
         self.grpc_address = ""
+        self.redis_proxy: RedisProxy | None = None
         self.history: list[History] = []
 
     async def start(
         self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, failpoints: Mapping[str, str] | None = None, wait: bool = True
     ) -> None:
-        """Everything; `failpoints` by worker. `wait`: until the gateway is ready."""
+        """Everything; `failpoints` by worker. `wait`: until the gateway is ready. Redis is reached through
+        `redis_proxy` where there is one."""
         redis = redis_command(self.directory / "redis")
         self.settings["redis_url"] = redis.url
         await self._start_child("redis", redis.argv, {}, redis.wait_until_ready)
+        if self.redis_proxy is not None:
+            self.settings["redis_url"] = await self.redis_proxy.start(redis.url)
         http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
         self.url, self.grpc_address = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
         names = {f"{role[0]}{i}": role for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid)) for i in range(n)}
@@ -199,6 +204,8 @@ class ProcessCluster:
             await self.children.pop(name).stop(grace_s=15)
         left = [pid for pid in pids if psutil.pid_exists(pid)]
         assert not left, f"processes left behind: {left}"
+        if self.redis_proxy is not None:
+            await self.redis_proxy.aclose()
 
 
 @asynccontextmanager
@@ -209,11 +216,13 @@ async def process_cluster(
     hybrid: int = 0,
     failpoints: Mapping[str, str] | None = None,
     wait: bool = True,
+    redis_proxy: RedisProxy | None = None,
     **settings: Any,
 ) -> AsyncIterator[ProcessCluster]:
     """A running cluster; what a failed test leaves is cleaned up, too."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         cluster = ProcessCluster(Path(directory), settings)
+        cluster.redis_proxy = redis_proxy
         try:
             await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid, failpoints=failpoints, wait=wait)
             yield cluster

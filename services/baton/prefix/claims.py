@@ -30,6 +30,8 @@ class Extent:
     def num_common(self, chain: Sequence[BlockHash], at: int) -> int:
         """How many blocks of `chain`, from position `at` on, are here side by side; the first one is here."""
         hashes = self.hashes
+        if len(hashes) == 1:  # as decode steps tell of blocks
+            return 1
         if hashes[0] != chain[at]:
             hashes = hashes[hashes.index(chain[at]) :]
         asked = chain[at : at + len(hashes)]

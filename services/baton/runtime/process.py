@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -184,6 +185,14 @@ class Background:
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(*error)
+
+
+def calm_garbage_collector() -> None:
+    """For a service that answers in fractions of a millisecond and makes few cycles: what its start has made is not looked through again,
+    and what is new less often. By default that is each 700 objects that outlive others, with a longer look each tenth time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def report_to_nobody() -> None:

@@ -83,6 +83,7 @@ class Scheduler(SchedulerService):
         self._rules = rules
         self._policy = POLICIES[rules.policy]
         self._metrics = metrics
+        self._decisions = metrics.decisions.labels(rules.policy)
         self._rng = rng
         self.index = PrefixIndex()
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
@@ -163,7 +164,7 @@ class Scheduler(SchedulerService):
             now_s = asyncio.get_running_loop().time()
             self._view.reserve(decided.decision_id, decided.query, answer, now_s)
             self._expect(decided.query, answer, now_s)
-            self._metrics.decisions.labels(self._rules.policy).inc()
+            self._decisions.inc()
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
         self._recorder.decided(decided)

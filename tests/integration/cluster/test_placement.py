@@ -34,6 +34,7 @@ from baton.wire.admin import AdminClient
 from baton.wire.channel import channel_options, open_channel
 from tests.cluster import ProcessCluster, process_cluster
 from tests.integration.cluster.clients import Ask, Client, Got
+from tests.redis_proxy import RedisProxy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -64,7 +65,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         "admin_port": 0,
         "detection_s": 4.0,  # what a busy machine holds up is not lost: here every attempt counts
     }
-    async with process_cluster(prefill=2, decode=2, **settings) as running:
+    async with process_cluster(prefill=2, decode=2, redis_proxy=RedisProxy(), **settings) as running:
         await running.until(lambda s: sum(len(w.links) for w in s.workers) >= 4, 30, "all pairs are warm")
         yield running
 
@@ -190,12 +191,19 @@ async def stopped(cluster: ProcessCluster) -> None:
     cluster.signal("redis", signal.SIGCONT)
 
 
+async def slow(cluster: ProcessCluster) -> None:
+    assert cluster.redis_proxy is not None
+    cluster.redis_proxy.delay_s = 1.0
+    await asyncio.sleep(4.0)
+    cluster.redis_proxy.delay_s = 0.0
+
+
 async def flushed(cluster: ProcessCluster) -> None:
     with sync_redis.Redis.from_url(cluster.settings["redis_url"]) as client:
-        client.flushall()
+        await asyncio.to_thread(client.flushall)  # the proxy needs this loop
 
 
-@pytest.mark.parametrize("fault", [killed, stopped, flushed], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [killed, stopped, slow, flushed], ids=lambda fault: fault.__name__)
 async def test_redis_may_fail_in_traffic(cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]) -> None:
     """Rows 27 to 29. What was computed while it was away is found afterwards, too."""
     rng = Random(fault.__name__)
