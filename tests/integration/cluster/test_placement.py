@@ -299,7 +299,7 @@ async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster
     rng = Random(31)
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(ask(prompt(rng, 200), 100))) for _ in range(6)]
+        streams = [asyncio.create_task(client.ask(ask(prompt(rng, 200), 500))) for _ in range(6)]
         await asyncio.sleep(0.3)
         async with traffic(cluster, rng) as got:
             await asyncio.sleep(0.3)
