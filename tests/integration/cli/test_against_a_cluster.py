@@ -39,7 +39,10 @@ async def test_a_request_is_explained_and_its_worker_drained() -> None:
             answer = await client.post(
                 "/v1/completions", json={"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
             )
+            seen = await client.get(f"/debug/decisions/{answer.headers['x-request-id']}")
         assert answer.status_code == 200, answer.text
+        (decision,) = seen.json()["decisions"]
+        assert (decision["attempt"], decision["placement"]["decode"]["worker_id"]) == (0, "h0")
 
         code, out, _ = await baton(cluster, "status", "--json")
         status = json.loads(out)

@@ -456,3 +456,17 @@ async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.Monk
     async with a_scheduler() as (scheduler, _):
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(scheduler.failed, 5)
+
+
+async def test_replicas_that_have_heard_the_same_answer_alike() -> None:
+    roomy = {"blocks": blocks(total=10_000), "max_num_seqs": 100}
+    loads = (("p0", "prefill", 0), ("p1", "prefill", 1), ("d0", "decode", 3), ("d1", "decode", 2))
+    answers = []
+    for _ in range(2):
+        async with a_scheduler(policy="kv_centric", max_waiting_seqs=64) as (scheduler, network):
+            for name, role, seqs in loads:
+                await join(network, worker_report(name, role, running_seqs=seqs, **roomy))
+            placed = [await scheduler.place(query(request_id=b"%d" % number, num_prompt_tokens=50 * number + 1)) for number in range(20)]
+            answers.append([(p.prefill, p.decode) for p in placed if isinstance(p, Placement)])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 20
