@@ -1,6 +1,7 @@
 """500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every token right, nothing leaked."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -53,11 +54,20 @@ def test_one_seed_gives_the_same_bytes_twice() -> None:
     assert first.num_audited > 100
 
 
+def was_without_scheduler(report: StormReport) -> bool:
+    """Whether it died again so soon that new requests may have waited `scheduler_wait_s` in vain."""
+    died_s = [float(line.split()[0]) for line in report.transcript if line.endswith("kill scheduler")]
+    return any(again_s - once_s < TEST_TIMES["scheduler_wait_s"] for once_s, again_s in pairwise(died_s))
+
+
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS))
 def test_a_storm_passes_and_leaves_nothing_behind(seed: int) -> None:
     report = storm(STORM, seed)
     assert sum(report.outcomes.values()) == STORM.num_requests
-    assert report.outcomes.keys() <= {"finished", "cancelled", "poison"}, report.outcomes
+    allowed = {"finished", "cancelled", "poison"}
+    if was_without_scheduler(report):
+        allowed.add("scheduler_lost")
+    assert report.outcomes.keys() <= allowed, report.outcomes
     assert report.outcomes["finished"] > STORM.num_requests * 0.7
     assert report.num_audited > 0
     assert report.outcomes.get("poison", 0) <= 3, "only those that two killed workers had in a step"
