@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from baton.core.apis import Member, MemberKind, Source
-from baton.core.cluster import ClusterUpdate, CommandKind, Placement, Rejection
+from baton.core.cluster import CommandKind, Placement, Rejection
 from baton.core.errors import Reason, StreamBroken
 from baton.core.request import RequestActuals
 from baton.runtime.network import choose_port
