@@ -45,7 +45,8 @@ class SchedulerApi(Protocol):
     """What gateways and tools ask of a scheduler. Every method raises StreamBroken when the scheduler cannot be reached."""
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
-        """Answers within `query.answer_within_s`, in the middle of a long wait with StillWaiting: then the same is asked again."""
+        """Answers within `query.answer_within_s`, in the middle of a long wait with StillWaiting: then the same is asked again. Raises
+        Refused (UNAVAILABLE) when this scheduler leaves: another one may answer."""
         ...
 
     async def finished(self, *actuals: RequestActuals) -> None:

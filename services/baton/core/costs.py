@@ -88,6 +88,19 @@ class StepCostModel:
     num_measured: int = 0
     version: int = COSTS_VERSION
 
+    @staticmethod
+    def of(coefficients: Sequence[float], num_measured: int = 0) -> "StepCostModel":
+        """With costs in the order of `coefficients`."""
+        step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = coefficients
+        return StepCostModel(
+            step_s=step_s,
+            prefill_token_s=prefill_token_s,
+            prefill_attended_s=prefill_attended_s,
+            decode_seq_s=decode_seq_s,
+            decode_context_s=decode_context_s,
+            num_measured=num_measured,
+        )
+
     @property
     def coefficients(self) -> tuple[float, ...]:
         """In the order of `StepWork.features`, uncorrected."""
@@ -142,15 +155,7 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     if not any(work.num_prefill_tokens for work, _ in measured) or not any(work.num_decode_seqs for work, _ in measured):
         raise ValueError("costs need measurements of steps with prefill and of steps with decode")
     rows = [tuple(feature / seconds for feature in work.features) for work, seconds in measured]
-    step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = _non_negative_least_squares(rows)
-    return StepCostModel(
-        step_s=step_s,
-        prefill_token_s=prefill_token_s,
-        prefill_attended_s=prefill_attended_s,
-        decode_seq_s=decode_seq_s,
-        decode_context_s=decode_context_s,
-        num_measured=len(rows),
-    )
+    return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
 
 class CostCorrection:

@@ -143,11 +143,6 @@ class PrefixIndex:
         self.num_claims -= len(gone)
         self._tidy(len(hashes))
 
-    def forget(self, worker: WorkerRef, hashes: Sequence[BlockHash]) -> None:
-        """The worker was asked for these and has them not, whatever was claimed: in no tier does it hold them."""
-        for tier in Tier:
-            self.evicted(worker, tier, hashes)
-
     # -- what schedulers ask and say ----------------------------------------------------------------------------------------------------
 
     def expect(self, worker: WorkerRef, hashes: Sequence[BlockHash], until_s: float) -> None:

@@ -11,11 +11,4 @@ def parse_step_costs(text: str) -> StepCostModel:
     seconds = parse_durations(text, _TERMS)
     if not sum(seconds.values()):
         raise ValueError(f"no step would take any time: give at least one of {', '.join(_TERMS)} a duration above 0")
-    step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = (seconds.get(name, 0.0) for name in _TERMS)
-    return StepCostModel(
-        step_s=step_s,
-        prefill_token_s=prefill_token_s,
-        prefill_attended_s=prefill_attended_s,
-        decode_seq_s=decode_seq_s,
-        decode_context_s=decode_context_s,
-    )
+    return StepCostModel.of([seconds.get(name, 0.0) for name in _TERMS])

@@ -33,9 +33,20 @@ def admit(query: PlacementQuery, choice: Choice, *, mode: Admission, ahead_s: fl
     A first attempt only: a request that was admitted once is never turned away for load by a worker's death. A policy that predicts nothing
     lets all SLOs pass.
     """
-    if query.attempt > 0:
+    predicted = choice.predicted
+    if query.attempt > 0 or mode is Admission.OFF or predicted is None:
         return None
-    return _refused_by_slo(query, choice, mode, ahead_s)
+    ttft_slo_s, tpot_slo_s = query.slo.ttft_s, query.slo.tpot_s
+    ttft_s = query.waited_s + HEADROOM * (ahead_s + predicted.ttft_s)
+    if ttft_slo_s is not None and ttft_s > ttft_slo_s:
+        over_s = ttft_s - ttft_slo_s
+        is_hopeless = over_s > query.waited_s + HEADROOM * (ahead_s + predicted.queue_s)  # even without any queue it takes too long
+        return _refusal(Reason.TTFT_SLO, "ttft", ttft_s, ttft_slo_s, None if is_hopeless else over_s)
+    tpot_s = predicted.tpot_now_s if mode is Admission.EARLY else predicted.tpot_s
+    if tpot_slo_s is not None and tpot_s is not None and HEADROOM * tpot_s > tpot_slo_s:
+        tpot_s *= HEADROOM
+        return _refusal(Reason.TPOT_SLO, "tpot", tpot_s, tpot_slo_s, _tpot_retry_s(predicted, tpot_s, tpot_slo_s))
+    return None
 
 
 def no_turn_yet(query: PlacementQuery, choice: Choice, *, max_waiting_seqs: int, max_worker_queue_s: float | None) -> Rejection | None:
@@ -69,23 +80,6 @@ def _refused_by_queue(choice: Choice, max_waiting_seqs: int) -> Rejection | None
                 retry_after_s=QUEUE_FULL_RETRY_S,
                 term=f"{side}_queue",
             )
-    return None
-
-
-def _refused_by_slo(query: PlacementQuery, choice: Choice, mode: Admission, ahead_s: float) -> Rejection | None:
-    predicted = choice.predicted
-    if mode is Admission.OFF or predicted is None:
-        return None
-    ttft_slo_s, tpot_slo_s = query.slo.ttft_s, query.slo.tpot_s
-    ttft_s = query.waited_s + HEADROOM * (ahead_s + predicted.ttft_s)
-    if ttft_slo_s is not None and ttft_s > ttft_slo_s:
-        over_s = ttft_s - ttft_slo_s
-        is_hopeless = over_s > query.waited_s + ahead_s + predicted.queue_s  # what remains without any queue is too long already
-        return _refusal(Reason.TTFT_SLO, "ttft", ttft_s, ttft_slo_s, None if is_hopeless else over_s)
-    tpot_s = predicted.tpot_now_s if mode is Admission.EARLY else predicted.tpot_s
-    if tpot_slo_s is not None and tpot_s is not None and HEADROOM * tpot_s > tpot_slo_s:
-        tpot_s *= HEADROOM
-        return _refusal(Reason.TPOT_SLO, "tpot", tpot_s, tpot_slo_s, _tpot_retry_s(predicted, tpot_s, tpot_slo_s))
     return None
 
 

@@ -135,17 +135,12 @@ class RecentDecisions:
             known.decided = known.decided.answer_alone()
         return replace(known.record, actuals=known.actuals)
 
-    def placement(self, decision_id: DecisionId) -> Placement | None:
-        known = self._known.get(decision_id)
-        return known.decided.answer if known is not None and isinstance(known.decided.answer, Placement) else None
-
-    def finish(self, actuals: RequestActuals) -> Placement | None:
-        """The placement whose request has ended so; None if it has been forgotten, or was a refusal."""
+    def finish(self, actuals: RequestActuals) -> bool:
+        """A request has ended so. False if its decision has been forgotten."""
         known = self._known.get(actuals.decision_id)
-        if known is None:
-            return None
-        known.actuals = _as_dict(actuals)
-        return self.placement(actuals.decision_id)
+        if known is not None:
+            known.actuals = _as_dict(actuals)
+        return known is not None
 
     def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """The records of one request by attempt; of the request decided last for None."""

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 from baton.core.apis import DecisionStore
-from baton.core.cluster import DecisionRecord, Placement
+from baton.core.cluster import DecisionRecord
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
@@ -32,11 +32,10 @@ class Recorder:
         self._recent.decided(decided)
         self._keep(decided.decision_id)
 
-    def finished(self, actuals: RequestActuals) -> Placement | None:
-        """The placement whose request has ended so; None where it is not known any more, or was a refusal."""
-        placement = self._recent.finish(actuals)
-        self._keep(actuals.decision_id)
-        return placement
+    def finished(self, actuals: RequestActuals) -> None:
+        """A request has ended so. Of a decision that is not known any more nothing is kept."""
+        if self._recent.finish(actuals):
+            self._keep(actuals.decision_id)
 
     async def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """By attempt; those that another scheduler has decided, too, where the store knows them. None: the request decided last."""

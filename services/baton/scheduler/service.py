@@ -17,7 +17,7 @@ from baton.core.cluster import (
     StillWaiting,
     WorkerReport,
 )
-from baton.core.errors import Reason
+from baton.core.errors import Reason, Refused
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.prefix.index import PrefixIndex
@@ -31,7 +31,7 @@ from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.choice import Choice
 from baton.scheduler.recording import Recorder
 from baton.scheduler.view import ClusterView
-from baton.scheduler.waiting_room import MustWait, WaitingRoom
+from baton.scheduler.waiting_room import LEAVING, MustWait, WaitingRoom
 from baton.scheduler.workers import SchedulerTimes, WorkerStreams
 
 log = get_logger(__name__)
@@ -108,6 +108,7 @@ class Scheduler(SchedulerService):
             on_report=self._room.look,
         )
         self._turn = 0
+        self._has_left = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that has ended one of this scheduler's own tasks: it must not go on without it."""
         self._tasks = [
@@ -120,6 +121,9 @@ class Scheduler(SchedulerService):
             task.add_done_callback(self._task_ended)
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
+        """Raises Refused when this scheduler leaves."""
+        if self._has_left:
+            raise Refused(LEAVING)
         if not self._room.holds(query):
             decided, may_wait = self._decide(query)
             while isinstance(decided.answer, Rejection) and decided.answer.reason is Reason.NO_WORKERS and await self._workers.may_report():
@@ -256,10 +260,6 @@ class Scheduler(SchedulerService):
             if said_s and was_s and worker is not None:
                 self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
 
-    def cluster(self) -> ClusterSnapshot:
-        """As decisions see it now."""
-        return self._view.snapshot(asyncio.get_running_loop().time())
-
     async def watch(self) -> Source[ClusterUpdate]:
         return self._workers.watch()
 
@@ -275,15 +275,15 @@ class Scheduler(SchedulerService):
 
     async def aclose(self) -> None:
         """End the standing streams, whose other ends then go to another scheduler, and write what is left to write. Safe to call twice."""
-        if not self._tasks:
+        if self._has_left:
             return
+        self._has_left = True
         self._room.close()
         await self._workers.end_streams()
         await self._recorder.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
         self.failed.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

@@ -1,13 +1,12 @@
 """Requests that wait at the scheduler while every worker's queue is long enough: who is next, and who has waited too long.
 
-Within a priority the earliest due goes first, but tenants take turns by their weights, so that one tenant's rush delays its own requests.
+Within a priority the earliest due goes first, but tenants take turns, so that one tenant's rush delays its own requests.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 from itertools import count
-from math import ceil
 from typing import Generic, TypeVar
 
 from baton.core.cluster import PlacementQuery, Rejection
@@ -39,7 +38,7 @@ class Waiting(Generic[T]):
 
 class _Class(Generic[T]):
     """One priority's requests, a heap a tenant, earliest due first. Turns are dealt by start-time fair queueing (Goyal et al. 1996): a
-    tenant's turn starts where its last one ended, later by 1 / weight, or now if it was away: who was away has saved up nothing."""
+    tenant's turn starts where its last one ended, or now if it was away: who was away has saved up nothing."""
 
     def __init__(self) -> None:
         self.heaps: dict[str, list[Waiting[T]]] = {}
@@ -57,11 +56,11 @@ class _Class(Generic[T]):
     def first(self) -> Waiting[T]:
         return self.heaps[min(self.heaps, key=lambda tenant: (self._start[tenant], self.heaps[tenant][0]))][0]
 
-    def take(self, waiting: Waiting[T], weight: float) -> None:
+    def take(self, waiting: Waiting[T]) -> None:
         """`waiting`, the first, has its turn."""
         tenant = waiting.query.tenant
         self._now = self._start[tenant]
-        self._end[tenant] = self._start[tenant] = self._now + 1 / weight
+        self._end[tenant] = self._start[tenant] = self._now + 1
         self.remove(waiting)
         self._end = {each: end for each, end in self._end.items() if end > self._now}
 
@@ -78,14 +77,13 @@ class _Class(Generic[T]):
 
 class WaitingQueue(Generic[T]):
     """Single owner: the scheduler's event loop. Holds at most `max_waiting` requests. `keeps_slos`: one is due by its TTFT SLO where it
-    has one, and not only by its deadline. `weights`: turns of a tenant for each turn of one with weight 1, the default."""
+    has one, and not only by its deadline."""
 
-    def __init__(self, *, max_waiting: int, keeps_slos: bool = True, weights: Mapping[str, float] | None = None) -> None:
-        if max_waiting < 1 or any(weight <= 0 for weight in (weights or {}).values()):
-            raise ValueError("a queue holds at least one request, and every weight is above 0")
+    def __init__(self, *, max_waiting: int, keeps_slos: bool = True) -> None:
+        if max_waiting < 1:
+            raise ValueError("a queue holds at least one request")
         self._max_waiting = max_waiting
         self._keeps_slos = keeps_slos
-        self._weights = dict(weights or {})
         self._by_priority: dict[int, _Class[T]] = {}
         self._num_of: dict[str, int] = {}
         self._size = 0
@@ -96,7 +94,7 @@ class WaitingQueue(Generic[T]):
 
     def add(self, query: PlacementQuery, handle: T, now_s: float) -> tuple[Waiting[T], Waiting[T] | None]:
         """The place taken, and who had to give way for it: in a full queue the request of the lowest priority that is due last, of the
-        tenant that holds most for its weight. That may be the new one itself."""
+        tenant that holds most. That may be the new one itself."""
         within_s, is_promised = self._due_in_s(query)
         new = Waiting(query=query, handle=handle, since_s=now_s, due_s=now_s + within_s, is_promised=is_promised, seq=next(self._seq))
         self._by_priority.setdefault(query.priority, _Class()).add(new)
@@ -112,20 +110,13 @@ class WaitingQueue(Generic[T]):
         first."""
         return self._by_priority[min(self._by_priority)].first() if self._size else None
 
-    def next(self) -> Waiting[T] | None:
-        """Take who goes next."""
-        first = self.peek()
-        if first is not None:
-            self.take(first)
-        return first
-
     def soonest(self, limit: int) -> list[Waiting[T]]:
         """Who is due first within the first priorities, whosever turn it is."""
         return nsmallest(limit, (each for heap in self._heaps() for each in heap), key=lambda each: (each.query.priority, each))
 
     def take(self, waiting: Waiting[T]) -> None:
         """`waiting` has its turn, though it may not be the next one."""
-        self._by_priority[waiting.query.priority].take(waiting, self._weights.get(waiting.query.tenant, 1.0))
+        self._by_priority[waiting.query.priority].take(waiting)
         self._forget(waiting)
 
     def before(self, query: PlacementQuery, now_s: float) -> Iterator[T]:
@@ -137,10 +128,9 @@ class WaitingQueue(Generic[T]):
                 continue
             own = [each for each in of_priority.heaps.get(query.tenant, ()) if priority < query.priority or each.due_s <= due_s]
             yield from (each.handle for each in own)
-            turns = (len(own) + 1) / self._weights.get(query.tenant, 1.0)
             for tenant, heap in of_priority.heaps.items():
                 if tenant != query.tenant:
-                    theirs = len(heap) if priority < query.priority else ceil(turns * self._weights.get(tenant, 1.0))
+                    theirs = len(heap) if priority < query.priority else len(own) + 1
                     yield from (each.handle for each in nsmallest(theirs, heap))
 
     def expire(self, now_s: float) -> list[Waiting[T]]:
@@ -177,7 +167,7 @@ class WaitingQueue(Generic[T]):
 
     def _least_entitled(self) -> Waiting[T]:
         heaps = self._by_priority[max(self._by_priority)].heaps
-        return max(heaps[max(heaps, key=lambda tenant: (self._num_of[tenant] / self._weights.get(tenant, 1.0), tenant))])
+        return max(heaps[max(heaps, key=lambda tenant: (self._num_of[tenant], tenant))])
 
     def _remove(self, waiting: Waiting[T]) -> None:
         self._by_priority[waiting.query.priority].remove(waiting)

@@ -6,7 +6,7 @@ and keeps its place if it is asked for again; who is not has no client any more,
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from baton.core.cluster import Placement, PlacementQuery, Rejection, StillWaiting
@@ -49,7 +49,7 @@ class _Seat:
     answer: asyncio.Future[Answer]
     num_asking: int = 0
     num_overtaken: int = 0
-    waiting: "Waiting[_Seat] | None" = field(default=None)
+    waiting: "Waiting[_Seat] | None" = None
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -123,6 +123,9 @@ class WaitingRoom:
                 answer = await asyncio.shield(seat.answer)
         except TimeoutError:
             return StillWaiting(num_waiting=len(self._queue))
+        except Refused:
+            self._seats.pop(seat.key, None)
+            raise
         except asyncio.CancelledError:
             if seat.num_asking == 1:
                 self._leave(seat)
@@ -168,30 +171,33 @@ class WaitingRoom:
             self._swept_s = now_s
             for seat in [seat for seat in self._seats.values() if seat.is_lost(now_s)]:
                 self._leave(seat)
-        for _ in range(DECISIONS_A_LOOK):
-            first = self._queue.peek()
-            if first is None:
-                break
-            could_not = self._try(first, now_s)
-            if could_not is MustWait.ALL or (could_not is MustWait.THIS and not self._let_pass(first.handle, now_s)):
-                break
-        else:
-            self._wake.set()
+        self._let_go(now_s)
         self._on_size(len(self._queue))
 
-    def _let_pass(self, first: _Seat, now_s: float) -> bool:
-        """There is no room for the first, but perhaps for one of those due next. Whether one has gone."""
-        if first.num_overtaken >= MAX_OVERTAKEN:
-            return False
-        for waiting in self._queue.soonest(DECISIONS_A_LOOK):
-            if waiting.handle is not first:
-                could_not = self._try(waiting, now_s)
-                if could_not is None:
-                    first.num_overtaken += 1
-                    return True
-                if could_not is MustWait.ALL:
-                    break
-        return False
+    def _let_go(self, now_s: float) -> None:
+        """Whoever can go, in their order. Those for whom alone there is no room are passed by those due next, for a while."""
+        tries = DECISIONS_A_LOOK
+        has_more = True
+        while tries and has_more and (first := self._queue.peek()) is not None:
+            tries -= 1
+            could_not = self._try(first, now_s)
+            if could_not is not None:
+                has_more = could_not is MustWait.THIS and self._let_pass(first.handle, tries, now_s)
+                break
+        if has_more and len(self._queue):
+            self._wake.set()
+
+    def _let_pass(self, first: _Seat, tries: int, now_s: float) -> bool:
+        """There is no room for `first`, but perhaps for some of those due next. Whether any has gone."""
+        num_before = first.num_overtaken
+        for waiting in self._queue.soonest(tries + 1):
+            if waiting.handle is first:
+                continue
+            could_not = self._try(waiting, now_s) if first.num_overtaken < MAX_OVERTAKEN else MustWait.ALL
+            if could_not is MustWait.ALL:
+                break
+            first.num_overtaken += could_not is None
+        return first.num_overtaken > num_before
 
     def _try(self, waiting: "Waiting[_Seat]", now_s: float) -> MustWait | None:
         """Let it go, if it can: None then. A bug of ours costs the request, not those behind it."""

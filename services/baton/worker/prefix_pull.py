@@ -19,7 +19,7 @@ from baton.transfer.reader import KvReader
 log = get_logger(__name__)
 
 MAX_PULLED_SHARE = 0.25
-"""Of this worker's KV memory: the bytes of copies, those on their way and those here that no second request has used yet."""
+"""Of this worker's blocks: copies, those on their way and those here that no second request has used yet."""
 MAX_TIMES_COMPUTING = 2.0
 """A pull is given up when it has taken so many times as long as computing the same blocks would, alone on the device..."""
 MIN_PULL_S = 0.25
@@ -40,12 +40,12 @@ class _UnderWay:
 class PrefixPuller:
     """All prefix pulls of one worker. Single owner: its event loop."""
 
-    def __init__(self, *, engine: Engine, reader: KvReader, block_bytes: int, costs: Callable[[], StepCostModel | None]) -> None:
+    def __init__(self, *, engine: Engine, reader: KvReader, costs: Callable[[], StepCostModel | None]) -> None:
         self._engine = engine
         self._pool = engine.pool
         self._reader = reader
         self._costs = costs
-        self._max_copies = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks * block_bytes) // block_bytes)
+        self._max_copies = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks))
         self._under_way: dict[BlockHash, _UnderWay] = {}
         """By the first block that it brings."""
 

@@ -121,12 +121,7 @@ class Worker:
             pool=parts.pool,
             owner=self.owner,
             reader=self.reader,
-            prefixes=PrefixPuller(
-                engine=parts.engine,
-                reader=self.reader,
-                block_bytes=self._layout.block_bytes,
-                costs=lambda: self._costs.costs,
-            ),
+            prefixes=PrefixPuller(engine=parts.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,

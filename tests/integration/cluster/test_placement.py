@@ -233,8 +233,13 @@ async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[Blo
     connection = RedisConnection(cluster.settings["redis_url"])
     try:
         feed = RedisKvEventFeed(connection, Keys())
+
+        async def has_told() -> bool:
+            """False where the store has just lost everything."""
+            return await feed.renew(worker.worker, 10.0) > 0
+
+        await until(has_told, BOUND_S)
         last = await feed.renew(worker.worker, 10.0)
-        assert last > 0, "the worker has told something"
         event = KvEvent(
             worker=worker.worker, event_seq=last + 1, kind=KvEventKind.STORED, hashes=hashes, block_size_tokens=BLOCK_SIZE_TOKENS
         )

@@ -22,6 +22,7 @@ from loadgen.serving import served
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 
 LIMIT_S = 150
+MAX_SEARCHES = 4
 SLOTS_RPS = 4 / 0.09
 """Of 4 slots with answers of 8 tokens: 20 ms, and 7 gaps of 10 ms."""
 SCRIPTED = [sys.executable, "-m", "loadgen.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
@@ -63,11 +64,15 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def search(server: str, out: Path) -> Search:
-    done = capacity("--url", server, *QUICK, "--out", str(out), "--api-key", "secret-key")
-    assert done.returncode in (0, 3), done.stderr
-    if done.returncode == 3:  # on a busy machine the generator may be late again and again, and says so
-        assert "trials in a row were invalid" in done.stdout
-    return Search(done=done, out=out)
+    """On a busy machine the generator may be late again and again, and says so: then it is asked again."""
+    for number in range(MAX_SEARCHES):
+        trial = out.with_name(f"{out.name}-{number}")
+        search = Search(done=capacity("--url", server, *QUICK, "--out", str(trial), "--api-key", "secret-key"), out=trial)
+        if search.done.returncode != 3:
+            break
+        assert "trials in a row were invalid" in search.done.stdout
+    assert search.done.returncode == 0, search.done.stderr
+    return search
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +98,6 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
         cwd=ROOT,
     )
     assert report.returncode == 0, report.stderr
-    if done.returncode == 3:
-        return
     last = done.stdout.strip().splitlines()[-1]
     match = re.fullmatch(r"capacity (\S+) req/s \[(\S+), (\S+)\] at 90 % joint attainment \(95 % confidence, \d+ trials\)", last)
     assert match, done.stdout
@@ -113,8 +116,6 @@ def test_two_searches_of_one_server_state_intervals_that_overlap(server: str, se
     again = search(server, tmp_path / "again")
     points = [read(one.out)["points"][0] for one in (searched, again)]
     assert not {trial["seed"] for trial in points[0]["trials"]} & {trial["seed"] for trial in points[1]["trials"]}
-    if 3 in (searched.done.returncode, again.done.returncode):
-        pytest.skip("capacity: this machine is too busy to send in time")
     (low, high), (other_low, other_high) = ((answer["low_rps"], answer["high_rps"]) for answer in (point["answers"][0] for point in points))
     assert low <= other_high
     assert other_low <= high

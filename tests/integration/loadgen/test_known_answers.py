@@ -4,12 +4,10 @@ The server writes down when it sent each event, by the same clock. Nothing may a
 error and the machine's, and is not held tightly here (`loadgen selftest` does).
 """
 
-import shutil
 import ssl
-import subprocess
-from pathlib import Path
 
 import pytest
+import trustme
 
 from loadgen import metrics
 from loadgen.errors import Unreachable
@@ -153,21 +151,9 @@ async def test_what_is_sent(api: str, prompts: str) -> None:
         assert len(served.body["prompt"]) == 11
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A file with a key and its own certificate."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("needs openssl, to make a certificate")
-    file = tmp_path / "both.pem"
-    how = "req -x509 -nodes -days 2 -subj /CN=localhost -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -batch"
-    subprocess.run([openssl, *how.split(), "-keyout", "key", "-out", "certificate"], check=True, capture_output=True, cwd=tmp_path)
-    file.write_text((tmp_path / "key").read_text() + (tmp_path / "certificate").read_text())
-    return file
-
-
-async def test_over_tls(certificate: Path) -> None:
+async def test_over_tls() -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate)
+    trustme.CA().issue_cert("localhost").configure_cert(tls)
     made = plan(*(request(index, (index, 2000), at_s=index * 0.01, output=3) for index in range(5)))
     async with ScriptedServer(Script(gaps_s=(0.01,)), tls=tls) as server:
         run = await measure(made, target(server, is_insecure=True))

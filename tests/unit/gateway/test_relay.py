@@ -366,6 +366,7 @@ async def test_a_new_request_without_workers_is_refused_at_once() -> None:
         (Reason.TPOT_SLO, Code.RESOURCE_EXHAUSTED),
         (Reason.NO_WORKERS, Code.UNAVAILABLE),
         (Reason.DRAINING, Code.UNAVAILABLE),
+        (Reason.DEADLINE, Code.DEADLINE_EXCEEDED),
     ],
 )
 @virtual

@@ -81,11 +81,11 @@ def test_what_is_held_behind_what_is_expected_counts_on() -> None:
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(5, 0)}
 
 
-def test_a_false_claim_can_be_removed() -> None:
+def test_what_one_has_evicted_another_may_still_hold() -> None:
     index = index_of(W0, W1)
     for worker in (W0, W1):
         index.stored(worker, DEVICE, CHAIN)
-    index.forget(W0, CHAIN[2:])
+    index.evicted(W0, DEVICE, CHAIN[2:])
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(2), "w1": overlap(6)}
 
 
@@ -180,10 +180,6 @@ class NaiveIndex:
         if life := self.life(worker):
             life.held[tier].difference_update(hashes)
 
-    def forget(self, worker: WorkerRef, hashes: Iterable[bytes]) -> None:
-        for tier in Tier:
-            self.evicted(worker, tier, hashes)
-
     def expect(self, worker: WorkerRef, hashes: tuple[bytes, ...], until_s: float) -> None:
         if life := self.life(worker):
             life.expected[hashes] = max(until_s, life.expected.get(hashes, 0.0))
@@ -213,7 +209,7 @@ acts = st.one_of(
     st.tuples(st.just("evicted"), workers, tiers, some_blocks),
     st.tuples(st.just("expect"), workers, leading, moments),
     st.tuples(st.just("expect"), workers, leading, moments),
-    st.tuples(st.just("forget"), workers, leading),
+    st.tuples(st.just("evicted"), workers, tiers, leading),
     st.tuples(st.sampled_from(["drop", "reset"]), workers),
     st.tuples(st.just("sweep"), st.integers(1, 5)),
     st.tuples(st.just("wait")),

@@ -54,6 +54,15 @@ def test_a_late_first_token_is_refused_with_its_numbers(mode: Admission) -> None
     assert answer(expecting(), mode, ttft_s=HEADROOM * 1.5) is None
 
 
+def test_what_no_queue_explains_is_hopeless_by_the_same_measure() -> None:
+    """A queue of 0.5 s of a TTFT of 1.5 s, with headroom on both: an idle cluster is predicted to need HEADROOM."""
+    for ttft_s, is_hopeless in ((HEADROOM * 1.0 - 0.001, True), (HEADROOM * 1.0 + 0.001, False)):
+        refused = answer(expecting(), ttft_s=ttft_s)
+        assert refused is not None
+        assert (refused.retry_after_s == MAX_RETRY_S) == is_hopeless
+        assert ("an idle cluster would miss it" in refused.message) == is_hopeless
+
+
 def test_early_looks_at_now_and_predictive_at_when_the_prompt_is_computed() -> None:
     assert answer(expecting(), Admission.EARLY, tpot_s=0.025) is not None
     assert answer(expecting(), Admission.PREDICTIVE, tpot_s=0.025) is None

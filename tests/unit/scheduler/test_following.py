@@ -253,7 +253,7 @@ async def test_a_worker_that_writes_nothing_is_asked_now_and_then_and_holds_up_n
 
 
 @virtual
-async def test_a_false_claim_goes_when_it_is_found_out_and_a_forged_entry_with_the_next_look() -> None:
+async def test_a_forged_entry_goes_with_the_next_look() -> None:
     async with rig_of() as rig:
         w0 = rig.start()
         w0.store(*CHAIN[:2])
@@ -263,8 +263,6 @@ async def test_a_false_claim_goes_when_it_is_found_out_and_a_forged_entry_with_t
         await rig.feed.publish(w0.ref, [forged], TTL_S)
         await asyncio.sleep(0.3)
         assert rig.runs() == {"w0": 10}
-        rig.index.forget(w0.ref, CHAIN[5:])  # a pull found nothing
-        assert rig.runs() == {"w0": 5}
         await asyncio.sleep(3.0)  # the worker sees that the store says what it never said
         assert rig.runs() == {"w0": 2}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Reason
 from baton.core.request import Slo
-from baton.scheduler.waiting import WaitingQueue, displaced, overdue
+from baton.scheduler.waiting import Waiting, WaitingQueue, displaced, overdue
 from tests.builders import query
 
 
@@ -16,17 +16,23 @@ def asked(tenant: str = "default", *, within_s: float = 10.0, priority: int = 0,
     return {"tenant": tenant, "deadline_s": within_s, "priority": priority, "attempt": attempt}
 
 
-def queue_of(*requests: dict[str, object], max_waiting: int = 100, **weights: float) -> WaitingQueue[int]:
+def queue_of(*requests: dict[str, object], max_waiting: int = 100) -> WaitingQueue[int]:
     """Their handles are their places in `requests`."""
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=max_waiting, weights=weights)
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=max_waiting)
     for handle, fields in enumerate(requests):
         queue.add(query(**fields), handle, 0.0)
     return queue
 
 
+def take_next(queue: WaitingQueue[int]) -> Waiting[int] | None:
+    if (first := queue.peek()) is not None:
+        queue.take(first)
+    return first
+
+
 def order(queue: WaitingQueue[int], count: int = 1000) -> list[int]:
     taken = []
-    while len(taken) < count and (waiting := queue.next()) is not None:
+    while len(taken) < count and (waiting := take_next(queue)) is not None:
         taken.append(waiting.handle)
     return taken
 
@@ -52,18 +58,13 @@ def test_tenants_take_turns_whoever_came_first() -> None:
     assert [handle >= 50 for handle in order(queue, 6)] == [False, True, False, True, False, True]
 
 
-def test_a_tenant_gets_turns_by_its_weight() -> None:
-    taken = order(queue_of(*[asked("a")] * 60, *[asked("b")] * 60, b=3.0), 40)
-    assert sum(handle >= 60 for handle in taken) == 30
-
-
 def test_a_tenant_that_comes_back_each_time_gets_no_more_than_its_turns() -> None:
     queue = queue_of(*[asked("patient", within_s=100.0)] * 10)
     taken = []
     for _ in range(10):
         if "hasty" in taken[-1:] or not taken:
             queue.add(query(tenant="hasty", deadline_s=1.0), -1, 0.0)
-        waiting = queue.next()
+        waiting = take_next(queue)
         assert waiting is not None
         taken.append(waiting.query.tenant)
     assert 4 <= taken.count("patient") <= 6
@@ -131,7 +132,7 @@ def test_a_client_that_went_away_is_not_served() -> None:
     assert queue.remove(places[1])
     assert not queue.remove(places[1])
     assert order(queue) == [0, 2]
-    assert (len(queue), queue.next(), queue.peek(), queue.next_due_s) == (0, None, None, None)
+    assert (len(queue), take_next(queue), queue.peek(), queue.next_due_s) == (0, None, None, None)
 
 
 def test_those_that_stay_keep_their_order() -> None:
@@ -143,16 +144,15 @@ def test_those_that_stay_keep_their_order() -> None:
     assert order(queue) == sorted(dues[:5] + dues[30:])
 
 
-@pytest.mark.parametrize("wrong", [{"max_waiting": 0}, {"max_waiting": 1, "weights": {"a": 0.0}}])
-def test_a_queue_for_nobody_is_refused(wrong: dict[str, object]) -> None:
+def test_a_queue_for_nobody_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one request"):
-        WaitingQueue(**wrong)  # type: ignore[arg-type]
+        WaitingQueue(max_waiting=0)
 
 
 @given(seed=st.integers(0, 100_000))
 def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> None:
     random = Random(seed)
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=random.randrange(1, 12), weights={"a": 2.0})
+    queue: WaitingQueue[int] = WaitingQueue(max_waiting=random.randrange(1, 12))
     inside: dict[int, object] = {}
     for handle in range(60):
         now_s = handle / 4
@@ -164,7 +164,7 @@ def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> N
                 if victim is not None:
                     assert inside.pop(victim.handle) is victim
             case 3:
-                taken = queue.next()
+                taken = take_next(queue)
                 assert (taken is None) == (not inside)
                 if taken is not None:
                     assert inside.pop(taken.handle) is taken

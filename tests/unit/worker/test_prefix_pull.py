@@ -224,7 +224,7 @@ async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
 async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | None, limit_s: float) -> None:
     async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as made:
         costs = None if token_s is None else SimStepCost(base_s=0.0, per_token_s=token_s).model
-        puller = PrefixPuller(engine=made.p.worker.engine, reader=made.p.worker.reader, block_bytes=BLOCK_BYTES, costs=lambda: costs)
+        puller = PrefixPuller(engine=made.p.worker.engine, reader=made.p.worker.reader, costs=lambda: costs)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await made.pair.cluster.network.kill(made.holder.ref.address)

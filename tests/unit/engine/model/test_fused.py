@@ -19,7 +19,6 @@ from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward, can_fuse
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.model.native.build import NoKernels
 from baton.engine.model.native.library import Kernels, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.engine.model.step_inputs import Part, pack
@@ -92,10 +91,7 @@ def _set_depth(base: Any) -> None:
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    try:
-        return load_kernels(1)
-    except NoKernels as error:
-        pytest.skip(f"no C++ compiler: {error}")
+    return load_kernels(1)
 
 
 def answers(loaded: LoadedModel, forward: Forward) -> torch.Tensor:

@@ -13,20 +13,12 @@ from baton.core.errors import ModelError
 from baton.engine.model import fused, ways
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.model.native.build import NoKernels, build
+from baton.engine.model.native.build import NoKernels
 from baton.engine.model.self_proof import prove_numbers
 from baton.engine.model.ways import Way, choose_way
 from tests.unit.engine.model.conftest import TINY
 
 SIZE = 16
-
-
-@pytest.fixture(autouse=True)
-def needs_a_compiler() -> None:
-    try:
-        build()
-    except NoKernels as error:
-        pytest.skip(f"no C++ compiler: {error}")
 
 
 @pytest.fixture
@@ -131,16 +123,17 @@ def test_a_model_that_cannot_be_served_at_all(loaded: LoadedModel, said: list[tu
 def test_packed_weights_are_held_once(tiny_dir: Path) -> None:
     """What is left of the model after its choice: what was not packed, and all that is asked of a loaded model."""
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
-    if not fused._can_pack(loaded.dtype):
-        pytest.skip("this processor or this build of torch packs no bfloat16 weights")
+    packs = fused._can_pack(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
     way = choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
     assert way.name == "our kernels"
     left = {name for name, parameter in loaded.model.named_parameters() if parameter.numel()}
-    assert left == {name for name, _ in loaded.model.named_parameters() if "norm" in name or "embed_tokens" in name}
+    names = {name for name, _ in loaded.model.named_parameters()}
+    assert left == ({name for name in names if "norm" in name or "embed_tokens" in name} if packs else names)
     assert (loaded.dtype, loaded.device, loaded.layout(SIZE)) == (torch.bfloat16, torch.device("cpu"), layout)
-    with pytest.raises(ModelError, match="cannot run"), closing(ModelForward(loaded.model)) as own:
-        prove_numbers(loaded, SIZE, forward=own)
+    if packs:
+        with pytest.raises(ModelError, match="cannot run"), closing(ModelForward(loaded.model)) as own:
+            prove_numbers(loaded, SIZE, forward=own)
 
 
 def test_weights_that_are_not_packed_stay_the_models_own(loaded: LoadedModel) -> None:

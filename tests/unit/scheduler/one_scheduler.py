@@ -1,0 +1,91 @@
+"""One scheduler over in-process streams."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.apis import DecisionStore, Duplex
+from baton.core.cluster import (
+    Command,
+    CommandKind,
+    DecisionRecord,
+    WorkerReport,
+)
+from baton.core.errors import StoreUnavailable
+from baton.runtime.in_process import InProcessNetwork
+from baton.runtime.metrics import SchedulerMetrics
+from baton.scheduler.admission import Admission
+from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.workers import SchedulerTimes
+from baton.store.memory import MemoryKvEventFeed
+
+ADDRESS = "scheduler:1"
+
+
+class BrokenStore(DecisionStore):
+    async def put(self, record: DecisionRecord, ttl_s: float) -> None:
+        raise StoreUnavailable("redis is away")
+
+    async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        raise StoreUnavailable("redis is away")
+
+
+@asynccontextmanager
+async def a_scheduler(
+    policy: str = "least_loaded",
+    max_waiting_seqs: int = 4,
+    store: DecisionStore | None = None,
+    max_waiting: int = 0,
+    admission: Admission = Admission.OFF,
+    silence_s: float = 30.0,
+) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
+    scheduler = Scheduler(
+        scheduler_id="s0",
+        rules=SchedulerRules(
+            policy=policy,
+            admission=admission,
+            max_waiting_seqs=max_waiting_seqs,
+            max_worker_queue_s=0.5,
+            max_waiting=max_waiting,
+        ),
+        times=SchedulerTimes(silence_s=silence_s, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
+        store=store or BrokenStore(),
+        feed=MemoryKvEventFeed(),
+        metrics=SchedulerMetrics(CollectorRegistry()),
+        rng=Random(0),
+    )
+    network = InProcessNetwork()
+    network.add_scheduler(ADDRESS, scheduler)
+    try:
+        yield scheduler, network
+    finally:
+        await network.aclose()
+        await scheduler.aclose()
+
+
+async def told(stream: Duplex[WorkerReport, Command]) -> Command:
+    """The next command, less those for a snapshot, which these workers never write."""
+    while (command := await stream.receive()).kind is CommandKind.SNAPSHOT:
+        pass
+    return command
+
+
+async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[WorkerReport, Command]:
+    stream = await network.open_report(ADDRESS)
+    stream.send(report)
+    await settle()
+    return stream
+
+
+def promised_tpot_s(scheduler: Scheduler) -> float | None:
+    """By its only worker, as the next decision would see it."""
+    (worker,) = scheduler._view.snapshot(asyncio.get_running_loop().time()).workers
+    return worker.tpot_slo_s
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)

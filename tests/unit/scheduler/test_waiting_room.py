@@ -1,0 +1,216 @@
+"""Requests that wait at one scheduler: who goes when, who is told what, who leaves."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from baton.core.cluster import (
+    Placement,
+    PlacementQuery,
+    Rejection,
+    StillWaiting,
+)
+from baton.core.errors import Code, Reason, Refused
+from baton.core.request import RequestActuals, Slo
+from baton.scheduler.admission import Admission
+from baton.scheduler.waiting_room import DECISIONS_A_LOOK, MustWait, WaitingRoom
+from tests.builders import blocks, query, worker_report
+from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle
+from tests.unit.worker.virtual import virtual
+
+
+async def test_a_request_waits_here_until_a_worker_has_taken_what_it_has() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        first = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(first, Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        stream.send(worker_report("w0", report_seq=2, running_seqs=1, counted_decision_ids=(first.decision_id,)))
+        second = await asyncio.wait_for(waiting, 5)
+        assert isinstance(second, Placement)
+        assert second.waiting_s > 0.04
+        (record,) = await scheduler.explain(b"b")
+        assert record.placement == second
+
+
+async def test_who_waits_is_told_so_and_keeps_its_place_if_it_asks_again() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        patient = query(request_id=b"b", answer_within_s=0.05)
+        assert await scheduler.place(patient) == StillWaiting(num_waiting=1)
+        later = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
+        assert await scheduler.place(patient) == StillWaiting(num_waiting=2)
+        again = asyncio.create_task(scheduler.place(replace(patient, answer_within_s=60.0)))
+        await settle()
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        assert isinstance(await asyncio.wait_for(again, 5), Placement)
+        assert not later.done(), "it came later"
+        later.cancel()
+
+
+async def test_who_does_not_ask_again_has_left() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        assert isinstance(await scheduler.place(query(request_id=b"gone", answer_within_s=0.02)), StillWaiting)
+        cancelled = asyncio.create_task(scheduler.place(query(request_id=b"cancelled", answer_within_s=60.0)))
+        await settle()
+        cancelled.cancel()
+        await asyncio.sleep(0.4)
+        last = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=0.1)))
+        assert await last == StillWaiting(num_waiting=1)
+
+
+async def test_a_later_attempt_does_not_wait_and_a_new_request_does_not_overtake() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        assert isinstance(await scheduler.place(query(request_id=b"b", answer_within_s=0.02)), StillWaiting)
+        assert isinstance(await scheduler.place(query(request_id=b"c", attempt=1)), Placement)
+        assert await scheduler.place(query(request_id=b"d", answer_within_s=0.02)) == StillWaiting(num_waiting=2)
+
+
+async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with_its_reason() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=Admission.PREDICTIVE) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        hasty = asyncio.create_task(scheduler.place(query(request_id=b"b", slo=Slo(ttft_s=0.3), answer_within_s=60.0)))
+        patient = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
+        await settle()
+        refused = await scheduler.place(query(request_id=b"d", deadline_s=900.0))
+        assert isinstance(refused, Rejection)
+        assert (refused.reason, refused.term) == (Reason.QUEUE_FULL, "scheduler_queue")
+        late = await asyncio.wait_for(hasty, 5)
+        assert isinstance(late, Rejection)
+        assert (late.reason, late.term, late.limit_s) == (Reason.TTFT_SLO, "waiting_s", 0.3)
+        assert not patient.done()
+        for request_id in (b"b", b"d"):
+            (record,) = await scheduler.explain(request_id)
+            assert record.rejection is not None
+        patient.cancel()
+
+
+async def test_a_scheduler_that_leaves_sends_those_who_wait_to_another() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await scheduler.aclose()
+        for asked in (waiting, scheduler.place(query(request_id=b"b")), scheduler.place(query(request_id=b"new"))):
+            with pytest.raises(Refused) as refused:
+                await asked
+            assert refused.value.failure.code is Code.UNAVAILABLE
+        assert await scheduler.explain(b"b") == ()
+
+
+async def test_a_worker_that_is_back_in_a_moment_costs_nobody_their_place() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await stream.aclose()
+        await asyncio.sleep(0.02)
+        await join(network, worker_report("w0", epoch=2))
+        assert isinstance(await asyncio.wait_for(waiting, 5), Placement)
+
+
+async def test_without_any_worker_for_long_those_who_wait_are_told_so() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
+        waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
+        await settle()
+        await stream.aclose()
+        refused = await asyncio.wait_for(waiting, 5)
+        assert isinstance(refused, Rejection)
+        assert refused.reason is Reason.NO_WORKERS
+
+
+async def test_a_bug_of_ours_costs_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        first, second = (asyncio.create_task(scheduler.place(query(request_id=name, answer_within_s=60.0))) for name in (b"b", b"c"))
+        await asyncio.sleep(0.05)
+        decide = scheduler._decide
+
+        def broken(asking: PlacementQuery, **how: bool) -> object:
+            if asking.request_id == b"b":
+                raise ZeroDivisionError
+            return decide(asking, **how)
+
+        monkeypatch.setattr(scheduler, "_decide", broken)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        with pytest.raises(Refused) as refused:
+            await asyncio.wait_for(first, 5)
+        assert refused.value.failure.code is Code.INTERNAL
+        assert isinstance(await asyncio.wait_for(second, 5), Placement)
+        monkeypatch.undo()
+        await scheduler.finished(RequestActuals(decision_id=second.result().decision_id, outcome="stop"))
+        assert isinstance(await scheduler.place(query(request_id=b"b")), Placement), "it may be asked for anew"
+
+
+async def test_an_answer_that_nobody_fetches_counts_no_more() -> None:
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+        stream = await join(network, worker_report("w0"))
+        placed = await scheduler.place(query(request_id=b"a"))
+        assert isinstance(placed, Placement)
+        gone = query(request_id=b"b", slo=Slo(tpot_s=0.01), answer_within_s=0.2)
+        assert isinstance(await scheduler.place(gone), StillWaiting)
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
+        await asyncio.sleep(0.05)
+        assert promised_tpot_s(scheduler) == 0.01, "it is kept for who asks again"
+        await asyncio.sleep(0.2)
+        stream.send(worker_report("w0", report_seq=2))
+        await asyncio.sleep(0.4)
+        assert promised_tpot_s(scheduler) is None
+
+
+async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while() -> None:
+    roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
+    async with a_scheduler(max_waiting_seqs=100, max_waiting=100) as (scheduler, network):
+        await join(network, worker_report("w0", **roomy))
+        large = asyncio.create_task(scheduler.place(query(request_id=b"large", num_prompt_tokens=300, answer_within_s=60.0)))
+        await settle()
+        assert not large.done()
+        small = query(request_id=b"small", num_prompt_tokens=8, answer_within_s=60.0)
+        assert isinstance(await asyncio.wait_for(scheduler.place(small), 5), Placement)
+        large.cancel()
+
+
+@pytest.mark.parametrize("could_go", [False, True])
+@virtual
+async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
+    """However many wait, one look costs a few decisions; and one follows the other while there is somebody who can go."""
+    decided_at_s: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    def decide(asking: PlacementQuery, waited_s: float) -> Rejection | MustWait:
+        decided_at_s.append(loop.time())
+        if not could_go or asking.request_id == b"0":
+            return MustWait.THIS
+        return Rejection(reason=Reason.TTFT_SLO, message="", retry_after_s=1.0)
+
+    room = WaitingRoom(
+        max_waiting=100, keeps_slos=True, decide=decide, refuse=lambda *_: None, abandon=lambda _: None, on_size=lambda _: None
+    )
+    running = asyncio.create_task(room.run())
+    for number in range(30):
+        asking = query(request_id=b"%d" % number, answer_within_s=60.0)
+        room.enter(asking, 0.0)
+    await asyncio.sleep(0.2)
+    looks = Counter(decided_at_s)
+    assert max(looks.values()) <= DECISIONS_A_LOOK
+    assert len(room) == (1 if could_go else 30)
+    assert len(looks) == (6 if could_go else 1)
+    running.cancel()
