@@ -13,6 +13,10 @@ from baton.core.plain import from_plain, to_plain
 
 COSTS_VERSION = 1
 """Of the features: a model of another version means something else by its numbers."""
+STALL_TIMES = 1.8
+"""Without a promise: a step with a part of a prompt takes so many times what it takes without. Below 2, because steps vary."""
+SLO_PART = 0.9
+"""With a promise such a step may take so much of it."""
 NUM_FEATURES = 5
 
 _MIN_PIVOT = 1e-9
@@ -156,6 +160,12 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
         raise ValueError("costs need measurements of steps with prefill and of steps with decode")
     rows = [tuple(feature / seconds for feature in work.features) for work, seconds in measured]
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
+
+
+def stall_free_step_s(decode_step_s: float, tpot_slo_s: float) -> float:
+    """How long a step with a part of a prompt may take beside sequences that decode, and whose step without it takes `decode_step_s`.
+    `tpot_slo_s`: promised to all of them, 0 for none."""
+    return SLO_PART * tpot_slo_s if tpot_slo_s else STALL_TIMES * decode_step_s
 
 
 class CostCorrection:

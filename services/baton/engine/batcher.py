@@ -22,10 +22,9 @@ def victim(running: Iterable[EngineSequence]) -> EngineSequence | None:
     return max((seq for seq in running if seq.can_be_preempted), key=lambda seq: seq.order, default=None)
 
 
-def share_budget(running: Iterable[EngineSequence], max_num_batched_tokens: int) -> list[tuple[EngineSequence, int]]:
+def share_budget(running: Iterable[EngineSequence], budget: int, max_num_batched_tokens: int) -> list[tuple[EngineSequence, int]]:
     """Tokens for each running sequence: first to those one token behind, then chunks of what is left to the others, each best first."""
     shares: list[tuple[EngineSequence, int]] = []
-    budget = max_num_batched_tokens
     for seq in sorted(running, key=lambda seq: (seq.num_tokens_behind > 1, seq.order)):
         num_scheduled_tokens = _chunk(seq, budget, max_num_batched_tokens)
         if num_scheduled_tokens:

@@ -16,6 +16,7 @@ from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutp
 from baton.engine.room import Room
 from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
 from baton.engine.sequence_table import SequenceTable
+from baton.engine.stall_free import Pace, tokens_beside
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
@@ -34,6 +35,8 @@ class Engine:
         self.counters = EngineCounters()
         self._sequences = SequenceTable()
         self.coming = ComingPrompts(pool)
+        self.pace: Pace | None = None
+        """For whoever knows what steps cost to set; without it a step takes as many tokens as fit."""
         self._room = Room(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
         self._progress: list[Progress] = []
@@ -139,11 +142,24 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def step_budget_tokens(self) -> int:
+        """Of the next step: `max_num_batched_tokens`, or less where sequences decode that would wait too long for it."""
+        most = self.config.max_num_batched_tokens
+        if self.pace is None:
+            return most
+        decoding = [seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
+        begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
+        least = self.config.block_size_tokens
+        return len(decoding) + tokens_beside(self.pace, decoding, max(begun, default=0), most - len(decoding), least)
+
     def plan(self) -> StepPlan:
         """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`, before the step need run."""
         self._room.give_to_decode()
-        shares = share_budget(self._sequences.running.values(), self.config.max_num_batched_tokens)
-        shares += self._room.admit(self.config.max_num_batched_tokens - sum(n for _, n in shares))
+        has_prompts = next(iter(self._sequences.prefills()), None) is not None
+        budget = self.step_budget_tokens if has_prompts else self.config.max_num_batched_tokens
+        shares = share_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
+        shares += self._room.admit(budget - sum(n for _, n in shares))
         plan = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(self._step_sequence(seq, num_scheduled_tokens) for seq, num_scheduled_tokens in shares),

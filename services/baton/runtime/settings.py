@@ -107,6 +107,21 @@ class ModelSettings(Config):
 
 
 @config
+class SloSettings(Config):
+    """Read by the gateway, which promises it, and by workers, which keep their steps within it."""
+
+    slo: str = setting("", help="SLO of requests that ask for none, such as ttft=500ms,tpot=50ms; without it they are promised nothing")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_slo(self.slo)
+
+    @property
+    def default_slo(self) -> Slo:
+        return parse_slo(self.slo)
+
+
+@config
 class RequestSettings(Config):
     """Read by the gateway: what it accepts from clients, and how long it keeps trying."""
 
@@ -117,19 +132,10 @@ class RequestSettings(Config):
     )
     max_open_requests: int = setting(1024, help="requests open in one gateway at a time; more get 429", minimum=1)
     max_attempts: int = setting(8, help="times that a request is placed before its last failure is its answer", minimum=1)
-    slo: str = setting("", help="SLO of requests that ask for none, such as ttft=500ms,tpot=50ms; without it they are promised nothing")
     scheduler_wait_s: float = setting(20.0, help="time that new requests wait for a scheduler before 503", unit="seconds", above=0)
     stream_buffer_bytes: int = setting(
         256 * 1024, help="unread answer of one stream; the request of a client that reads slower is cancelled", unit="bytes", minimum=4096
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_slo(self.slo)
-
-    @property
-    def default_slo(self) -> Slo:
-        return parse_slo(self.slo)
 
 
 @config
@@ -255,6 +261,7 @@ class FleetSettings(Config):
 
 @config
 class GatewayConfig(
+    SloSettings,
     RequestSettings,
     ModelSettings,
     SchedulerClientSettings,
@@ -274,6 +281,7 @@ class SchedulerConfig(PolicySettings, QueueSettings, StoreSettings, HeartbeatSet
 
 @config
 class WorkerConfig(
+    SloSettings,
     TransferSettings,
     ComputeSettings,
     QueueSettings,
@@ -294,7 +302,15 @@ class WorkerConfig(
 
 @config
 class FleetConfig(
-    FleetSettings, TransferSettings, ComputeSettings, QueueSettings, ModelSettings, StoreSettings, HeartbeatSettings, ProcessSettings
+    FleetSettings,
+    SloSettings,
+    TransferSettings,
+    ComputeSettings,
+    QueueSettings,
+    ModelSettings,
+    StoreSettings,
+    HeartbeatSettings,
+    ProcessSettings,
 ):
     """`baton fleet`: how many workers, and the settings that each of them gets."""
 
@@ -306,6 +322,7 @@ class ClusterConfig(
     ComputeSettings,
     QueueSettings,
     PolicySettings,
+    SloSettings,
     RequestSettings,
     ModelSettings,
     StoreSettings,

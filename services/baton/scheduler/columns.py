@@ -6,13 +6,14 @@ up to date between snapshots, because making them takes longer than deciding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.core.cluster import ClusterSnapshot, LinkReport, WorkerState, WorkerView
+from baton.core.costs import stall_free_step_s
 from baton.core.kv_layout import KvLayout
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -60,10 +61,12 @@ class Rows(Generic[N]):
     at hand, because nothing decodes. `decoding_s`: what the decoding ones add to a step. `link_s_per_byte`: of a source not read from yet.
     `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
     steps without prefill. `has_costs`: 1 where they are the worker's own, 0.5 where they are borrowed, 0 where there are none.
+    `chunk_tokens`: of a prompt in one step, at most. `tpot_slo_s`: within which the worker keeps its steps, 0 for none.
 
-    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `leave_s`, in how long all but 1/e of the
-    sequences that decode there will have ended (an answer's age says little about what is left of it, so each is expected to go on for a
-    whole mean length); `queue_s` until the prompts that wait there now, own placements included, are computed.
+    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `share_s` that a prompt gets of a step, so
+    that those that decode or will join do not wait for long (`core.costs.stall_free_step_s`), infinite where there are none; `leave_s`, in
+    how long all but 1/e of the sequences that decode there will have ended (an answer's age says little about what is left of it, so each
+    is expected to go on for a whole mean length); `queue_s` until the prompts that wait there now, own placements included, are computed.
     """
 
     # As reported.
@@ -79,6 +82,7 @@ class Rows(Generic[N]):
     decoding_context: N
     joining_alike: N
     chunk_tokens: N
+    tpot_slo_s: N
     max_num_seqs: N
     output_tokens: N
     link_s_per_byte: N
@@ -100,6 +104,7 @@ class Rows(Generic[N]):
     queued_attended: N
     # Worked out from these.
     beside_s: N
+    share_s: N
     leave_s: N
     queue_s: N
 
@@ -237,6 +242,7 @@ class ColumnsKeeper:
             decoding_context,
             0 if decoding_seqs else report.waiting_seqs,
             max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
+            report.tpot_slo_s,
             report.max_num_seqs,
             output_tokens,
             link_s_per_byte,
@@ -274,9 +280,18 @@ def _with_seconds(numbers: list[float]) -> list[float]:
     beside_s = row.step_s + row.decoding_s
     decode_s = row.decode_step_s + row.decode_seq_s * row.decoding_seqs + row.decode_context_s * row.decoding_context
     leave_s = row.output_tokens * max(decode_s, _TINY_S)
-    num_steps = ceil(row.queued_tokens / row.chunk_tokens)
-    queue_s = num_steps * beside_s + row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
-    return [*numbers, beside_s, leave_s, queue_s]
+    share_s = _share_s(row)
+    compute_s = row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
+    num_steps = ceil(max(row.queued_tokens / row.chunk_tokens, compute_s / share_s))
+    return [*numbers, beside_s, share_s, leave_s, num_steps * beside_s + compute_s]
+
+
+def _share_s(row: Row) -> float:
+    seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
+    if not seqs or not row.token_s:
+        return inf
+    decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
+    return max(stall_free_step_s(decode_s, row.tpot_slo_s) - decode_s, row.block_tokens * row.token_s)
 
 
 class _LinkTable:

@@ -52,8 +52,8 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], c: Columns
 
 def prefill_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
     """To compute what is left of a prompt of `num_tokens`, chunk by chunk, beside what decodes there."""
-    num_steps = _ceil((num_tokens - cached_tokens) / c.chunk_tokens)
-    return num_steps * c.beside_s + added_s(c, num_tokens, cached_tokens)
+    compute_s = added_s(c, num_tokens, cached_tokens)
+    return _ceil(_larger((num_tokens - cached_tokens) / c.chunk_tokens, compute_s / c.share_s)) * c.beside_s + compute_s
 
 
 def added_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
@@ -66,7 +66,7 @@ def mixed_step_s(row: Row, num_tokens: int, cached_tokens: float) -> float:
     """The longest step that decodes and computes a chunk of that prompt, its last one."""
     chunk = min(row.chunk_tokens, num_tokens - cached_tokens)
     before = num_tokens - chunk
-    return row.beside_s + chunk * (row.token_s + row.attended_s * (before + (chunk + 1) / 2))
+    return row.beside_s + min(row.share_s, chunk * (row.token_s + row.attended_s * (before + (chunk + 1) / 2)))
 
 
 def expected_outputs(c: Rows[N], prompt: Prompt) -> N:
@@ -123,6 +123,10 @@ def _step_s(c: Rows[N], seqs: N, context: N, prompt: Prompt) -> N:
 
 def _least(a: N, b: float) -> N:
     return min(a, b) if isinstance(a, float) else np.minimum(a, b)
+
+
+def _larger(a: N, b: N) -> N:
+    return max(a, b) if isinstance(a, float) else np.maximum(a, b)
 
 
 def _most(a: N, b: float) -> N:

@@ -253,6 +253,7 @@ def to_worker_report(report: WorkerReport) -> pb.WorkerReport:
         max_num_batched_tokens=report.max_num_batched_tokens,
         waiting_prefill_attended_tokens=report.waiting_prefill_attended_tokens,
         mean_output_tokens=report.mean_output_tokens,
+        tpot_slo_s=report.tpot_slo_s,
     )
 
 
@@ -310,6 +311,7 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
         max_num_batched_tokens=message.max_num_batched_tokens,
         waiting_prefill_attended_tokens=message.waiting_prefill_attended_tokens,
         mean_output_tokens=c.amount(message.mean_output_tokens, "mean_output_tokens"),
+        tpot_slo_s=c.amount(message.tpot_slo_s, "tpot_slo_s"),
     )
 
 

@@ -50,10 +50,10 @@ def test_the_best_get_their_blocks_first() -> None:
 
 def test_decodes_come_before_chunks() -> None:
     prompt, decode = make_seq(1, behind=15), make_seq(2)
-    assert share_budget([prompt, decode], 10) == [(decode, 1), (prompt, 9)]
+    assert share_budget([prompt, decode], 10, 10) == [(decode, 1), (prompt, 9)]
     assert one_token_behind([prompt, decode]) == [decode]
 
 
 def test_chunks_are_cut_from_what_is_left_in_order() -> None:
     seqs = [make_seq(1, behind=6), make_seq(2, behind=9, priority=-1), make_seq(3, behind=4)]
-    assert share_budget(seqs, 12) == [(seqs[1], 9), (seqs[0], 3)]
+    assert share_budget(seqs, 12, 12) == [(seqs[1], 9), (seqs[0], 3)]

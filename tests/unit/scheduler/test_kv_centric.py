@@ -258,11 +258,11 @@ def test_it_is_barred_where_a_chunk_would_break_a_promise(promised: str) -> None
     p, d = costed("p", "prefill", **queued(50_000)), WorkerView(report=costed("d", "decode", **decoding(2)))
     assert ids(chosen(seen(p, d), asked(2048))) == (None, "d")
     if promised == "asking":
-        assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.03)))) == ("p", "d")
+        assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.005)))) == ("p", "d")
         assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.3)))) == (None, "d")
     else:
         asking = asked(2048, slo=Slo(tpot_s=0.3 if promised == "running more strictly" else None))
-        assert ids(chosen(seen(p, replace(d, tpot_slo_s=0.03)), asking)) == ("p", "d")
+        assert ids(chosen(seen(p, replace(d, tpot_slo_s=0.005)), asking)) == ("p", "d")
 
 
 def test_without_anybody_else_it_prefills_whatever_is_promised() -> None:

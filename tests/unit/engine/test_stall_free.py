@@ -1,0 +1,53 @@
+"""A prompt beside sequences that decode: their gaps stay short, and the prompt goes on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.costs import SLO_PART, STALL_TIMES, StepCostModel, StepWork
+from baton.engine.stall_free import Pace, tokens_beside
+from baton.engine.step import StepPlan
+from tests.builders import sequence_request
+from tests.engine_rig import EngineRig
+
+COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
+
+
+def pace(tpot_slo_s: float = 0.0, costs: StepCostModel | None = COSTS) -> Pace:
+    return Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s)
+
+
+@given(
+    contexts=st.lists(st.integers(1, 5_000), min_size=1, max_size=64),
+    num_before=st.integers(0, 20_000),
+    slo_s=st.just(0.0) | st.floats(0.001, 0.2),
+)
+def test_the_most_that_keeps_the_limit_is_taken(contexts: list[int], num_before: int, slo_s: float) -> None:
+    def takes_s(num_tokens: int) -> float:
+        return COSTS.step_seconds(StepWork.of([(num_tokens, num_before)], contexts))
+
+    limit_s = STALL_TIMES * COSTS.step_seconds(StepWork.of((), contexts)) if not slo_s else SLO_PART * slo_s
+    taken = tokens_beside(pace(slo_s), contexts, num_before, 512, 16)
+    assert 16 <= taken <= 512
+    assert taken == 16 or takes_s(taken) <= limit_s
+    assert taken == 512 or takes_s(taken + 1) > limit_s
+
+
+def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits() -> None:
+    assert tokens_beside(pace(costs=None), [100], 0, 512, 16) == 512
+    assert tokens_beside(pace(), [], 0, 512, 16) == 512
+
+
+@pytest.mark.parametrize("is_paced", [True, False])
+def test_decode_is_not_stalled_by_a_prompt(is_paced: bool) -> None:
+    rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
+    for seq_id in range(4):
+        rig.add(sequence_request(seq_id, range(10), max_tokens=200))
+    rig.step()
+    rig.engine.pace = pace() if is_paced else None
+    rig.add(sequence_request(9, range(20, 520), max_tokens=2))
+    plans: list[StepPlan] = [rig.step() for _ in range(30)]
+    prompts = [max(part.num_scheduled_tokens for part in plan.sequences) for plan in plans]
+    assert (max(prompts) <= 60) == is_paced, "48 ms of prefill beside 5 ms of decode"
+    assert sum(chunk for chunk in prompts if chunk > 1) >= 499, "the prompt was computed meanwhile"
+    assert all(len(plan.sequences) >= 4 for plan in plans), "and nobody was left out"
