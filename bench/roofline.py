@@ -1,0 +1,89 @@
+"""What the hardware allows, measured: products of matrices, and reading memory; and what a model needs of both."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+READ_BYTES = 2**29
+PRODUCTS = ((2048, 1024, 3072), (2048, 2048, 2048), (512, 1024, 4096))
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Per second: floating point operations of bfloat16 products, and bytes read."""
+
+    flops: float
+    bytes: float
+
+
+def measured(num_threads: int) -> Roofline:
+    """The best of some products and some ways to read: nothing here may be faster."""
+    torch.set_num_threads(num_threads)
+    flops = []
+    with torch.inference_mode():
+        for rows, inner, columns in PRODUCTS:
+            a, b = torch.randn(rows, inner, dtype=torch.bfloat16), torch.randn(columns, inner, dtype=torch.bfloat16)
+            flops.append(2 * rows * inner * columns / _best_s(lambda a=a, b=b: torch.nn.functional.linear(a, b)))
+        memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        rows = memory.view(-1, 4096)
+        vector = torch.ones(4096)
+        reads = [READ_BYTES / _best_s(read) for read in (memory.sum, memory.max, lambda: torch.mv(rows, vector))]
+    return Roofline(flops=max(flops), bytes=max(reads))
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    run()
+    took = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - began_s)
+    return min(took)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a table does not)."""
+
+    weight_params: int
+    head_params: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(model: Path) -> "Needs":
+        config = json.loads((model / "config.json").read_text())
+        params = sum(_size(file) for file in model.glob("*.safetensors"))
+        embedding = config["vocab_size"] * config["hidden_size"]
+        heads = config["num_attention_heads"]
+        return Needs(
+            weight_params=params - embedding if not config.get("tie_word_embeddings") else params,
+            head_params=embedding,
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """The head is computed for the last token alone; attention for each pair of tokens, once as scores and once as sums."""
+        attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
+        return 2 * (self.weight_params - self.head_params) * num_tokens + 2 * self.head_params + attention
+
+    def decode_bytes(self, num_seqs: int, context: float) -> float:
+        """Of a step: all weights once, and each sequence's keys and values."""
+        kv_bytes = 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.weight_params + num_seqs * context * kv_bytes
+
+
+def _size(file: Path) -> int:
+    with safe_open(file, "pt") as tensors:  # type: ignore[no-untyped-call]
+        return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())  # noqa: SIM118
