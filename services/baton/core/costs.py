@@ -17,6 +17,9 @@ STALL_TIMES = 1.8
 """Without a promise: a step with a part of a prompt takes so many times what it takes without. Below 2, because steps vary."""
 SLO_PART = 0.9
 """With a promise such a step may take so much of it."""
+PATIENCE_S = 3.0
+"""So long prompts may wait for the good of those that decode, and were promised nothing."""
+MAX_PREFILL_PART = 0.95
 NUM_FEATURES = 5
 
 _MIN_PIVOT = 1e-9
@@ -162,10 +165,14 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
 
-def stall_free_step_s(decode_step_s: float, tpot_slo_s: float) -> float:
+def stall_free_step_s(decode_step_s: float, tpot_slo_s: float, queued_s: float) -> float:
     """How long a step with a part of a prompt may take beside sequences that decode, and whose step without it takes `decode_step_s`.
-    `tpot_slo_s`: promised to all of them, 0 for none."""
-    return SLO_PART * tpot_slo_s if tpot_slo_s else STALL_TIMES * decode_step_s
+    `tpot_slo_s`: promised to all of them, 0 for none. `queued_s`: to compute all prompts that wait. Without a promise these get the part of
+    the time with which they are done in `PATIENCE_S`: where they ask for more than what stalls nobody, stalling nobody would cost
+    throughput."""
+    if tpot_slo_s:
+        return SLO_PART * tpot_slo_s
+    return decode_step_s * max(STALL_TIMES, 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART)))
 
 
 class CostCorrection:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.costs import attended_tokens
+from baton.core.costs import StepWork, attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine.batcher import share_budget
@@ -150,8 +150,14 @@ class Engine:
             return most
         decoding = [seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
-        least = self.config.block_size_tokens
-        return len(decoding) + tokens_beside(self.pace, decoding, max(begun, default=0), most - len(decoding), least)
+        return len(decoding) + tokens_beside(
+            self.pace,
+            decoding,
+            max(begun, default=0),
+            StepWork.of(self._prefills()),
+            at_most=most - len(decoding),
+            at_least=self.config.block_size_tokens,
+        )
 
     def plan(self) -> StepPlan:
         """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`, before the step need run."""

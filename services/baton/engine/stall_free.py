@@ -18,9 +18,9 @@ class Pace:
     tpot_slo_s: float = 0.0
 
 
-def tokens_beside(pace: Pace, decode_contexts: Sequence[int], num_before: int, at_most: int, at_least: int) -> int:
+def tokens_beside(pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: StepWork, *, at_most: int, at_least: int) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already."""
+    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: all that is left of prompts."""
     costs = pace.costs()
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
@@ -28,7 +28,8 @@ def tokens_beside(pace: Pace, decode_contexts: Sequence[int], num_before: int, a
     def takes_s(num_tokens: int) -> float:
         return costs.step_seconds(StepWork.of([(num_tokens, num_before)], decode_contexts))
 
-    limit_s = stall_free_step_s(costs.step_seconds(StepWork.of((), decode_contexts)), pace.tpot_slo_s)
+    queued_s = costs.step_seconds(queued) - costs.step_s * costs.prefill_factor
+    limit_s = stall_free_step_s(costs.step_seconds(StepWork.of((), decode_contexts)), pace.tpot_slo_s, queued_s)
     if takes_s(at_most) <= limit_s:
         return at_most
     low, high = at_least, at_most  # `high` takes too long

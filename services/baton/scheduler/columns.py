@@ -280,18 +280,18 @@ def _with_seconds(numbers: list[float]) -> list[float]:
     beside_s = row.step_s + row.decoding_s
     decode_s = row.decode_step_s + row.decode_seq_s * row.decoding_seqs + row.decode_context_s * row.decoding_context
     leave_s = row.output_tokens * max(decode_s, _TINY_S)
-    share_s = _share_s(row)
     compute_s = row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
+    share_s = _share_s(row, compute_s)
     num_steps = ceil(max(row.queued_tokens / row.chunk_tokens, compute_s / share_s))
     return [*numbers, beside_s, share_s, leave_s, num_steps * beside_s + compute_s]
 
 
-def _share_s(row: Row) -> float:
+def _share_s(row: Row, queued_s: float) -> float:
     seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
     if not seqs or not row.token_s:
         return inf
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    return max(stall_free_step_s(decode_s, row.tpot_slo_s) - decode_s, row.block_tokens * row.token_s)
+    return max(stall_free_step_s(decode_s, row.tpot_slo_s, queued_s) - decode_s, row.block_tokens * row.token_s)
 
 
 class _LinkTable:

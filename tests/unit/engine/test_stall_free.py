@@ -17,6 +17,10 @@ def pace(tpot_slo_s: float = 0.0, costs: StepCostModel | None = COSTS) -> Pace:
     return Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s)
 
 
+def queued(num_tokens: int) -> StepWork:
+    return StepWork.of([(num_tokens, 0)])
+
+
 @given(
     contexts=st.lists(st.integers(1, 5_000), min_size=1, max_size=64),
     num_before=st.integers(0, 20_000),
@@ -27,15 +31,23 @@ def test_the_most_that_keeps_the_limit_is_taken(contexts: list[int], num_before:
         return COSTS.step_seconds(StepWork.of([(num_tokens, num_before)], contexts))
 
     limit_s = STALL_TIMES * COSTS.step_seconds(StepWork.of((), contexts)) if not slo_s else SLO_PART * slo_s
-    taken = tokens_beside(pace(slo_s), contexts, num_before, 512, 16)
+    taken = tokens_beside(pace(slo_s), contexts, num_before, queued(100), at_most=512, at_least=16)
     assert 16 <= taken <= 512
     assert taken == 16 or takes_s(taken) <= limit_s
     assert taken == 512 or takes_s(taken + 1) > limit_s
 
 
 def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits() -> None:
-    assert tokens_beside(pace(costs=None), [100], 0, 512, 16) == 512
-    assert tokens_beside(pace(), [], 0, 512, 16) == 512
+    assert tokens_beside(pace(costs=None), [100], 0, queued(100), at_most=512, at_least=16) == 512
+    assert tokens_beside(pace(), [], 0, queued(100), at_most=512, at_least=16) == 512
+
+
+def test_prompts_that_have_waited_for_long_get_more_unless_something_is_promised() -> None:
+    def taken(num_queued: int, tpot_slo_s: float = 0.0) -> int:
+        return tokens_beside(pace(tpot_slo_s), [500] * 8, 0, queued(num_queued), at_most=512, at_least=16)
+
+    assert taken(100) == taken(9_000) < taken(14_000) < taken(16_000) <= taken(300_000)
+    assert len({taken(num_queued, 0.01) for num_queued in (100, 16_000, 300_000)}) == 1
 
 
 @pytest.mark.parametrize("is_paced", [True, False])

@@ -11,13 +11,15 @@ from baton.scheduler.predict import mixed_step_s, prefill_s
 from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
 
 CHUNK, BLOCK = 512, 16
+NOTHING = StepWork()
+"""What waits besides."""
 
 
 def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float) -> list[float]:
     """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these contexts."""
     pace, done, took_s = Pace(costs=lambda: COSTS, tpot_slo_s=tpot_slo_s), 0, []
     while done < num_tokens:
-        part = min(num_tokens - done, tokens_beside(pace, contexts, done, CHUNK - len(contexts), BLOCK))
+        part = min(num_tokens - done, tokens_beside(pace, contexts, done, NOTHING, at_most=CHUNK - len(contexts), at_least=BLOCK))
         took_s.append(COSTS.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
     return took_s

@@ -1,0 +1,101 @@
+"""One hybrid engine under Poisson load, by what its steps would take: prompts stall nobody, and cost hardly any throughput."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+
+from baton.core.costs import StepCostModel, StepWork
+from baton.engine.block_pool import BlockPool
+from baton.engine.engine import Engine, EngineConfig
+from baton.engine.stall_free import Pace
+from baton.engine.step import SampledToken, StepPlan, StepResult
+from tests.builders import sequence_request
+from tests.fake_executor import FakeLifeTable
+from tests.scale import sized
+
+pytestmark = pytest.mark.sim
+
+COSTS = StepCostModel(step_s=8e-3, prefill_token_s=1.5e-4, prefill_attended_s=1e-8, decode_seq_s=3e-4, decode_context_s=1e-7)
+PROMPT_TOKENS = 1024
+BLOCK = 16
+TIMES = sized(1, 5)
+
+
+@dataclass(slots=True)
+class Run:
+    """`gaps_s`: of every token but the first of each answer; `gaps`: over the time of a step that decodes alone in the same batch."""
+
+    took_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    last_s: dict[int, float] = field(default_factory=dict)
+
+
+def run(is_paced: bool, num_requests: int, output_tokens: int, per_s: float | None, tpot_slo_s: float = 0.0) -> Run:
+    """`per_s` None: all at once."""
+    config = EngineConfig(max_num_batched_tokens=512, max_num_seqs=64, max_model_len=4096, block_size_tokens=BLOCK, max_waiting_seqs=10_000)
+    engine = Engine(config, BlockPool(64 * 256, BLOCK, FakeLifeTable(64 * 256)))
+    engine.pace = Pace(costs=lambda: COSTS, tpot_slo_s=tpot_slo_s) if is_paced else None
+    rng, found, now_s, at_s = Random(5), Run(), 0.0, 0.0
+    arrivals: list[float] = []
+    for _ in range(num_requests):
+        at_s += rng.expovariate(per_s) if per_s else 0.0
+        arrivals.append(at_s)
+    added = 0
+    while added < len(arrivals) or not engine.is_idle:
+        if engine.is_idle:
+            now_s = max(now_s, arrivals[added])
+        while added < len(arrivals) and arrivals[added] <= now_s:
+            tokens = [rng.randrange(4, 4096) for _ in range(PROMPT_TOKENS)]
+            engine.add(sequence_request(added, tokens, max_tokens=output_tokens, sampling={"ignore_eos": True}, block_size_tokens=BLOCK))
+            added += 1
+        plan = engine.plan()
+        work, contexts = work_of(plan)
+        now_s += COSTS.step_seconds(work)
+        samples = {part.seq_id: (SampledToken(sample_index=0, token_id=7),) for part in plan.sequences if part.sample is not None}
+        alone_s = COSTS.step_seconds(StepWork.of((), contexts)) if contexts else 0.0
+        for part in plan.sequences:
+            if part.sample is not None:
+                if part.seq_id in found.last_s:
+                    found.gaps_s.append(now_s - found.last_s[part.seq_id])
+                    found.gaps.append(found.gaps_s[-1] / alone_s)
+                found.last_s[part.seq_id] = now_s
+        engine.apply(plan, StepResult(step_id=plan.step_id, samples=samples))
+    found.took_s = now_s
+    return found
+
+
+def work_of(plan: StepPlan) -> tuple[StepWork, list[int]]:
+    """With the contexts of those that decode."""
+    by_kind: dict[bool, list[tuple[int, int]]] = defaultdict(list)
+    for part in plan.sequences:
+        by_kind[part.kv_begin >= PROMPT_TOKENS].append((len(part.token_ids), part.kv_begin))
+    contexts = [before for _, before in by_kind[True]]
+    return StepWork.of(by_kind[False], contexts), contexts
+
+
+@pytest.mark.parametrize("output_tokens", [256, 512])
+def test_at_four_fifths_of_capacity_no_gap_is_long(output_tokens: int) -> None:
+    num_requests = 40 * TIMES
+    capacity_per_s = num_requests / run(False, num_requests, output_tokens, None).took_s
+    paced, unpaced = (run(is_paced, num_requests, output_tokens, 0.8 * capacity_per_s) for is_paced in (True, False))
+    assert np.percentile(paced.gaps, 99) <= 2.0
+    assert np.percentile(unpaced.gaps, 99) > 2.5
+    assert paced.took_s < 1.1 * unpaced.took_s
+
+
+@pytest.mark.parametrize(("output_tokens", "num_requests"), [(16, 200), (128, 60), (512, 40)])
+def test_no_throughput_is_lost_where_prompts_queue(output_tokens: int, num_requests: int) -> None:
+    """At the end, when hardly any wait, those that decode are spared again: that costs a little of a long run."""
+    paced, unpaced = (run(is_paced, num_requests * TIMES, output_tokens, None).took_s for is_paced in (True, False))
+    assert paced < 1.1 * unpaced
+
+
+def test_a_promise_is_kept_whatever_waits() -> None:
+    promised = run(True, 60, 128, None, tpot_slo_s=0.06)
+    assert COSTS.decode_step_s(64, 64 * 1200) < 0.9 * 0.06
+    assert max(promised.gaps_s) < 0.06
+    assert max(run(True, 60, 128, None).gaps_s) > 0.06
