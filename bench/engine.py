@@ -28,6 +28,7 @@ from cluster import machine, table
 from engine_ways import ALONE, OURS, TRANSFORMERS, VLLM, Computes, started, vocabulary
 from goodput import model_directory
 from goodput_systems import Setting
+from kept import Kept
 from roofline import Needs, measured
 
 ENGINES = (OURS, ALONE, VLLM, TRANSFORMERS)
@@ -93,11 +94,11 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._out: Path = arguments.out
-        self._file = self._out / "engine.json"
-        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.known = Kept(self._out / "engine.json")
 
     def run(self) -> None:
-        self.known.setdefault("machine", machine("torch", "transformers"))
+        if "machine" not in self.known:
+            self.known["machine"] = machine("torch", "transformers")
         for model in self._arguments.models.split(","):
             self._model(model)
 
@@ -111,7 +112,7 @@ class Bench:
         ]
 
     def _model(self, model: str) -> None:
-        found = self.known.setdefault(model, {"roofline": [], "figures": {}})
+        found = self.known.get(model, {"roofline": [], "figures": {}})
         directory = model_directory(model, self._out)
         logs = self._out / "logs" / model
         logs.mkdir(parents=True, exist_ok=True)
@@ -123,10 +124,11 @@ class Bench:
             for name, engine in engines.items():
                 self._measure(engine, CELLS[1], random.Random(name), directory)
             while len(found["roofline"]) < self._arguments.repeats:
-                self._repeat(model, engines, directory)
+                self._repeat(found, model, engines, directory)
+                self.known[model] = found
 
-    def _repeat(self, model: str, engines: dict[str, Computes], directory: Path) -> None:
-        found, number = self.known[model], len(self.known[model]["roofline"])
+    def _repeat(self, found: dict[str, Any], model: str, engines: dict[str, Computes], directory: Path) -> None:
+        number = len(found["roofline"])
         rng = random.Random(number)
         limits = measured(num_threads=2)
         for cell in self.cells(model):
@@ -137,7 +139,6 @@ class Bench:
                 found["figures"].setdefault(cell.name, {}).setdefault(name, []).append(figure)
                 print(f"{model} {number} {cell.name} {name}: {figure:.4g}", file=sys.stderr)
         found["roofline"].append({"flops": limits.flops, "bytes": limits.bytes})
-        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
 
     def _measure(self, engine: Computes, cell: Cell, rng: random.Random, directory: Path) -> float:
         size = vocabulary(directory)
@@ -204,7 +205,7 @@ def main() -> None:
     bench.run()
     bench.show()
     if arguments.json:
-        print(json.dumps(bench.known))
+        print(json.dumps(bench.known.data))
 
 
 if __name__ == "__main__":

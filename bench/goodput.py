@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ import numpy as np
 from cluster import machine, table
 from goodput_picture import picture
 from goodput_systems import WAYS, Setting, Way
+from kept import Kept
 
 from baton.engine.model.hub import resolve_model
 from loadgen.errors import LoadgenError
@@ -86,21 +87,16 @@ WORKLOADS = (
 
 
 class Bench:
-    """`known`: all figures so far, by key; kept in `out` after each."""
+    """`known`: all figures so far, by key."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
-        self._file = out / "goodput.json"
-        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
-
-    def keep(self, key: str, value: Any) -> None:
-        self.known[key] = value
-        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
+        self.known = Kept(out / "goodput.json")
 
     def run(self, models: list[str], workloads: list[Workload], ways: list[Way]) -> None:
         if "machine" not in self.known:
-            self.keep("machine", machine("torch", "transformers", "nixl", "ray"))
+            self.known["machine"] = machine("torch", "transformers", "nixl", "ray")
         for model in models:
             self._promise(model, workloads)
         for number in range(self._arguments.rounds):
@@ -117,7 +113,7 @@ class Bench:
             for workload in missing:
                 ttft_s, tpot_s = alone(url, workload)
                 slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
-                self.keep(slo_key(model, workload), {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s})
+                self.known[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
                 print(f"{model} {workload.name}: {slo}", file=sys.stderr)
 
     def _round(self, number: int, model: str, workloads: list[Workload], way: Way) -> None:
@@ -128,7 +124,7 @@ class Bench:
             with self._serving(model, way) as url:
                 for workload in missing:
                     found = self._capacity(number, model, workload, way, url)
-                    self.keep(found_key(number, model, workload, way), found)
+                    self.known[found_key(number, model, workload, way)] = found
                     print(f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}", file=sys.stderr)
         except LoadgenError as error:
             print(f"{way.name}: {error}", file=sys.stderr)
@@ -222,12 +218,12 @@ def found_key(number: int, model: str, workload: Workload, way: Way) -> str:
     return f"found/{number}/{model}/{workload.name}/{way.name}"
 
 
-def rounds(known: dict[str, Any], model: str, workload: Workload, way: Way) -> list[dict[str, Any]]:
+def rounds(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -> list[dict[str, Any]]:
     keys = [found_key(number, model, workload, way) for number in range(MAX_ROUNDS)]
     return [known[key] for key in keys if key in known]
 
 
-def row(known: dict[str, Any], model: str, workload: Workload, way: Way) -> list[str] | None:
+def row(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -> list[str] | None:
     """Its line of the table; None without a figure."""
     found = rounds(known, model, workload, way)
     rates = [one["capacity_rps"] or one["held_rps"] or 0.0 for one in found]
@@ -242,7 +238,7 @@ def row(known: dict[str, Any], model: str, workload: Workload, way: Way) -> list
     return [model, workload.name, way.name, f"{statistics.median(rates):.3g}", rounded, interval, f"{tokens:.0f}", f"{lag_ms:.1f}"]
 
 
-def show(known: dict[str, Any], out: Path) -> None:
+def show(known: Mapping[str, Any], out: Path) -> None:
     """The tables, and the picture beside the figures."""
     print(known["machine"])
     head = ["model", "workload", "system", "req/s", "each round", "intervals", "answer tokens/s", "send lag p99 ms"]

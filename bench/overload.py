@@ -17,7 +17,6 @@ All results stay in DIR, and a bench that was stopped goes on where it was.
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Processes, machine, processes_up, table
+from kept import Kept, emptied
 from loads import Sample, capacity, lag_p99_ms, loadgen, outcomes, read, run, watched
 from overload_picture import picture
 
@@ -55,36 +55,31 @@ REFUSED = (Outcome.REJECTED_EARLY, Outcome.REJECTED_LATE)
 
 
 class Bench:
-    """`known`: what was found so far, kept in `out` after each step. `share`: of the full length of each load, for a look at the script."""
+    """`known`: what was found so far. `share`: of the full length of each load, for a look at the script."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._repeats: int = arguments.repeats
         self._seconds: float = arguments.seconds
         self._share: float = arguments.share
-        self._file = out / "overload.json"
-        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.known = Kept(out / "overload.json")
         if arguments.capacity:
             self.known.setdefault("capacity", {"capacity_rps": arguments.capacity})
 
-    def keep(self, key: str, value: Any) -> None:
-        self.known[key] = value
-        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
-        print(key, file=sys.stderr)
-
     def measure(self) -> None:
         if "machine" not in self.known:
-            self.keep("machine", machine("nixl", "grpcio"))
+            self.known["machine"] = machine("nixl", "grpcio")
         if "capacity" not in self.known:
             with processes_up(logs=self._out / "logs" / "capacity", **_settings("off")) as running:
                 trial = {"slo": SLO, "attainment": ATTAINMENT, "seconds": self._seconds, "start_rps": START_RPS}
-                self.keep("capacity", capacity(running.url, self._out / "capacity", *WORKLOAD, **trial))
+                self.known["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
         for repeat in range(self._repeats):
             for mode in MODES if repeat % 2 == 0 else reversed(MODES):
                 if _key(repeat, mode) not in self.known:
-                    self.keep(_key(repeat, mode), self._mode(repeat, mode))
+                    self.known[_key(repeat, mode)] = self._mode(repeat, mode)
+                    print(_key(repeat, mode), file=sys.stderr)
         if "flood" not in self.known:
-            self.keep("flood", self._flood())
+            self.known["flood"] = self._flood()
 
     @property
     def capacity_rps(self) -> float:
@@ -150,13 +145,10 @@ class Bench:
         return path
 
     def _run(self, running: Processes, plan: Path, name: str, *, is_first: bool) -> tuple[Result, list[Sample], dict[str, Any]]:
-        out = self._out / "runs" / name
-        shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out = emptied(self._out / "runs" / name)
         if is_first:  # a warm-up in a run of its own: what is counted afterwards is the plan's alone
-            warm = out.with_name(f"{name}-warmup")
-            shutil.rmtree(warm, ignore_errors=True)
-            run(running, self._plan("warmup", "2", 10.0 / self._share, seed=99), warm, label="warm-up", warmup=0)
+            warm = self._plan("warmup", "2", 10.0 / self._share, seed=99)
+            run(running, warm, emptied(out.with_name(f"{name}-warmup")), label="warm-up", warmup=0)
         with watched(running, interval_s=LOOK_S) as seen:
             run(running, plan, out, label=name, warmup=0)
         side = {"busy_share": seen.busy_share, "late_ms": seen.late_ms, "rss_bytes": seen.rss_bytes}

@@ -17,13 +17,13 @@ All results stay in DIR, and a bench that was stopped goes on where it was.
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cluster import machine, processes_up, table
+from kept import Kept, emptied
 from loads import capacity, lag_p99_ms, loadgen, outcomes, read, run, watched
 
 from loadgen.cache_model import best_hits
@@ -54,21 +54,16 @@ OURS = "kv_centric"
 
 
 class Bench:
-    """`known`: what was found so far, kept in `out` after each step."""
+    """`known`: what was found so far."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
-        self._file = out / "policies.json"
-        self.known: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
-
-    def keep(self, key: str, value: Any) -> None:
-        self.known[key] = value
-        self._file.write_text(json.dumps(self.known, indent=1) + "\n")
+        self.known = Kept(out / "policies.json")
 
     def measure(self, policies: list[str]) -> None:
         if "machine" not in self.known:
-            self.keep("machine", machine("nixl", "grpcio"))
+            self.known["machine"] = machine("nixl", "grpcio")
         plan = self._plan()
         for repeat in range(self._arguments.repeats):
             for policy in policies if repeat % 2 == 0 else reversed(policies):
@@ -80,7 +75,7 @@ class Bench:
         trace = ["mooncake", self._arguments.trace, "--shrink", SHRINK, "--max-tokens", MAX_TOKENS]
         if "capacity" not in self.known:
             given = self._arguments.capacity
-            self.keep("capacity", {"capacity_rps": given} if given else self._capacity(trace))
+            self.known["capacity"] = {"capacity_rps": given} if given else self._capacity(trace)
         path = self._out / "plan.jsonl"
         if not path.exists():
             own = self._out / "own_rate.jsonl"
@@ -96,7 +91,7 @@ class Bench:
                 name: best_hits(plan, block_size_tokens=BLOCK_SIZE_TOKENS, capacity_tokens=size)
                 for name, size in (("any", None), ("held", held))
             }
-            self.keep("best_hits", {name: use.hit_ratio for name, use in best.items()})
+            self.known["best_hits"] = {name: use.hit_ratio for name, use in best.items()}
         return path
 
     def _capacity(self, trace: list[Any]) -> dict[str, Any]:
@@ -112,13 +107,11 @@ class Bench:
             )
 
     def _play(self, plan: Path, repeat: int, policy: str) -> None:
-        out = self._out / _key(repeat, policy)
-        shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out = emptied(self._out / _key(repeat, policy))
         logs = self._out / "logs" / _key(repeat, policy)
         with processes_up(logs=logs, **_settings(policy)) as running, watched(running, interval_s=10.0) as seen:
             run(running, plan, out, label=policy, warmup=WARMUP)
-        self.keep(_key(repeat, policy), {"busy_share": seen.busy_share, "late_ms": seen.late_ms})
+        self.known[_key(repeat, policy)] = {"busy_share": seen.busy_share, "late_ms": seen.late_ms}
         print(f"{_key(repeat, policy)}: mean TTFT {1e3 * np.nanmean(_ttfts(read(out))):.0f} ms", file=sys.stderr)
 
     def results(self, policy: str) -> list[Result]:
