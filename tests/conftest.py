@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_long = IS_LONG or item.get_closest_marker("long")
         if is_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
-        if item.get_closest_marker("gpu") and not has_gpu:
+        may_run = has_gpu or (item.get_closest_marker("interpreted") and os.environ.get("TRITON_INTERPRET") == "1")
+        if item.get_closest_marker("gpu") and not may_run:
             item.add_marker(no_gpu)
 
 

@@ -1,14 +1,16 @@
 """Which KV each token of a step reads and writes, as index tensors: made once a step, used by every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from baton.engine.model.kv_cache import KvCache
+
+T = TypeVar("T")
 
 TILE_TOKENS = 128
 """Queries of a chunk are attended in tiles of this many, so that what lies above the diagonal is mostly not computed."""
@@ -123,6 +125,7 @@ class AttentionStep:
         self.segments = segments
         self._masks = masks
         self._plans: dict[int | None, WindowPlan] = {}
+        self._made: dict[Hashable, Any] = {}
         size = cache.block_size_tokens
         slots = [np.arange(s.kv_begin, s.context_len) for s in segments]
         block_ids = [s.block_ids[index // size] for s, index in zip(segments, slots, strict=True)]
@@ -148,6 +151,13 @@ class AttentionStep:
             table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
             block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
         )
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` has made for the first layer that asked, for the others, too: of kernels that need something of their own."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
     def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
         """Called by every layer; the self-proof listens here."""

@@ -33,6 +33,8 @@ def choose_way(loaded: LoadedModel, *, kernels: str, num_threads: int, block_siz
     way = None
     if kernels == "auto" and loaded.device.type == "cpu":
         way = _with_kernels(loaded, asked, num_threads, block_size_tokens)
+    elif kernels == "auto":
+        way = _with_triton(loaded, block_size_tokens)
     if way is None:
         prove_numbers(loaded, block_size_tokens)
         way = Way(name="torch", forward=ModelForward(loaded.model))
@@ -58,6 +60,18 @@ def _with_kernels(loaded: LoadedModel, asked: Sequence[Asked], num_threads: int,
         log.warning("kernels_not_proven", problem=_said(error), hint="the model runs through torch, slower")
         return None
     return Way(name="our attention", forward=ModelForward(loaded.model), kernel=kernel_of(kernels))
+
+
+def _with_triton(loaded: LoadedModel, block_size_tokens: int) -> Way | None:
+    """The model's own code with attention that follows block tables, if triton is here and it is proven."""
+    try:
+        from baton.engine.model.triton_attention import triton_attention
+
+        prove_numbers(loaded, block_size_tokens, kernel=triton_attention)
+    except Exception as error:  # triton compiles with a compiler of the host and of the driver, and may fail in ways of its own
+        log.warning("kernels_not_proven", problem=_said(error), hint="attention gathers each context first, slower")
+        return None
+    return Way(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
 
 
 def _fused(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int) -> Way:

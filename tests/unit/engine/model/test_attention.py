@@ -8,7 +8,7 @@ import torch
 
 from baton.core.errors import LayoutMismatch, ModelError
 from baton.core.kv_layout import KvLayout
-from baton.engine.model.attention import attend, paged_attention
+from baton.engine.model.attention import PagedKernel, attend, paged_attention
 from baton.engine.model.attention_step import TILE_TOKENS, AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
 
@@ -47,7 +47,13 @@ def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 
 
 def check_step(
-    spans: list[tuple[int, int]], window: int | None, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+    spans: list[tuple[int, int]],
+    window: int | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+    kernel: PagedKernel = paged_attention,
 ) -> torch.Tensor:
     """spans: (KV that exists already, tokens of this step) of each sequence. Context is written first, in scattered blocks. Returns what
     attention answered, on the CPU."""
@@ -68,7 +74,7 @@ def check_step(
         for i, begin, count in begins_and_counts:
             segments.append(Segment(token_begin=row, num_tokens=count, kv_begin=begin, block_ids=tables[i][: -(-(begin + count) // SIZE)]))
             row += count
-        step = AttentionStep(cache, segments, masks, paged_attention)
+        step = AttentionStep(cache, segments, masks, kernel)
         cache.write(
             layer,
             step.token_rows,
@@ -82,7 +88,7 @@ def check_step(
         step_of(before)
     step = step_of([(i, *span) for i, span in enumerate(spans)])
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
-    found = paged_attention(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
+    found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
     wanted = torch.cat([written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)])
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)

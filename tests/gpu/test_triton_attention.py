@@ -1,0 +1,50 @@
+"""The kernel for GPUs against attention written out. On a CPU, slowly: `TRITON_INTERPRET=1`, where triton is installed."""
+
+from random import Random
+
+import pytest
+import torch
+
+from tests.unit.engine.model.test_attention import check_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def kernel():  # type: ignore[no-untyped-def]
+    from baton.engine.model.triton_attention import triton_attention
+
+    return triton_attention
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 100])
+def test_decodes_and_chunks_together(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    spans = [(0, 1), (1, 1), (3, 1), (4, 1), (7, 3), (0, 5), (19, 1), (20, 1), (40, 1), (5, 8), (0, 4), (31, 1)]
+    check_step(spans, window, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("window", [None, 7, 700])
+def test_decodes_alone_are_split_over_long_contexts(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("window", [None, 7, 70])
+def test_chunks_longer_than_a_tile(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    check_step([(0, 141), (13, 64), (0, 65)], window, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps(kernel, device: str, seed: int) -> None:  # type: ignore[no-untyped-def]
+    rng = Random(seed)
+    spans = [(rng.choice((0, rng.randint(0, 60))), rng.choice((1, 1, 1, rng.randint(1, 30)))) for _ in range(rng.randint(1, 12))]
+    check_step(spans, rng.choice((None, rng.randint(1, 40))), seed=seed, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(kernel, device: str, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype, device=device, kernel=kernel)
