@@ -1,11 +1,19 @@
 """The kernel for GPUs against attention written out. On a CPU, slowly: `TRITON_INTERPRET=1`, where triton is installed."""
 
+from contextlib import closing
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
+from baton.engine.model.decode_graphs import GraphedForward, record_cuda
+from baton.engine.model.forward import ModelForward
+from baton.engine.model.init import init_model
+from baton.engine.model.loading import load_model
+from tests.integration.test_model_exactness import TINY_MODELS
 from tests.unit.engine.model.test_attention import check_step
+from tests.unit.engine.model.test_decode_graphs import Recorded, answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.timeout(600)]
 
@@ -48,3 +56,19 @@ def test_random_steps(kernel, device: str, seed: int) -> None:  # type: ignore[n
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(kernel, device: str, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
+    """On a GPU as CUDA graphs."""
+    from baton.engine.model.triton_attention import triton_decode
+
+    init_model(TINY_MODELS[name](), tmp_path / "model", seed=3)
+    loaded = load_model(tmp_path / "model", dtype="float32", device=device)
+    counts = [3, 3, 1, 4, 2, 9, 9, 3]
+    with closing(ModelForward(loaded.model)) as own:
+        wanted = answers(loaded, own, counts)
+    record = record_cuda if device == "cuda" else Recorded()
+    with closing(GraphedForward(ModelForward(loaded.model), triton_decode, max_model_len=200, record=record)) as forward:
+        for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

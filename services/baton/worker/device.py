@@ -87,8 +87,10 @@ def _open_real(config: WorkerConfig, worker: WorkerRef) -> Device:
         cache = KvCache.over(kv.reshape(-1).data, layout)
     pool = BlockPool(num_blocks, config.block_size_tokens, memory.lives)
     dtype = str(loaded.dtype).removeprefix("torch.")
+    executor = TorchExecutor(loaded.model, cache, num_threads=num_threads, way=way)
+    executor.warm(config.max_num_seqs)
     return Device(
-        executor=TorchExecutor(loaded.model, cache, num_threads=num_threads, way=way),
+        executor=executor,
         engine=_engine(config, pool, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=memory.backend,

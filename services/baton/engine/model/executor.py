@@ -8,16 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedModel
 
+from baton.core.blocks import token_ids
 from baton.core.errors import Code, Failure, LayoutMismatch, Reason
 from baton.core.kv_layout import KvLayout
+from baton.core.request import Sampling
 from baton.engine.model.attention_step import CausalMasks
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.sampler import numerical_error, sample
 from baton.engine.model.step_inputs import Part, pack, prepare
 from baton.engine.model.ways import Way
-from baton.engine.step import DeviceFault, StepPlan, StepResult
+from baton.engine.step import DeviceFault, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
+
+_WARM_SAMPLE = SampleRequest(
+    sampling=Sampling(max_tokens=1, temperature=0.0), sample_indices=(0,), position=1, history=token_ids([0]), num_prompt_tokens=1
+)
 
 
 class TorchExecutor:
@@ -36,7 +42,7 @@ class TorchExecutor:
         if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise LayoutMismatch(f"a {model.dtype} model on {model.device} cannot use {cache.dtype} KV memory on {cache.device}")
         way = way or Way(name="torch", forward=ModelForward(model))
-        self._forward, self._kernel = way.forward, way.kernel
+        self._forward, self._kernel, self._warm_batches = way.forward, way.kernel, way.warm_batches
         self._cache = cache
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._vocab_size = int(model.config.vocab_size)
@@ -54,6 +60,14 @@ class TorchExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, plan)
+
+    def warm(self, max_num_seqs: int) -> None:
+        """Run each kind of decode step once that takes long the first time, for up to `max_num_seqs` sequences: no request waits for it.
+        Before there are any: what it writes lands in block 0."""
+        token = StepSequence(seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARM_SAMPLE)
+        for below, batch in zip((0, *self._warm_batches), self._warm_batches, strict=False):
+            if below < max_num_seqs:
+                self._thread.submit(self.run, StepPlan(step_id=0, sequences=(token,) * batch)).result()
 
     async def aclose(self) -> None:
         """Wait for a step that still runs, then end the thread."""

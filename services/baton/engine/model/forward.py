@@ -39,10 +39,14 @@ class Forward(Protocol):
         ...
 
 
-def are_finite(hidden: torch.Tensor) -> np.ndarray:
-    """hidden [num_tokens, hidden_size] -> [num_tokens]."""
-    finite: np.ndarray = torch.isfinite(hidden.float().sum(dim=-1)).cpu().numpy()
-    return finite
+def are_finite(hidden: torch.Tensor) -> torch.Tensor:
+    """hidden [num_tokens, hidden_size] -> bool [num_tokens], on its device."""
+    return torch.isfinite(hidden.float().sum(dim=-1))
+
+
+def on_host(finite: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = finite.cpu().numpy()
+    return found
 
 
 class ModelForward:
@@ -51,22 +55,29 @@ class ModelForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._vocab_size = int(model.config.vocab_size)
-        self._finite = np.empty(0, dtype=bool)
+        self._finite = torch.empty(0, dtype=torch.bool)
         self._handle = model.base_model.register_forward_hook(self._see)
 
     def __call__(self, step: PackedStep) -> Forwarded:
+        logits, finite = self.compute(step.token_ids, step.position_ids, step.sample_rows, step.attention)
+        return Forwarded(logits=logits, finite=on_host(finite))
+
+    def compute(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, sample_rows: torch.Tensor, attention: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, finite) as in `Forwarded`, both on the device, for which nothing waits here. `attention`: the step, for `attend`."""
         arguments: dict[str, Any] = {
-            "input_ids": step.token_ids[None],
-            "position_ids": step.position_ids[None],
+            "input_ids": token_ids[None],
+            "position_ids": position_ids[None],
             "use_cache": False,
-            STEP_ARGUMENT: step.attention,
+            STEP_ARGUMENT: attention,
         }
-        if step.sample_rows.numel():
-            logits = self._model(**arguments, logits_to_keep=step.sample_rows).logits[0]
+        if sample_rows.numel():
+            logits = self._model(**arguments, logits_to_keep=sample_rows).logits[0]
         else:
             self._model.base_model(**arguments)
             logits = torch.empty(0, self._vocab_size)
-        return Forwarded(logits=logits, finite=self._finite)
+        return logits, self._finite
 
     def close(self) -> None:
         self._handle.remove()

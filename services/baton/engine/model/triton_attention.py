@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from baton.engine.model.attention_step import AttentionStep
+from baton.engine.model.decode_graphs import StaticStep
+from baton.engine.model.kv_cache import KvCache
 
 CHUNK_ROWS = 64
 """Query rows of a program: tokens times query heads of a KV head."""
@@ -149,14 +151,35 @@ def triton_attention(query: torch.Tensor, layer: int, step: AttentionStep, scali
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
     tiles = step.once(("tiles", rows // group), lambda: tiles_of(step, rows // group))
-    return attend_tiles(query, layer, step, tiles, rows, scaling, window)
+    return attend_tiles(query, layer, step.cache, tiles, rows, scaling, window)
+
+
+def triton_decode(query: torch.Tensor, layer: int, step: StaticStep, scaling: float, window: int | None) -> torch.Tensor:
+    """As `triton_attention`, one token a sequence, for a recording: what it reads lies in tensors, and contexts may be of any length."""
+    num_heads, num_seqs, _ = query.shape
+    cache, decodes = step.cache, step.decodes
+
+    def tiles() -> Tiles:
+        rows = torch.arange(num_seqs, dtype=torch.int32, device=query.device)
+        max_blocks = decodes.block_ids.shape[1]
+        return Tiles(
+            token=rows,
+            count=torch.ones_like(rows),
+            position=decodes.position,
+            table=rows * max_blocks,
+            block_ids=decodes.block_ids,
+            longest=max_blocks * cache.block_size_tokens,
+        )
+
+    rows = max(triton.next_power_of_2(num_heads // cache.num_kv_heads), DECODE_ROWS)
+    return attend_tiles(query, layer, cache, step.once("tiles", tiles), rows, scaling, window)
 
 
 def attend_tiles(
-    query: torch.Tensor, layer: int, step: AttentionStep, tiles: Tiles, rows: int, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, scaling: float, window: int | None
 ) -> torch.Tensor:
     """As `triton_attention`, for tiles that are there already."""
-    cache, (num_heads, num_tokens, head_dim) = step.cache, query.shape
+    num_heads, num_tokens, head_dim = query.shape
     splits = splits_for(tiles.token.numel() * cache.num_kv_heads, tiles.longest)
     shape = (num_tokens, num_heads, splits)
     out = query.new_empty(num_tokens, num_heads, head_dim)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError
 from baton.engine.model.attention import PagedKernel, paged_attention
 from baton.engine.model.attention_step import Asked
+from baton.engine.model.decode_graphs import BATCHES, GraphedForward
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward, can_fuse
 from baton.engine.model.loading import LoadedModel
@@ -19,11 +20,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """`name`: for people. `kernel`: the attention of a `forward` that runs the model's own code."""
+    """`name`: for people. `kernel`: the attention of a `forward` that runs the model's own code. `warm_batches`: sizes of decode steps that
+    take long the first time."""
 
     name: str
     forward: Forward
     kernel: PagedKernel = paged_attention
+    warm_batches: tuple[int, ...] = ()
 
 
 def choose_way(loaded: LoadedModel, *, kernels: str, num_threads: int, block_size_tokens: int) -> Way:
@@ -63,15 +66,22 @@ def _with_kernels(loaded: LoadedModel, asked: Sequence[Asked], num_threads: int,
 
 
 def _with_triton(loaded: LoadedModel, block_size_tokens: int) -> Way | None:
-    """The model's own code with attention that follows block tables, if triton is here and it is proven."""
+    """The model's own code with attention that follows block tables, and with recorded decode steps, as far as these are proven."""
     try:
-        from baton.engine.model.triton_attention import triton_attention
+        from baton.engine.model.triton_attention import triton_attention, triton_decode
 
         prove_numbers(loaded, block_size_tokens, kernel=triton_attention)
     except Exception as error:  # triton compiles with a compiler of the host and of the driver, and may fail in ways of its own
         log.warning("kernels_not_proven", problem=_said(error), hint="attention gathers each context first, slower")
         return None
-    return Way(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
+    own = ModelForward(loaded.model)
+    recorded = GraphedForward(own, triton_decode, max_model_len=loaded.max_model_len)
+    try:
+        prove_numbers(loaded, block_size_tokens, kernel=triton_attention, forward=recorded)
+    except Exception as error:  # code of a model that waits for the device, or asks for memory in ways that cannot be recorded
+        log.warning("not_recorded", problem=_said(error), hint="each kernel of a decode step is launched anew, slower for small batches")
+        return Way(name="Triton attention", forward=own, kernel=triton_attention)
+    return Way(name="Triton attention, recorded", forward=recorded, kernel=triton_attention, warm_batches=BATCHES)
 
 
 def _fused(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int) -> Way:

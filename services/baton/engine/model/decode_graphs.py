@@ -1,0 +1,163 @@
+"""Steps in which every sequence gets one token, recorded once a batch size and replayed: on a GPU the launches of a small batch's kernels
+take longer than the kernels.
+
+What differs from step to step is written into tensors of fixed places first. A batch smaller than its recording repeats its first sequence:
+the same keys and values are written to the same place again, and what is computed twice is left out of the answer.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from baton.engine.model.attention_step import Asked
+from baton.engine.model.forward import Forwarded, ModelForward, on_host
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.step_inputs import PackedStep
+
+T = TypeVar("T")
+
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+WARM_RUNS = 2
+"""Before a recording: kernels are compiled and libraries take their memory, which must not happen in it."""
+
+
+class Record(Protocol):
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run it, and return what runs it again on the same tensors, faster."""
+        ...
+
+
+def record_cuda(run: Callable[[], None]) -> Callable[[], None]:
+    """As a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_RUNS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()  # a recording computes nothing
+    return graph.replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTables:
+    """Of each of [batch] sequences, int32 on the device: its token's KV index, and its blocks, [batch, max_blocks]."""
+
+    position: torch.Tensor
+    block_ids: torch.Tensor
+
+
+DecodeKernel = Callable[[torch.Tensor, int, "StaticStep", float, int | None], torch.Tensor]
+"""Attention of one token a sequence that reads nothing of its step but `cache` and `decodes`; else as `PagedKernel`."""
+
+
+class StaticStep:
+    """Stands for an `AttentionStep` in a recording. Its kernel reads `decodes`."""
+
+    def __init__(self, cache: KvCache, kernel: DecodeKernel, batch: int, max_blocks: int) -> None:
+        self.cache = cache
+        self.kernel = kernel
+        self.token_rows = torch.zeros(2 * cache.num_kv_heads * batch, dtype=torch.int64, device=cache.device)
+        self._made: dict[Hashable, Any] = {}
+        self.decodes = DecodeTables(
+            position=torch.zeros(batch, dtype=torch.int32, device=cache.device),
+            block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),
+        )
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """As `AttentionStep.once`."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
+
+    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
+        """As `AttentionStep.observe`."""
+
+
+class _Recording:
+    """One batch size over one KV memory."""
+
+    def __init__(self, forward: ModelForward, cache: KvCache, kernel: DecodeKernel, record: Record, batch: int, max_blocks: int) -> None:
+        self._batch = batch
+        self._step = StaticStep(cache, kernel, batch, max_blocks)
+        self._token_ids, self._position_ids = (torch.zeros(batch, dtype=torch.int64, device=cache.device) for _ in range(2))
+        self._rows = torch.arange(batch, device=cache.device)
+        pinned = cache.device.type == "cuda"
+        self._host_tables = torch.zeros(batch, 1 + max_blocks, dtype=torch.int32, pin_memory=pinned)
+        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+        def run() -> None:
+            self._outputs = forward.compute(self._token_ids, self._position_ids, self._rows, self._step)
+
+        self._make: Callable[[], Callable[[], None]] = lambda: record(run)
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, finite) of the step's own sequences, valid until the next call."""
+        count = step.token_ids.numel()
+        self._fill(step, count)
+        if self._replay is None:  # only now: a first run on zeros would write into a block that is somebody's
+            self._replay = self._make()
+        else:
+            self._replay()
+        assert self._outputs is not None
+        logits, finite = self._outputs
+        return logits[:count], finite[:count]
+
+    def _fill(self, step: PackedStep, count: int) -> None:
+        tables, host = step.attention.tables, self._host_tables.numpy()
+        ends = [*tables.table_begin[1:], tables.block_ids.size]
+        for row, (begin, end) in enumerate(zip(tables.table_begin, ends, strict=True)):
+            host[row, 1 : 1 + end - begin] = tables.block_ids[begin:end]
+        host[:count, 0] = tables.context_len - 1
+        host[count:] = host[0]
+        self._step.decodes.position.copy_(self._host_tables[:, 0], non_blocking=True)
+        self._step.decodes.block_ids.copy_(self._host_tables[:, 1:], non_blocking=True)
+        self._put(self._token_ids, step.token_ids, count)
+        self._put(self._position_ids, step.position_ids, count)
+        rows = self._step.token_rows.view(-1, self._batch)
+        rows[:, :count] = step.attention.token_rows.view(-1, count)
+        rows[:, count:] = rows[:, :1]
+
+    def _put(self, place: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        place[:count] = values
+        place[count:] = place[:1]
+
+
+class GraphedForward:
+    """Implements `Forward`: decode steps as recordings, all others as the model's own code runs them."""
+
+    def __init__(self, eager: ModelForward, kernel: DecodeKernel, *, max_model_len: int, record: Record = record_cuda) -> None:
+        self._eager = eager
+        self._kernel = kernel
+        self._max_model_len = max_model_len
+        self._record = record
+        self._recordings: dict[tuple[int, int], _Recording] = {}
+
+    def __call__(self, step: PackedStep) -> Forwarded:
+        count = step.token_ids.numel()
+        if count > BATCHES[-1] or len(step.attention.segments) != count or step.sample_rows.numel() != count:
+            return self._eager(step)
+        logits, finite = self._recording(step.attention.cache, count)(step)
+        return Forwarded(logits=logits, finite=on_host(finite))
+
+    def close(self) -> None:
+        self._recordings.clear()
+        self._eager.close()
+
+    def _recording(self, cache: KvCache, count: int) -> _Recording:
+        """Of the smallest batch that holds them. Those of another KV memory, which the proof at start has, are forgotten."""
+        at = cache.blocks.data_ptr()
+        if any(other != at for other, _ in self._recordings):
+            self._recordings.clear()
+        batch = next(batch for batch in BATCHES if batch >= count)
+        if (at, batch) not in self._recordings:
+            max_blocks = -(-self._max_model_len // cache.block_size_tokens)
+            self._recordings[at, batch] = _Recording(self._eager, cache, self._kernel, self._record, batch, max_blocks)
+        return self._recordings[at, batch]

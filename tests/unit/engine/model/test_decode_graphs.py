@@ -1,0 +1,144 @@
+"""Recorded decode steps, with recordings that are simply run again: what is in tensors, and what was computed at the first time only."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.model.attention import paged_attention
+from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.decode_graphs import BATCHES, GraphedForward, StaticStep
+from baton.engine.model.executor import TorchExecutor
+from baton.engine.model.forward import Forward, ModelForward
+from baton.engine.model.init import init_model
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.self_proof import prove_numbers
+from baton.engine.model.step_inputs import Part, pack
+from baton.engine.model.ways import Way
+from tests.integration.test_model_exactness import TINY_MODELS
+
+SIZE = 16
+PROMPT_TOKENS = 45
+
+
+class Recorded:
+    """Counts what is recorded and run again."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        run()
+
+        def again() -> None:
+            self.num_replayed += 1
+            run()
+
+        return again
+
+
+def decode_kernel(query: torch.Tensor, layer: int, step: StaticStep, scaling: float, window: int | None) -> torch.Tensor:
+    """Written out, one sequence after the other."""
+    group = query.shape[0] // step.cache.num_kv_heads
+    blocks = step.cache.layer(layer)
+    found = []
+    for row, position in enumerate(step.decodes.position.tolist()):
+        kv = blocks[step.decodes.block_ids[row, : position // SIZE + 1].long()]  # [blocks, 2, heads, tokens, dim]
+        keys, values = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, max(0, position + 1 - (window or position + 1)) : position + 1]
+        scores = torch.einsum("hd,htd->ht", query[:, row].float(), keys.float().repeat_interleave(group, 0)) * scaling
+        found.append(torch.einsum("ht,htd->hd", scores.softmax(-1), values.float().repeat_interleave(group, 0)))
+    return torch.stack(found).to(query.dtype)
+
+
+@pytest.fixture(params=["qwen3", "mistral-window"])
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> LoadedModel:
+    init_model(TINY_MODELS[request.param](), tmp_path / "model", seed=3)
+    return load_model(tmp_path / "model", dtype="float32", device="cpu")
+
+
+def graphed(loaded: LoadedModel, record: Recorded) -> GraphedForward:
+    return GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+
+
+def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[torch.Tensor]:
+    """Logits of steps of so many sequences each, the first ones of those that there are; then nothing but their own blocks is written."""
+    rng = np.random.default_rng(0)
+    num_seqs, steps_each = max(counts), len(counts)
+    tokens = rng.integers(0, loaded.vocab_size, (num_seqs, PROMPT_TOKENS + steps_each))
+    num_blocks = -(-(PROMPT_TOKENS + steps_each) // SIZE)
+    tables = rng.permutation(num_seqs * num_blocks + 3)[: num_seqs * num_blocks].reshape(num_seqs, num_blocks)
+    cache = KvCache.zeros(loaded.layout(SIZE), num_seqs * num_blocks + 3, loaded.device)
+    cache.blocks.fill_(float("nan"))
+    masks = CausalMasks(cache.dtype, cache.device)
+    done = [0] * num_seqs
+
+    def step(seqs: range, num_tokens: int) -> torch.Tensor:
+        parts = [
+            Part(
+                seq_id=i,
+                token_ids=tokens[i, done[i] : done[i] + num_tokens],
+                position_begin=done[i],
+                kv_begin=done[i],
+                block_ids=tables[i, : -(-(done[i] + num_tokens) // SIZE)].astype(np.int64),
+                sample=SAMPLES,  # type: ignore[arg-type]  # asked only whether it is None
+            )
+            for i in seqs
+        ]
+        with torch.inference_mode():
+            forwarded = forward(pack(parts, cache, masks, paged_attention))
+        assert forwarded.finite.all()
+        for i in seqs:
+            done[i] += num_tokens
+        return forwarded.logits.clone().cpu()
+
+    step(range(num_seqs), PROMPT_TOKENS)
+    found = [step(range(count), 1) for count in counts]
+    untouched = set(range(cache.num_blocks)) - set(tables.flatten().tolist())
+    assert all(cache.blocks[block].isnan().all() for block in untouched)
+    return found
+
+
+SAMPLES = object()
+
+
+def test_answers_are_those_of_the_models_own_code(loaded: LoadedModel) -> None:
+    counts = [3, 3, 1, 4, 2, 9, 9, 3, 8]
+    record = Recorded()
+    with closing(ModelForward(loaded.model)) as own:
+        wanted = answers(loaded, own, counts)
+    with closing(graphed(loaded, record)) as forward:
+        found = answers(loaded, forward, counts)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert (record.num_recorded, record.num_replayed) == (5, 4), "for 4, 1, 2, 16 and 8"
+
+
+def test_more_than_the_largest_recording_runs_as_ever(loaded: LoadedModel) -> None:
+    record = Recorded()
+    with closing(graphed(loaded, record)) as forward:
+        answers(loaded, forward, [BATCHES[-1] + 1])
+    assert record.num_recorded == 0
+
+
+def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
+    record = Recorded()
+    forward = graphed(loaded, record)
+    way = Way(name="recorded", forward=forward, warm_batches=BATCHES)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), num_threads=1, way=way)
+    executor.warm(max_num_seqs=20)
+    assert record.num_recorded == BATCHES.index(24) + 1, "of 20 sequences the next larger one, too"
+    executor.close()
+
+
+def test_the_proof_at_start_replays(loaded: LoadedModel) -> None:
+    record = Recorded()
+    with closing(graphed(loaded, record)) as forward:
+        prove_numbers(loaded, SIZE, forward=forward)
+    assert record.num_recorded
+    assert record.num_replayed > record.num_recorded
