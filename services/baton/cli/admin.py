@@ -5,6 +5,8 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import click
@@ -34,15 +36,24 @@ class Gateway(Protocol):
     async def drain(self, worker_id: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A gateway's gRPC address, and the key that it wants, if any."""
+
+    address: str
+    api_key: str = ""
+
+
 @asynccontextmanager
-async def connect(address: str) -> AsyncIterator[Gateway]:
-    """A client of the gateway at `address`; nothing is dialled before the first call."""
+async def connect(where: Where) -> AsyncIterator[Gateway]:
+    """A client of that gateway; nothing is dialled before the first call."""
     from baton.wire.admin import AdminClient
     from baton.wire.channel import channel_options, open_channel
 
-    channel = open_channel(address, channel_options(CALL_S))
+    channel = open_channel(where.address, channel_options(CALL_S))
+    authorization = f"Bearer {where.api_key}" if where.api_key else ""
     try:
-        yield AdminClient(channel, address, call_s=CALL_S)
+        yield AdminClient(channel, where.address, authorization=authorization, call_s=CALL_S)
     finally:
         await channel.close(None)
 
@@ -55,7 +66,7 @@ def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 def _gateway_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
+    @click.option(
         "--gateway",
         "address",
         default=GATEWAY,
@@ -63,17 +74,25 @@ def _gateway_option(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="HOST:PORT",
         callback=_address,
         help=f"gRPC port of a gateway. Default: {GATEWAY}. [BATON_GATEWAY]",
-    )(function)
+    )
+    @click.option(
+        "--api-key", default="", envvar="BATON_API_KEY", help="Where the gateway wants an admin's. Default: none. [BATON_API_KEY]"
+    )
+    @wraps(function)
+    def with_where(*args: Any, address: str, api_key: str, **others: Any) -> Any:
+        return function(*args, where=Where(address, api_key), **others)
+
+    return with_where
 
 
 @click.command()
 @click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch, one a line) instead of tables.")
 @_gateway_option
-def status(watch: bool, as_json: bool, address: str) -> None:
+def status(watch: bool, as_json: bool, where: Where) -> None:
     """Show workers, roles, load, blocks, links and leases."""
     if not watch:
-        found = _ask(address, lambda gateway: gateway.status())
+        found = _ask(where, lambda gateway: gateway.status())
         if as_json:
             click.echo(json.dumps(to_plain(found), indent=2))
         else:
@@ -83,18 +102,18 @@ def status(watch: bool, as_json: bool, address: str) -> None:
             console().print(render_status(found))
         return
     with suppress(KeyboardInterrupt):
-        asyncio.run(_watch(address, as_json))
+        asyncio.run(_watch(where, as_json))
 
 
 @click.command()
 @click.argument("request_id", metavar="REQUEST_ID|last")
 @_gateway_option
-def explain(request_id: str, address: str) -> None:
+def explain(request_id: str, where: Where) -> None:
     """Show why a request ran where it ran, and what came of it.
 
     REQUEST_ID is the answer's header x-request-id; `last` is the request that was placed last.
     """
-    records = _ask(address, lambda gateway: gateway.explain(None if request_id == LAST else request_id))
+    records = _ask(where, lambda gateway: gateway.explain(None if request_id == LAST else request_id))
     if not records:
         raise BatonError("nothing has been decided yet" if request_id == LAST else f"no decision about request {request_id} is kept")
     from baton.cli.explain_view import policy_rules, render_decisions
@@ -108,24 +127,24 @@ def explain(request_id: str, address: str) -> None:
 @click.option("--here", is_flag=True, help="Drain the workers of this machine (of this pod) instead of one by name.")
 @click.option("--wait", is_flag=True, help="Return when they have left, instead of when they have been told.")
 @_gateway_option
-def drain(worker: str | None, here: bool, wait: bool, address: str) -> None:
+def drain(worker: str | None, here: bool, wait: bool, where: Where) -> None:
     """Let a worker finish what it runs, take nothing new, and leave.
 
     WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest.
     """
     if here == (worker is not None):
         raise click.UsageError("give the name of a worker, or --here")
-    _ask(address, lambda gateway: _drain(gateway, worker, wait))
+    _ask(where, lambda gateway: _drain(gateway, worker, wait))
 
 
 COMMANDS = (status, explain, drain)
 
 
-def _ask(address: str, question: Callable[[Gateway], Coroutine[Any, Any, Any]]) -> Any:
-    """The answer of the gateway at `address`. Raises BatonError saying what to do where none answers."""
+def _ask(where: Where, question: Callable[[Gateway], Coroutine[Any, Any, Any]]) -> Any:
+    """The answer of that gateway. Raises BatonError saying what to do where none answers."""
 
     async def asked() -> Any:
-        async with connect(address) as gateway:
+        async with connect(where) as gateway:
             return await question(gateway)
 
     try:
@@ -138,13 +157,13 @@ def _nobody(broken: StreamBroken) -> BatonError:
     return BatonError(f"no gateway answers at {broken}; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT")
 
 
-async def _watch(address: str, as_json: bool) -> None:
+async def _watch(where: Where, as_json: bool) -> None:
     from rich.live import Live
 
     from baton.cli.shown import console
     from baton.cli.status_view import render_status
 
-    async with connect(address) as gateway:
+    async with connect(where) as gateway:
         out = console()
         with Live(console=out, auto_refresh=False) as live:
             while True:

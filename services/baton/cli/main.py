@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 import baton
-from baton.cli import admin, config, doctor, model, services
+from baton.cli import admin, config, doctor, key, model, services
 from baton.core.errors import BatonError
 from baton.runtime.process import report_to_nobody
 
@@ -23,7 +23,7 @@ def cli() -> None:
     """
 
 
-for command in (*services.COMMANDS, *admin.COMMANDS, config.config, doctor.doctor, model.model):
+for command in (*services.COMMANDS, *admin.COMMANDS, config.config, doctor.doctor, key.key, model.model):
     cli.add_command(command)
 
 

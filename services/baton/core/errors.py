@@ -41,6 +41,8 @@ class Reason(Enum):
     BODY_TOO_LARGE = "body_too_large"
     QUEUE_FULL = "queue_full"
     TENANT_QUOTA = "tenant_quota"
+    INVALID_API_KEY = "invalid_api_key"
+    FORBIDDEN = "forbidden"
     NO_CAPACITY = "no_capacity"
     TTFT_SLO = "ttft_slo"
     TPOT_SLO = "tpot_slo"

@@ -20,6 +20,22 @@ class Endpoint(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a caller is, by its API key. `cache_salt`: of its tenant. Limits of None do not limit."""
+
+    name: str = ""
+    tenant: str = "default"
+    cache_salt: bytes = b""
+    is_admin: bool = False
+    max_open_requests: int | None = None
+    requests_per_minute: int | None = None
+
+
+ANYBODY = Identity(is_admin=True)
+"""Where there are no keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How the answer is made from tokens and written."""
 
@@ -42,6 +58,7 @@ class Call:
     n: int
     shape: Shape
     received_s: float
+    identity: Identity = ANYBODY
 
     @property
     def request_id(self) -> bytes:

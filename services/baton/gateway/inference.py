@@ -27,21 +27,24 @@ class Inference:
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> "RunningCall":
         try:
-            self._service.admit()
+            identity = self._service.admitted(caller.authorization)
             received_s = asyncio.get_running_loop().time()
-            call = await self._service.validator.call(Endpoint.GRPC, body, caller, received_s=received_s)
+            call = await self._service.validator.call(Endpoint.GRPC, body, caller, received_s=received_s, identity=identity)
         except Refused as refused:
             self._service.ended(Endpoint.GRPC.value, refused.failure)
             raise
         return RunningCall(call, self._service, self._stream_buffer_bytes)
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
+        self._service.admitted(caller.authorization)
         return await ids_of(self._service.validator, body)
 
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
+        self._service.admitted(caller.authorization)
         return await text_of(self._service.validator, body)
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
+        self._service.keys.identify(caller.authorization)
         return self._service.models
 
 
@@ -111,6 +114,7 @@ class Admin:
         self._process = process
 
     async def status(self, caller: Caller) -> ClusterStatus:
+        self._check(caller)
         view = self._service.view
         return ClusterStatus(
             version=baton.__version__,
@@ -122,6 +126,7 @@ class Admin:
         )
 
     async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
+        self._check(caller)
         records = await self._service.schedulers.explain(None if request_id is None else _request_id(request_id))
         if not records:
             what = "no request has been placed yet" if request_id is None else f"no decision for {request_id} is remembered"
@@ -129,10 +134,15 @@ class Admin:
         return records
 
     async def drain(self, worker_id: str, caller: Caller) -> None:
+        self._check(caller)
         if not await self._service.schedulers.drain(worker_id):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
             message = f"no worker is called {worker_id!r}; there are: {known}"
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+
+    def _check(self, caller: Caller) -> None:
+        keys = self._service.keys
+        keys.check_admin(keys.identify(caller.authorization))
 
 
 def _request_id(text: str) -> bytes:

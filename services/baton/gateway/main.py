@@ -16,6 +16,8 @@ from baton.core.errors import ConfigError
 from baton.core.front import ProcessInfo
 from baton.engine.model.hub import resolve_model
 from baton.gateway.inference import Admin, Inference
+from baton.gateway.key_file import follow, read_keys
+from baton.gateway.keys import KeyRing
 from baton.gateway.openai_api.app import App
 from baton.gateway.openai_api.server import HttpServer
 from baton.gateway.service import GatewayRules, GatewayService
@@ -48,6 +50,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: handing it to a pool only costs
+    keys = KeyRing(read_keys(config.api_keys) if config.api_keys is not None else None)
     rng = SystemRandom()
     registry = process_registry("gateway")
     async with AsyncExitStack() as stack:
@@ -66,6 +69,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             rng=rng,
             schedulers=config.schedulers,
             membership=membership,
+            keys=keys,
         )
         await stack.enter_async_context(service)
         http_address = join_address(advertised_host(config.host, config.advertise_host), http_socket.getsockname()[1])
@@ -95,6 +99,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         work = [watch_loop_lag(ProcessMetrics(registry).look_at_loop)]
         if announcements is not None:
             work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
+        if config.api_keys is not None:
+            work.append(follow(config.api_keys, keys))
         async with Background(*work):
             _settle(stack)
             on_ready(f"http://{http_address}")

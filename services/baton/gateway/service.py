@@ -14,8 +14,9 @@ from baton.core.front import ModelInfo, Timeline, TotalUsage
 from baton.core.request import NO_SLO, GenerateRequest, Slo
 from baton.gateway.answer import Answer, Receiver
 from baton.gateway.attempts import RelayParts, RequestRecord, RequestRun, RetryRules
-from baton.gateway.call import Call
+from baton.gateway.call import Call, Identity
 from baton.gateway.concurrently import run_all
+from baton.gateway.keys import KeyRing
 from baton.gateway.progress import Progress
 from baton.gateway.schedulers import Schedulers, SchedulerTimes
 from baton.gateway.session import SessionTimes
@@ -72,10 +73,13 @@ class GatewayService:
         rng: Random,
         schedulers: tuple[str, ...] = (),
         membership: Membership | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
+        """`keys`: without them everybody may do everything."""
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
         self.view = ClusterView(model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len)
         self.schedulers = Schedulers(
@@ -133,6 +137,7 @@ class GatewayService:
     async def run(self, call: Call, receiver: Receiver) -> Ending:
         """Carry a call to its end; its choices go to `receiver` as they grow. Cancelling cancels the call. Raises Refused."""
         self.admit(len(call.requests))
+        self.keys.opened(call.identity, len(call.requests))
         self.num_open += len(call.requests)
         self.metrics.open_requests.set(self.num_open)
         try:
@@ -140,6 +145,7 @@ class GatewayService:
             await run_all([one.run(self._parts) for one in carried])
         finally:
             self.num_open -= len(call.requests)
+            self.keys.closed(call.identity, len(call.requests))
             self.metrics.open_requests.set(self.num_open)
             if not self.num_open:
                 self._none_open.set()
@@ -164,11 +170,16 @@ class GatewayService:
             message = f"{self.num_open} requests are open, {self.rules.max_open_requests} are allowed; retry later"
             raise Refused(Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message=message, retry_after_s=1.0))
 
+    def admitted(self, authorization: str) -> Identity:
+        """Whose call this is, before anything is done for it. Raises Refused as `admit` and the methods of `KeyRing` do."""
+        identity = self.keys.identify(authorization)
+        self.admit()
+        self.keys.admit(identity, asyncio.get_running_loop().time())
+        return identity
+
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """While a call is received and validated it counts as one open request, so that bodies in memory are bounded, too. Raises Refused
-        as `admit` does."""
-        self.admit()
+        """While a call is received and validated it counts as one open request, so that bodies in memory are bounded, too."""
         self._num_arriving += 1
         try:
             yield

@@ -13,7 +13,7 @@ from baton.core.front import Caller
 from baton.core.limits import U64_MAX, shown
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.gateway.bodies import Draft, Prompt, draft_of
-from baton.gateway.call import Call, Endpoint, InvalidField
+from baton.gateway.call import ANYBODY, Call, Endpoint, Identity, InvalidField
 from baton.gateway.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
@@ -73,6 +73,7 @@ class Validator:
         *,
         received_s: float,
         request_id: bytes | None = None,
+        identity: Identity = ANYBODY,
     ) -> Call:
         """The deadline counts from `received_s` (loop time). `request_id`: for the first prompt; the others', or all, are drawn. Raises
         Refused: 400, or 404 for another model."""
@@ -95,12 +96,15 @@ class Validator:
                     self._request(draft, tokens, facts, received_s, deadline_s),
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
                     trace_context=trace_context,
+                    tenant=identity.tenant,
+                    cache_salt=identity.cache_salt,
                 )
                 for index, tokens in enumerate(prompts)
             ),
             n=draft.n,
             shape=draft.shape,
             received_s=received_s,
+            identity=identity,
         )
 
     def check_model(self, name: str | None) -> None:

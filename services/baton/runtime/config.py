@@ -6,7 +6,9 @@ key in the YAML file (`http_port`), its check, its help and its JSON schema. Not
 
 import dataclasses
 import difflib
+import os
 import re
+import tempfile
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -153,6 +155,17 @@ def read_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{file}: expected `key: value` lines at the top level")
     return content
+
+
+def write_private(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML: all of it or nothing, readable by its owner alone. Raises ConfigError when it cannot be written."""
+    try:
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            yaml.safe_dump(dict(content), stream, sort_keys=False)
+        Path(name).replace(file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def json_schema(*classes: type[Config]) -> dict[str, Any]:

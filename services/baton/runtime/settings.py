@@ -130,6 +130,7 @@ class RequestSettings(Config):
     max_body_bytes: int = setting(
         8 * MIB, help="largest request body; larger ones get 413 before they are parsed", unit="bytes", minimum=1024
     )
+    api_keys: Path | None = setting(None, help="file of API keys, see `baton key`; without it everybody may do everything")
     max_open_requests: int = setting(1024, help="requests open in one gateway at a time; more get 429", minimum=1)
     max_attempts: int = setting(8, help="times that a request is placed before its last failure is its answer", minimum=1)
     scheduler_wait_s: float = setting(20.0, help="time that new requests wait for a scheduler before 503", unit="seconds", above=0)

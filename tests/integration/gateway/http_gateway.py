@@ -11,6 +11,7 @@ import httpx
 
 from baton.core.front import ProcessInfo
 from baton.gateway.inference import Admin
+from baton.gateway.keys import KeyRing
 from baton.gateway.openai_api.app import App
 from baton.gateway.openai_api.server import HttpServer
 from baton.gateway.tokenizer import Tokenizer
@@ -94,9 +95,10 @@ async def http_gateway(
     receive_deadline_s: float = 5.0,
     max_body_bytes: int = 8 * 2**20,
     stream_buffer_bytes: int = 256 * 1024,
+    keys: KeyRing | None = None,
     **rules: Any,
 ) -> AsyncIterator[HttpGateway]:
-    async with cluster(*workers, tokenizer=tokenizer, **rules) as c:
+    async with cluster(*workers, tokenizer=tokenizer, keys=keys, **rules) as c:
         sock = listen("127.0.0.1", 0, flag="--http-port")
         app = App(
             c.gateway,

@@ -41,7 +41,7 @@ class StandIn:
 
 def asked(monkeypatch: pytest.MonkeyPatch, gateway: StandIn, *args: str, env: dict[str, str] | None = None) -> Result:
     @asynccontextmanager
-    async def connect(address: str) -> AsyncIterator[StandIn]:
+    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
         yield gateway
 
     monkeypatch.setattr(admin, "connect", connect)
@@ -153,14 +153,14 @@ def test_without_a_gateway_one_line_says_so_and_what_to_do(capsys: pytest.Captur
 
 
 def test_the_gateway_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses: list[str] = []
+    asked_at: list[admin.Where] = []
 
     @asynccontextmanager
-    async def connect(address: str) -> AsyncIterator[StandIn]:
-        addresses.append(address)
+    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
+        asked_at.append(where)
         yield StandIn(cluster_status())
 
     monkeypatch.setattr(admin, "connect", connect)
-    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1"})
-    CliRunner().invoke(cli, ["status"])
-    assert addresses == ["h:1", "127.0.0.1:8001"]
+    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k"})
+    CliRunner().invoke(cli, ["status", "--api-key", "other"])
+    assert asked_at == [admin.Where("h:1", "k"), admin.Where("127.0.0.1:8001", "other")]

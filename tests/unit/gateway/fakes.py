@@ -44,6 +44,7 @@ from baton.core.jobs import (
 )
 from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenDelta, TokenLogprobs, Usage
 from baton.gateway.call import Call, Endpoint
+from baton.gateway.keys import KeyRing
 from baton.gateway.service import GatewayRules, GatewayService
 from baton.gateway.tokenizer import ByteTokenizer, Tokenizer
 from baton.runtime.in_process import InProcessDuplex, InProcessNetwork
@@ -420,7 +421,9 @@ def rules(**changes: Any) -> GatewayRules:
 
 
 @asynccontextmanager
-async def cluster(*workers: tuple[str, str], tokenizer: Tokenizer | None = None, **changes: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    *workers: tuple[str, str], tokenizer: Tokenizer | None = None, keys: KeyRing | None = None, **changes: Any
+) -> AsyncIterator[Cluster]:
     """A gateway with these (id, role) stub workers, ready. Afterwards no task and no open job is left."""
     before = asyncio.all_tasks()
     network = InProcessNetwork()
@@ -433,6 +436,7 @@ async def cluster(*workers: tuple[str, str], tokenizer: Tokenizer | None = None,
         metrics=GatewayMetrics(registry),
         rng=Random(7),
         schedulers=(scheduler.address,),
+        keys=keys,
     ) as gateway:
         made = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:

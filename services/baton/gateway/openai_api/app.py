@@ -9,7 +9,7 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.front import AdminApi
 from baton.core.limits import shown
 from baton.core.plain import to_plain
-from baton.gateway.call import Call, Endpoint
+from baton.gateway.call import Call, Endpoint, Identity
 from baton.gateway.openai_api.errors import Headers, error_body, error_event, error_headers, param_of
 from baton.gateway.openai_api.http import (
     ClientGone,
@@ -133,10 +133,13 @@ class App:
     async def _inference(self, exchange: Exchange, endpoint: Endpoint) -> None:
         exchange.endpoint = endpoint
         received_s = asyncio.get_running_loop().time()
+        caller = caller_of(exchange.scope)
+        identity = self._service.admitted(caller.authorization)
         with self._service.arriving():
-            caller = caller_of(exchange.scope)
             body = await self._body(exchange)
-            call = await self._service.validator.call(endpoint, body, caller, received_s=received_s, request_id=exchange.request_id)
+            call = await self._service.validator.call(
+                endpoint, body, caller, received_s=received_s, request_id=exchange.request_id, identity=identity
+            )
         await (self._stream if call.shape.stream else self._whole)(exchange, call)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
@@ -187,9 +190,11 @@ class App:
         await exchange.send({"type": "http.response.body", "body": body})
 
     async def _models(self, exchange: Exchange) -> None:
+        self._identify(exchange)
         await respond_json(exchange.send, 200, {"object": "list", "data": [self._model_object()]})
 
     async def _model(self, exchange: Exchange) -> None:
+        self._identify(exchange)
         self._service.validator.check_model(exchange.scope["path"][len(MODELS) :])
         await respond_json(exchange.send, 200, self._model_object())
 
@@ -204,6 +209,7 @@ class App:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
+        self._service.admitted(caller_of(exchange.scope).authorization)
         with self._service.arriving():
             body = await self._body(exchange)
         ids = await ids_of(self._service.validator, body)
@@ -211,6 +217,7 @@ class App:
         await respond_json(exchange.send, 200, answer)
 
     async def _detokenize(self, exchange: Exchange) -> None:
+        self._service.admitted(caller_of(exchange.scope).authorization)
         with self._service.arriving():
             body = await self._body(exchange)
         await respond_json(exchange.send, 200, {"prompt": await text_of(self._service.validator, body)})
@@ -225,7 +232,12 @@ class App:
         await respond_json(exchange.send, 503 if reasons else 200, answer)
 
     async def _expose(self, exchange: Exchange) -> None:
+        self._service.keys.check_admin(self._identify(exchange))
         await respond(exchange.send, 200, self._metrics(), content_type=CONTENT_TYPE.encode())
+
+    def _identify(self, exchange: Exchange) -> Identity:
+        """Whose request this is. Raises Refused."""
+        return self._service.keys.identify(caller_of(exchange.scope).authorization)
 
     async def _decisions(self, exchange: Exchange) -> None:
         name = exchange.scope["path"][len(DECISIONS) :]

@@ -56,6 +56,8 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_POISON: _ClassVar[FailureReason]
     FAILURE_REASON_INTERNAL: _ClassVar[FailureReason]
     FAILURE_REASON_STORE_UNAVAILABLE: _ClassVar[FailureReason]
+    FAILURE_REASON_INVALID_API_KEY: _ClassVar[FailureReason]
+    FAILURE_REASON_FORBIDDEN: _ClassVar[FailureReason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -106,6 +108,8 @@ FAILURE_REASON_SLOW_READER: FailureReason
 FAILURE_REASON_POISON: FailureReason
 FAILURE_REASON_INTERNAL: FailureReason
 FAILURE_REASON_STORE_UNAVAILABLE: FailureReason
+FAILURE_REASON_INVALID_API_KEY: FailureReason
+FAILURE_REASON_FORBIDDEN: FailureReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -1,0 +1,147 @@
+"""A gateway that wants API keys, over its real HTTP and gRPC ports: who is let in, where, and that refusals cost nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from baton.core.errors import Code, Reason, Refused
+from baton.core.front import ProcessInfo
+from baton.gateway.inference import Admin, Inference
+from baton.gateway.keys import KeyRing, digest_of, parse_keys
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.wire.admin import AdminClient
+from baton.wire.channel import channel_options, open_channel
+from baton.wire.server import GrpcServer
+from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
+from tests.unit.gateway.fakes import cluster, until
+
+PD = (("p0", "prefill"), ("d0", "decode"))
+ALICE, ADMIN, EVE = "key-of-alice", "key-of-an-admin", "key-of-eve"
+OPEN = ("/health", "/ready")
+FOR_KEYS = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/demo"))
+FOR_KEYS += (("POST", "/tokenize"), ("POST", "/detokenize"))
+FOR_ADMINS = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
+
+
+def key_ring(**limits: int) -> KeyRing:
+    entries = [
+        {"name": "alice", "tenant": "search", "sha256": digest_of(ALICE).hex(), **limits},
+        {"name": "admin", "tenant": "operators", "sha256": digest_of(ADMIN).hex(), "admin": True},
+        {"name": "eve", "tenant": "ads", "sha256": digest_of(EVE).hex()},
+    ]
+    return KeyRing(parse_keys({"salt": "ab" * 16, "keys": entries}))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", "content-type": "application/json"}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[HttpGateway]:
+    async with http_gateway(*PD, keys=key_ring()) as g:
+        yield g
+
+
+@pytest.mark.parametrize(("method", "path"), [*FOR_KEYS, *FOR_ADMINS])
+async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(gateway: HttpGateway, method: str, path: str) -> None:
+    for headers in ({}, bearer("wrong"), {"authorization": "Basic eDp5"}):
+        answer = await gateway.client.request(method, path, headers=headers, content=b"{no json" if method == "POST" else None)
+        assert answer.status_code == 401, answer.text
+        assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("authentication_error", "invalid_api_key")
+    assert not gateway.cluster.scheduler.queries
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_probes_need_no_key(gateway: HttpGateway, path: str) -> None:
+    assert (await gateway.client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), FOR_ADMINS)
+async def test_what_tells_of_others_is_for_admins(gateway: HttpGateway, method: str, path: str) -> None:
+    refused = await gateway.client.request(method, path, headers=bearer(ALICE))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+    assert (await gateway.client.request(method, path, headers=bearer(ADMIN))).status_code in (200, 404)
+
+
+async def test_openais_client_with_a_key(gateway: HttpGateway) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ALICE, max_retries=0) as client:
+        answer = await client.completions.create(model="demo", prompt="hello", max_tokens=4)
+        assert answer.usage is not None
+        assert [model.id async for model in await client.models.list()] == ["demo"]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.completions.create(model="demo", prompt="hello")
+
+
+async def test_the_tenant_and_its_salt_follow_from_the_key_and_never_from_the_body(gateway: HttpGateway) -> None:
+    scheduler = gateway.cluster.scheduler
+    for key in (ALICE, EVE, ALICE):
+        assert (await gateway.client.post("/v1/completions", json={"prompt": "x" * 64, "max_tokens": 2}, headers=bearer(key))).is_success
+    tenants = [query.tenant for query in scheduler.queries]
+    assert tenants == ["search", "ads", "search"]
+    first, other, again = (query.block_hashes for query in scheduler.queries)
+    assert first == again
+    assert first
+    assert not set(first) & set(other), "one prompt, no block in common"
+    for field in ("tenant", "cache_salt"):
+        forged = await gateway.client.post("/v1/completions", json={"prompt": "x", field: "ads"}, headers=bearer(ALICE))
+        assert forged.status_code == 400
+
+
+async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
+    async with http_gateway(*PD, keys=key_ring(max_open_requests=1, requests_per_minute=30)) as gateway:
+        for worker in gateway.cluster.scheduler.workers:
+            worker.step_s = 0.3
+        body = {"prompt": "hello", "max_tokens": 4}
+        running = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE)))
+        await until(lambda: bool(gateway.cluster.gateway.num_open))
+        asked = len(gateway.cluster.scheduler.queries)
+        refused = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_quota")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert len(gateway.cluster.scheduler.queries) == asked, "no work was done for it"
+        other = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(EVE)))
+        await until(lambda: gateway.cluster.gateway.num_open == 2)
+        assert (await running).is_success
+        assert (await other).is_success
+        answers = [(await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).status_code for _ in range(5)]
+        assert answers == [200, 200, 429, 429, 429], "30 a minute, three at once"
+
+
+@asynccontextmanager
+async def over_grpc() -> AsyncIterator[str]:
+    async with cluster(*PD, keys=key_ring()) as c:
+        server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2**20)
+        server.add_inference(Inference(c.gateway, stream_buffer_bytes=2**16))
+        server.add_admin(Admin(c.gateway, ProcessInfo(process_id="gateway-0")))
+        server.follow(c.gateway.health)
+        port = await server.start("127.0.0.1", 0, flag="--grpc-port")
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(1.0)
+
+
+async def test_grpc_wants_the_same_keys() -> None:
+    async with over_grpc() as address:
+        channel = open_channel(address, channel_options(5.0))
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for metadata, expected in (((), "UNAUTHENTICATED"), ((("authorization", f"Bearer {ALICE}"),), "OK")):
+            call = stub.Generate(inference_pb2.GenerateRequest(model="demo", prompt="hello", max_tokens=3), metadata=metadata, timeout=10)
+            try:
+                async for _ in call:
+                    pass
+            except Exception:
+                assert expected != "OK", await call.details()
+            assert (await call.code()).name == expected
+        for key, code in (("", Code.UNAUTHENTICATED), (ALICE, Code.PERMISSION_DENIED)):
+            asking = AdminClient(channel, address, authorization=f"Bearer {key}" if key else "")
+            with pytest.raises(Refused) as refused:
+                await asking.status()
+            assert refused.value.failure.code is code
+            assert refused.value.failure.reason in (Reason.INVALID_API_KEY, Reason.FORBIDDEN)
+        assert (await AdminClient(channel, address, authorization=f"Bearer {ADMIN}").status()).model == "demo"
+        await channel.close(None)

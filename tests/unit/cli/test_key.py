@@ -1,0 +1,103 @@
+"""`baton key`: keys are printed once, files have hashes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli.main import cli
+from baton.core.errors import BatonError, ConfigError, Refused
+from baton.gateway import key_file
+from baton.gateway.key_file import follow, read_keys
+from baton.gateway.keys import KeyRing
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["key", *args])
+
+
+def made(file: Path, name: str, *more: str) -> str:
+    done = run("new", str(file), "--name", name, *more)
+    assert done.exit_code == 0, done.output
+    return done.output.strip()
+
+
+def test_keys_are_made_used_and_removed(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    alice = made(file, "alice", "--tenant", "search", "--max-open-requests", "4")
+    boss = made(file, "boss", "--admin", "--requests-per-minute", "60")
+    assert alice not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    ring = KeyRing(read_keys(file))
+    assert (ring.identify(f"Bearer {alice}").tenant, ring.identify(f"Bearer {alice}").max_open_requests) == ("search", 4)
+    assert (ring.identify(f"Bearer {boss}").tenant, ring.identify(f"Bearer {boss}").is_admin) == ("boss", True)
+    salt = ring.identify(f"Bearer {boss}").cache_salt
+    assert run("remove", str(file), "alice").exit_code == 0
+    left = KeyRing(read_keys(file))
+    assert left.identify(f"Bearer {boss}").cache_salt == salt
+    with pytest.raises(Refused):
+        left.identify(f"Bearer {alice}")
+    assert list(tmp_path.iterdir()) == [file], "nothing else is left there"
+
+
+def test_mistakes_are_told_and_change_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    made(file, "alice")
+    before = file.read_text()
+    for arguments, message in (
+        (("new", str(file), "--name", "alice"), "same name"),
+        (("new", str(file), "--name", "a b"), "`name` must be"),
+        (("remove", str(file), "bob"), "no key called 'bob'; there are: alice"),
+        (("remove", str(file), "alice"), "the last key"),
+        (("new", str(tmp_path / "missing" / "keys.yaml"), "--name", "x"), "cannot write"),
+        (("remove", str(tmp_path / "none.yaml"), "x"), "cannot read"),
+    ):
+        done = run(*arguments)
+        assert isinstance(done.exception, BatonError), done.output
+        assert message in str(done.exception)
+    assert file.read_text() == before
+
+
+def test_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    with pytest.raises(ConfigError, match=r"keys\.yaml: No such file"):
+        read_keys(file)
+    file.write_text("keys: []\n")
+    with pytest.raises(ConfigError, match=r"keys\.yaml: `salt` must be"):
+        read_keys(file)
+
+
+async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_file, "LOOK_S", 0.01)
+    file = tmp_path / "keys.yaml"
+    alice = made(file, "alice")
+    ring = KeyRing(read_keys(file))
+    following = asyncio.create_task(follow(file, ring))
+    await asyncio.sleep(0.05)
+    bob = await asyncio.to_thread(made, file, "bob")
+
+    async def until_known(key: str) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    ring.identify(f"Bearer {key}")
+                except Refused:
+                    await asyncio.sleep(0.01)
+                else:
+                    return
+
+    await until_known(bob)
+    good = file.read_text()
+    for broken in ("keys: [", ""):
+        file.write_text(broken)
+        await asyncio.sleep(0.1)
+        ring.identify(f"Bearer {alice}")
+    file.unlink()
+    await asyncio.sleep(0.1)
+    file.write_text(good)
+    eve = await asyncio.to_thread(made, file, "eve")
+    await until_known(eve)
+    following.cancel()

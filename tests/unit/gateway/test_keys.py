@@ -1,0 +1,165 @@
+"""API keys: whose they are, what a file of them may say, and what each may ask for."""
+
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Code, ConfigError, Reason, Refused
+from baton.gateway.call import ANYBODY, Identity
+from baton.gateway.keys import KeyRing, digest_of, new_key, parse_keys, tenant_salt
+
+SALT = "0123456789abcdef" * 2
+
+
+def entry(name: str = "alice", key: str = "secret-a", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "tenant": "search", "sha256": digest_of(key).hex(), **fields}
+
+
+def ring(*entries: dict[str, Any], salt: str = SALT) -> KeyRing:
+    return KeyRing(parse_keys({"salt": salt, "keys": list(entries)}))
+
+
+def refusal(*args: Any) -> Refused:
+    call, *rest = args
+    with pytest.raises(Refused) as refused:
+        call(*rest)
+    return refused.value
+
+
+def test_without_keys_everybody_may_do_everything() -> None:
+    assert KeyRing().identify("") == ANYBODY
+    KeyRing().check_admin(ANYBODY)
+    KeyRing().admit(ANYBODY, 0.0)
+    assert (ANYBODY.tenant, ANYBODY.cache_salt) == ("default", b"")
+
+
+def test_a_key_says_who_somebody_is() -> None:
+    keys = ring(entry(), entry("bob", "secret-b", tenant="ads", admin=True))
+    alice, bob = keys.identify("Bearer secret-a"), keys.identify("bearer  secret-b ")
+    assert (alice.name, alice.tenant, alice.is_admin) == ("alice", "search", False)
+    assert (bob.name, bob.tenant, bob.is_admin) == ("bob", "ads", True)
+    keys.check_admin(bob)
+    forbidden = refusal(keys.check_admin, alice).failure
+    assert (forbidden.code, forbidden.reason) == (Code.PERMISSION_DENIED, Reason.FORBIDDEN)
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "secret-a", "Basic secret-a", "Bearer secret-", "Bearer secret-a secret-a"])
+def test_nobody_else_is_let_in(header: str) -> None:
+    failure = refusal(ring(entry()).identify, header).failure
+    assert (failure.code, failure.reason) == (Code.UNAUTHENTICATED, Reason.INVALID_API_KEY)
+    assert "secret" not in failure.message
+
+
+def test_a_tenant_has_one_salt_and_no_other_has_it() -> None:
+    keys = ring(entry(), entry("bob", "secret-b"), entry("eve", "secret-e", tenant="ads"))
+    salts = [keys.identify(f"Bearer secret-{who}").cache_salt for who in "abe"]
+    assert salts[0] == salts[1] != salts[2]
+    assert len(salts[0]) == 16
+    assert tenant_salt(bytes(16), "search") != salts[0], "the file's secret is in it"
+
+
+def test_so_many_at_a_time() -> None:
+    keys = ring(entry(max_open_requests=3), entry("bob", "secret-b"))
+    alice, bob = keys.identify("Bearer secret-a"), keys.identify("Bearer secret-b")
+    keys.opened(alice, 2)
+    assert refusal(keys.opened, alice, 2).failure.reason is Reason.TENANT_QUOTA
+    keys.opened(alice, 1)
+    failure = refusal(keys.admit, alice, 0.0).failure
+    assert (failure.code, failure.reason) == (Code.RESOURCE_EXHAUSTED, Reason.TENANT_QUOTA)
+    assert failure.retry_after_s
+    keys.opened(bob, 100)
+    keys.admit(bob, 0.0)
+    keys.closed(alice, 2)
+    keys.admit(alice, 0.0)
+    keys.closed(alice, 1)
+    assert not keys._num_open.keys() - {"bob"}, "nothing is kept of who has nothing open"
+
+
+def test_so_many_a_minute_with_bursts_of_a_tenth() -> None:
+    keys = ring(entry(requests_per_minute=60))
+    alice = keys.identify("Bearer secret-a")
+
+    def taken(now_s: float) -> int:
+        for count in range(1000):
+            try:
+                keys.admit(alice, now_s)
+            except Refused:
+                return count
+        raise AssertionError("there is no limit")
+
+    assert taken(0.0) == 6
+    assert taken(0.5) == 0
+    assert taken(1.0) == 1
+    assert taken(3.0) == 2
+    assert taken(1000.0) == 6
+
+
+def test_a_retry_after_what_it_was_told_is_let_in() -> None:
+    keys = ring(entry(requests_per_minute=7))
+    alice, now_s = keys.identify("Bearer secret-a"), 0.0
+    for _ in range(20):
+        keys.admit(alice, now_s)
+        now_s += refusal(keys.admit, alice, now_s).failure.retry_after_s or 0.0
+    assert now_s == pytest.approx(20 * 60 / 7)
+
+
+def test_keys_may_change_while_requests_run() -> None:
+    keys = ring(entry(max_open_requests=1), entry("bob", "secret-b"))
+    alice = keys.identify("Bearer secret-a")
+    keys.opened(alice, 1)
+    keys.replace(parse_keys({"salt": SALT, "keys": [entry(key="new", max_open_requests=1)]}))
+    refusal(keys.identify, "Bearer secret-a")
+    refusal(keys.identify, "Bearer secret-b")
+    again = keys.identify("Bearer new")
+    refusal(keys.admit, again, 0.0)
+    keys.closed(alice, 1)
+    keys.admit(again, 0.0)
+
+
+def test_new_keys_are_long_and_random() -> None:
+    made = {new_key() for _ in range(50)}
+    assert len(made) == 50
+    assert min(map(len, made)) > 40
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    return {"salt": SALT, "keys": [{key: value for key, value in (entry() | changes).items() if value is not ...}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "`salt` and `keys`"),
+        ({"salt": SALT, "keys": [], "more": 1}, "`salt` and `keys`"),
+        ({"salt": "abc", "keys": [entry()]}, "32 hex digits"),
+        ({"salt": 12345678901234567890123456789012, "keys": [entry()]}, "in quotes"),
+        ({"salt": SALT, "keys": []}, "leave the file out"),
+        ({"salt": SALT, "keys": ["alice"]}, "key 1 must have the fields"),
+        ({"salt": SALT, "keys": [entry(), entry(key="x")]}, "two keys have the same name"),
+        ({"salt": SALT, "keys": [entry(), entry("bob")]}, "two keys have the same sha256"),
+        (one(name=...), "`name` must be"),
+        (one(name="a b"), "`name` must be"),
+        (one(tenant=""), "`tenant` must be"),
+        (one(sha256="secret-a"), "never the key itself"),
+        (one(sha256=...), "64 hex digits"),
+        (one(admin="yes"), "`admin` must be true or false"),
+        (one(max_open_requests=0), "`max_open_requests` must be a whole number"),
+        (one(requests_per_minute=True), "`requests_per_minute` must be a whole number"),
+        (one(key="secret"), "unknown field 'key'"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_with_what_would(content: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_keys(content)
+
+
+def test_limits_are_read() -> None:
+    keys = ring(entry(max_open_requests=2, requests_per_minute=30, admin=True))
+    assert keys.identify("Bearer secret-a") == Identity(
+        name="alice",
+        tenant="search",
+        cache_salt=tenant_salt(bytes.fromhex(SALT), "search"),
+        is_admin=True,
+        max_open_requests=2,
+        requests_per_minute=30,
+    )
