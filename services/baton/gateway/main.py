@@ -34,6 +34,7 @@ from baton.store.keys import Keys
 from baton.store.membership import RedisMembership
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
+from baton.wire.tls import Tls, between_services
 
 log = get_logger(__name__)
 
@@ -58,7 +59,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         stack.callback(http_socket.close)
         tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model)))
         stack.callback(tokenizer.close)
-        network = GrpcNetwork(heartbeat_s=config.heartbeat_s, dial_s=config.detection_s, call_s=config.detection_s)
+        tls = between_services(config)
+        network = GrpcNetwork(heartbeat_s=config.heartbeat_s, dial_s=config.detection_s, call_s=config.detection_s, tls=tls)
         stack.push_async_callback(network.aclose)
         membership = _membership(config, stack)
         service = GatewayService(
@@ -85,7 +87,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             metrics=lambda: expose(registry),
             created=int(time.time()),
         )
-        await stack.enter_async_context(HttpServer(app, http_socket, receive_deadline_s=config.receive_deadline_s, grace_s=CLOSE_S))
+        http_server = HttpServer(app, http_socket, receive_deadline_s=config.receive_deadline_s, grace_s=CLOSE_S, tls=config.front_tls_pair)
+        await stack.enter_async_context(http_server)
         await _admin_port(config, service, registry, stack)
         log.info("gateway_started", address=http_address, model=config.model_name, gateway=service.rules.gateway_id)
         member = Member(
@@ -99,11 +102,13 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         work = [watch_loop_lag(ProcessMetrics(registry).look_at_loop)]
         if announcements is not None:
             work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
+        if config.front_tls_pair is not None:
+            work.append(http_server.follow_certificate())
         if config.api_keys is not None:
             work.append(follow(config.api_keys, keys))
         async with Background(*work):
             _settle(stack)
-            on_ready(f"http://{http_address}")
+            on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)
         if announcements is not None:
@@ -144,7 +149,8 @@ def _membership(config: GatewayConfig, stack: AsyncExitStack) -> Membership | No
 @asynccontextmanager
 async def _grpc(config: GatewayConfig, service: GatewayService, admin: Admin) -> AsyncIterator[None]:
     """The gRPC front door; a message may be as large as an HTTP body."""
-    server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes)
+    front = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
+    server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes, tls=front)
     server.add_inference(Inference(service, stream_buffer_bytes=config.stream_buffer_bytes))
     server.add_admin(admin)
     server.follow(service.health)

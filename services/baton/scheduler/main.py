@@ -25,6 +25,7 @@ from baton.store.kv_event_feed import RedisKvEventFeed
 from baton.store.membership import RedisMembership
 from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
 from baton.wire.server import GrpcServer
+from baton.wire.tls import between_services
 
 log = get_logger(__name__)
 
@@ -55,7 +56,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             rng=rng,
         )
         stack.push_async_callback(scheduler.aclose)
-        server = GrpcServer(heartbeat_s=config.heartbeat_s)
+        server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
         server.add_scheduler(scheduler)
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)

@@ -6,6 +6,8 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
+from baton.wire.tls import Tls
+
 Options: TypeAlias = list[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -55,9 +57,13 @@ def server_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTE
     ]
 
 
-def open_channel(address: str, options: Sequence[tuple[str, str | int]]) -> grpc.aio.Channel:
-    """A channel within the trust of the cluster's network; nothing is dialled before the first call."""
-    return grpc.aio.insecure_channel(address, options=options)
+def open_channel(address: str, options: Sequence[tuple[str, str | int]], tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel, without `tls` within the trust of the network; nothing is dialled before the first call. Raises ConfigError for files of
+    `tls` that cannot be read."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *named])
 
 
 def _sizes(max_message_bytes: int) -> Options:

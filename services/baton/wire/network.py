@@ -14,6 +14,7 @@ from baton.core.peer import OwnerMessage, ReaderMessage
 from baton.wire import peer, scheduler, worker
 from baton.wire.channel import channel_options, open_channel
 from baton.wire.streams import ClientDuplex, StreamLimits
+from baton.wire.tls import Tls
 
 DEFAULT_LIMITS = StreamLimits()
 
@@ -25,14 +26,23 @@ class GrpcNetwork:
     """Implements `Network`. A stream has a connection of its own; the calls to one scheduler share one.
 
     `heartbeat_s` sets the keepalive: a vanished host breaks its streams within two of them and half a second. A dial that nobody answers
-    fails in `dial_s`, a call in `call_s`; a refused one at once.
+    fails in `dial_s`, a call in `call_s`; a refused one at once. `tls`: see `wire.tls`.
     """
 
-    def __init__(self, *, heartbeat_s: float, dial_s: float = 2.0, call_s: float = 5.0, limits: StreamLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        dial_s: float = 2.0,
+        call_s: float = 5.0,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        tls: Tls | None = None,
+    ) -> None:
         self._options = channel_options(heartbeat_s)
         self._dial_s = dial_s
         self._call_s = call_s
         self._limits = limits
+        self._tls = tls
         self._schedulers: dict[str, scheduler.SchedulerClient] = {}
         self._streams: set[Any] = set()
         self._is_closed = False
@@ -50,7 +60,7 @@ class GrpcNetwork:
         self._check_open()
         client = self._schedulers.get(address)
         if client is None:
-            client = scheduler.SchedulerClient(open_channel(address, self._options), address, self._limits, self._call_s)
+            client = scheduler.SchedulerClient(open_channel(address, self._options, self._tls), address, self._limits, self._call_s)
             self._schedulers[address] = client
         return client
 
@@ -65,7 +75,7 @@ class GrpcNetwork:
         self, address: str, open_stream: Callable[[grpc.aio.Channel, str, StreamLimits, float], Awaitable[ClientDuplex[SendT, ReceiveT]]]
     ) -> ClientDuplex[SendT, ReceiveT]:
         self._check_open()
-        stream = await open_stream(open_channel(address, self._options), address, self._limits, self._dial_s)
+        stream = await open_stream(open_channel(address, self._options, self._tls), address, self._limits, self._dial_s)
         self._streams.add(stream)
         stream.on_closed(lambda: self._streams.discard(stream))
         return stream

@@ -18,6 +18,7 @@ from baton.wire.channel import MAX_MESSAGE_BYTES, server_options
 from baton.wire.network import DEFAULT_LIMITS
 from baton.wire.status import RefuseGarbage
 from baton.wire.streams import StreamLimits
+from baton.wire.tls import Tls
 from baton.wire.v1 import peer_pb2_grpc, scheduler_pb2_grpc, worker_pb2_grpc
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,9 +29,18 @@ class GrpcServer:
     """Make it inside the event loop that will run it, add services, `start`. Health checks are answered for each service by its full name,
     and for "", which stands for all of them; all serve from the start unless `follow` is given a Health."""
 
-    def __init__(self, *, heartbeat_s: float, limits: StreamLimits = DEFAULT_LIMITS, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
+    ) -> None:
+        """`tls`: without it, plain text."""
         self._server = aio_server((RefuseGarbage(),), server_options(heartbeat_s, max_message_bytes))
         self._limits = limits
+        self._tls = tls
         self._health_servicer = health_aio.HealthServicer()
         self._health: Health | None = None
         self._health_changed = asyncio.Event()
@@ -64,11 +74,14 @@ class GrpcServer:
         health.on_change(lambda _: self._health_changed.set())
 
     async def start(self, host: str, port: int, *, flag: str = "--rpc-port") -> int:
-        """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag` when it is taken."""
+        """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag` when it is taken, or TLS's
+        files cannot be read."""
         if port:
             choose_port(host, port, flag=flag)
         try:
-            bound = self._server.add_insecure_port(join_address(host, port))
+            address = join_address(host, port)
+            add = self._server.add_insecure_port
+            bound = add(address) if self._tls is None else self._server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {join_address(host, port)} ({flag}): {error}") from error
         if self._public:

@@ -36,6 +36,7 @@ from baton.store.membership import RedisMembership
 from baton.store.memory import MemoryCostStore, MemoryMembership
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
+from baton.wire.tls import between_services
 from baton.worker.calibrate import measure_costs, turn, turn_path
 from baton.worker.costs import known_or_measured
 from baton.worker.device import Device, open_device
@@ -103,7 +104,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
     registry, health, doorway = process_registry("worker"), Health("model"), Doorway()
     metrics = WorkerMetrics(registry)
     async with AsyncExitStack() as stack:
-        server = GrpcServer(heartbeat_s=config.heartbeat_s)
+        server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
         server.add_worker(doorway)
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)
@@ -124,7 +125,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
         )
         device = await asyncio.to_thread(open_device, config, ref)
         stack.push_async_callback(_close_answering, device, health)
-        network = GrpcNetwork(heartbeat_s=config.heartbeat_s)
+        network = GrpcNetwork(heartbeat_s=config.heartbeat_s, tls=between_services(config))
         stack.push_async_callback(network.aclose)
         stores = _stores(config, stack)
         costs = await _costs(device, stores.costs, health)

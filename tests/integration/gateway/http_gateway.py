@@ -17,6 +17,7 @@ from baton.gateway.openai_api.server import HttpServer
 from baton.gateway.tokenizer import Tokenizer
 from baton.runtime.metrics import expose
 from baton.runtime.network import listen
+from baton.runtime.tls import Pair
 from tests.unit.gateway.fakes import Cluster, cluster
 
 JSON = {"content-type": "application/json"}
@@ -96,6 +97,7 @@ async def http_gateway(
     max_body_bytes: int = 8 * 2**20,
     stream_buffer_bytes: int = 256 * 1024,
     keys: KeyRing | None = None,
+    tls: Pair | None = None,
     **rules: Any,
 ) -> AsyncIterator[HttpGateway]:
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **rules) as c:
@@ -110,7 +112,7 @@ async def http_gateway(
             created=1_700_000_000,
         )
         async with (
-            HttpServer(app, sock, receive_deadline_s=receive_deadline_s) as server,
+            HttpServer(app, sock, receive_deadline_s=receive_deadline_s, tls=tls) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,
         ):
             yield HttpGateway(cluster=c, port=server.port, client=client, server=server)
