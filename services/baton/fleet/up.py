@@ -13,7 +13,7 @@ import httpx
 
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO
-from baton.fleet.first_prompt import ask, curl_example
+from baton.fleet.first_prompt import ask, client_of_ours, curl_example
 from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, plan_workers
 from baton.fleet.progress import Progress, Say
@@ -57,7 +57,8 @@ class Cluster:
         config = self._config
         http_port = choose_port(config.host, config.http_port, flag="--http-port")
         grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
-        self.http_url = f"http://{join_address(config.host, http_port)}"
+        scheme = "http" if config.front_tls_pair is None else "https"
+        self.http_url = f"{scheme}://{join_address(config.host, http_port)}"
         self.grpc_address = join_address(config.host, grpc_port)
         model = await self._model()
         async with asyncio.TaskGroup() as group:
@@ -162,7 +163,7 @@ class Cluster:
     async def _until_ready(self) -> str:
         """Wait until the gateway says that roles and pairs are there; returns what it says of the links."""
         last = "no answer"
-        async with httpx.AsyncClient(timeout=2.0) as client:
+        async with client_of_ours(2.0) as client:
             try:
                 async with asyncio.timeout(READY_LIMIT_S):
                     while True:

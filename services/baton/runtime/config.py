@@ -24,6 +24,7 @@ PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
     "BATON_CONFIG": "the YAML file, where --config is not given",
     "BATON_GATEWAY": "the gateway that `baton status`, `explain` and `drain` ask, where --gateway is not given",
+    "BATON_API_KEY": "the API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",
     "BATON_RUN_ID": "the mark of a `baton up` on every process that it starts",
     "BATON_FAILPOINTS": "faults to inject into this process, for tests (baton.runtime.failpoints)",
     "BATON_TEST_LONG": "run the full-size form of the tests",

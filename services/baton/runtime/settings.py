@@ -371,6 +371,7 @@ class ClusterConfig(
     PolicySettings,
     SloSettings,
     TlsSettings,
+    FrontTlsSettings,
     RequestSettings,
     ModelSettings,
     StoreSettings,
