@@ -17,7 +17,9 @@ class Kept(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        self._file.write_text(json.dumps(self.data, indent=1) + "\n")
+        beside = self._file.with_suffix(".new")
+        beside.write_text(json.dumps(self.data, indent=1) + "\n")
+        beside.replace(self._file)
 
 
 def emptied(directory: Path) -> Path:

@@ -63,13 +63,12 @@ class Bench:
         self._seconds: float = arguments.seconds
         self._share: float = arguments.share
         self.known = Kept(out / "overload.json")
-        if arguments.capacity:
-            self.known.setdefault("capacity", {"capacity_rps": arguments.capacity})
+        self._given_rps: float | None = arguments.capacity
 
     def measure(self) -> None:
         if "machine" not in self.known:
             self.known["machine"] = machine("nixl", "grpcio")
-        if "capacity" not in self.known:
+        if self._given_rps is None and "capacity" not in self.known:
             with processes_up(logs=self._out / "logs" / "capacity", **_settings("off")) as running:
                 trial = {"slo": SLO, "attainment": ATTAINMENT, "seconds": self._seconds, "start_rps": START_RPS}
                 self.known["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
@@ -83,7 +82,7 @@ class Bench:
 
     @property
     def capacity_rps(self) -> float:
-        found: float = self.known["capacity"]["capacity_rps"]
+        found: float = self.known["capacity"]["capacity_rps"] if self._given_rps is None else self._given_rps
         return found
 
     def _mode(self, repeat: int, mode: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import trustme
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 
 from baton.runtime.tls import Pair
 from baton.wire.tls import SERVICE_NAME, Tls
@@ -39,3 +40,10 @@ class Authority:
     def service(self, file: str = "service", name: str = SERVICE_NAME, ends: datetime | None = None) -> Tls:
         """What a service of this authority's cluster has."""
         return Tls(pair=self.pair(file, name, ends=ends), ca=self.file, name=SERVICE_NAME)
+
+
+def locked(pair: Pair) -> Pair:
+    """That pair, with its key behind a password."""
+    key = load_pem_private_key(pair.key.read_bytes(), password=None)
+    pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    return pair

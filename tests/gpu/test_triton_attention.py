@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from baton.engine.model.decode_graphs import GraphedForward, record_cuda
+from baton.engine.model.decode_graphs import CudaGraphs, GraphedForward
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.init import init_model
 from baton.engine.model.loading import load_model
@@ -68,7 +68,7 @@ def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
     counts = [3, 3, 1, 4, 2, 9, 9, 3]
     with closing(ModelForward(loaded.model)) as own:
         wanted = answers(loaded, own, counts)
-    record = record_cuda if device == "cuda" else Recorded()
+    record = CudaGraphs() if device == "cuda" else Recorded()
     with closing(GraphedForward(ModelForward(loaded.model), triton_decode, max_model_len=200, record=record)) as forward:
         for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, Protocol
 
 import click
@@ -16,6 +17,7 @@ from baton.core.errors import BatonError, StreamBroken
 from baton.core.front import ClusterStatus, WorkerStatus
 from baton.core.plain import to_plain
 from baton.runtime.settings import FrontDoorSettings
+from baton.runtime.tls import machine_authorities
 
 GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
 CALL_S = 5.0
@@ -24,6 +26,8 @@ WAIT_POLL_S = 0.25
 SILENCE_S = 30.0
 """How long a wait for a drain goes on without an answer of the gateway; it may be restarted meanwhile."""
 LAST = "last"
+SYSTEM = "system"
+"""Instead of a file of authorities: those that the machine trusts."""
 
 
 class Gateway(Protocol):
@@ -38,19 +42,22 @@ class Gateway(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A gateway's gRPC address, and the key that it wants, if any."""
+    """A gateway's gRPC address, the key that it wants, if any, and who signs its certificate: a file or `SYSTEM`; none in plain text."""
 
     address: str
     api_key: str = ""
+    ca: str = ""
 
 
 @asynccontextmanager
 async def connect(where: Where) -> AsyncIterator[Gateway]:
-    """A client of that gateway; nothing is dialled before the first call."""
+    """A client of that gateway; nothing is dialled before the first call. Raises ConfigError when there are no authorities to read."""
     from baton.wire.admin import AdminClient
     from baton.wire.channel import channel_options, open_channel
+    from baton.wire.tls import Tls
 
-    channel = open_channel(where.address, channel_options(CALL_S))
+    tls = Tls(ca=machine_authorities() if where.ca == SYSTEM else Path(where.ca)) if where.ca else None
+    channel = open_channel(where.address, channel_options(CALL_S), tls)
     authorization = f"Bearer {where.api_key}" if where.api_key else ""
     try:
         yield AdminClient(channel, where.address, authorization=authorization, call_s=CALL_S)
@@ -78,9 +85,18 @@ def _gateway_option(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--api-key", default="", envvar="BATON_API_KEY", help="Where the gateway wants an admin's. Default: none. [BATON_API_KEY]"
     )
+    @click.option(
+        "--gateway-ca",
+        "ca",
+        default="",
+        envvar="BATON_GATEWAY_CA",
+        metavar=f"FILE|{SYSTEM}",
+        help=f"Who signs the gateway's certificate, PEM; `{SYSTEM}` for whom this machine trusts. Default: none, plain text. "
+        "[BATON_GATEWAY_CA]",
+    )
     @wraps(function)
-    def with_where(*args: Any, address: str, api_key: str, **others: Any) -> Any:
-        return function(*args, where=Where(address, api_key), **others)
+    def with_where(*args: Any, address: str, api_key: str, ca: str, **others: Any) -> Any:
+        return function(*args, where=Where(address, api_key, ca), **others)
 
     return with_where
 
@@ -154,7 +170,10 @@ def _ask(where: Where, question: Callable[[Gateway], Coroutine[Any, Any, Any]]) 
 
 
 def _nobody(broken: StreamBroken) -> BatonError:
-    return BatonError(f"no gateway answers at {broken}; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT")
+    return BatonError(
+        f"no gateway answers at {broken}; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, "
+        "and with --gateway-ca FILE who signs its certificate if it has one"
+    )
 
 
 async def _watch(where: Where, as_json: bool) -> None:

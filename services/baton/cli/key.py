@@ -15,12 +15,21 @@ def key() -> None:
 
 @key.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--name", required=True, help="Whose key it is; stands in logs and refusals.")
+@click.option("--name", required=True, help="Whose key it is; stands in refusals.")
 @click.option("--tenant", help="Shares cached prefixes with the tenant's other keys, and turns. Default: the name.")
 @click.option("--admin", is_flag=True, help="It may see /metrics and /debug, and run `baton status`, `explain` and `drain`.")
 @click.option("--max-open-requests", type=click.IntRange(1), help="Requests at a time.")
 @click.option("--requests-per-minute", type=click.IntRange(1), help="With bursts of a tenth of it.")
-def new(file: Path, name: str, tenant: str | None, admin: bool, max_open_requests: int | None, requests_per_minute: int | None) -> None:
+@click.option("--min-priority", type=int, help="Least number that it may ask for; lower goes first. Default: 0.")
+def new(
+    file: Path,
+    name: str,
+    tenant: str | None,
+    admin: bool,
+    max_open_requests: int | None,
+    requests_per_minute: int | None,
+    min_priority: int | None,
+) -> None:
     """Add a key to FILE, which is made where there is none, and print the key: only its hash is kept.
 
     Gateways that run see it in a few seconds.
@@ -34,6 +43,7 @@ def new(file: Path, name: str, tenant: str | None, admin: bool, max_open_request
     made = new_key()
     entry: dict[str, Any] = {"name": name, "tenant": tenant or name, "sha256": digest_of(made).hex()}
     more = {"admin": admin or None, "max_open_requests": max_open_requests, "requests_per_minute": requests_per_minute}
+    more["min_priority"] = min_priority
     content["keys"] = [*content["keys"], entry | {field: value for field, value in more.items() if value is not None}]
     parse_keys(content)
     write_private(file, content)

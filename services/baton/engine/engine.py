@@ -149,12 +149,14 @@ class Engine:
         if self.pace is None:
             return most
         decoding = [seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
+        if not decoding:
+            return most
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
         return len(decoding) + tokens_beside(
             self.pace,
             decoding,
             max(begun, default=0),
-            StepWork.of(self._prefills()),
+            lambda: StepWork.of(self._prefills()),
             at_most=most - len(decoding),
             at_least=self.config.block_size_tokens,
         )

@@ -6,8 +6,9 @@ cost now, so that it fits the batch of the moment.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
-from baton.core.costs import StepCostModel, StepWork, stall_free_step_s
+from baton.core.costs import StepCostModel, StepWork, attended_tokens, stall_free_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,22 +19,36 @@ class Pace:
     tpot_slo_s: float = 0.0
 
 
-def tokens_beside(pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: StepWork, *, at_most: int, at_least: int) -> int:
+def tokens_beside(
+    pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: Callable[[], StepWork], *, at_most: int, at_least: int
+) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: all that is left of prompts."""
+    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out all that is left of prompts."""
     costs = pace.costs()
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
+    decode = StepWork.of((), decode_contexts)
+    queued_s = 0.0 if pace.tpot_slo_s else costs.step_seconds(queued()) - costs.step_s * costs.prefill_factor
+    limit_s = stall_free_step_s(costs.step_seconds(decode), pace.tpot_slo_s, queued_s)
+    room_s = limit_s / costs.mixed_factor - costs.uncorrected_step_s(decode)
 
-    def takes_s(num_tokens: int) -> float:
-        return costs.step_seconds(StepWork.of([(num_tokens, num_before)], decode_contexts))
+    def fits(num_tokens: int) -> bool:
+        return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s
 
-    queued_s = costs.step_seconds(queued) - costs.step_s * costs.prefill_factor
-    limit_s = stall_free_step_s(costs.step_seconds(StepWork.of((), decode_contexts)), pace.tpot_slo_s, queued_s)
-    if takes_s(at_most) <= limit_s:
+    if fits(at_most):
         return at_most
-    low, high = at_least, at_most  # `high` takes too long
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if takes_s(middle) <= limit_s else (low, middle)
-    return low
+    found = min(at_most, max(at_least, int(_root(costs, num_before, room_s))))
+    while found < at_most and fits(found + 1):  # rounding: once, if at all
+        found += 1
+    while found > at_least and not fits(found):
+        found -= 1
+    return found
+
+
+def _root(costs: StepCostModel, num_before: int, room_s: float) -> float:
+    """Of prefill_token_s n + prefill_attended_s (n num_before + n (n + 1) / 2) = room_s."""
+    if room_s <= 0:
+        return 0.0
+    half = costs.prefill_attended_s / 2
+    linear = costs.prefill_token_s + costs.prefill_attended_s * (num_before + 0.5)
+    return 2 * room_s / (linear + sqrt(linear * linear + 4 * half * room_s))

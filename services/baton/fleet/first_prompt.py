@@ -33,7 +33,7 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
     began_at_age_s: float | None = None
     async with (
         client_of_ours(TIMEOUT_S) as client,
-        client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=_authorization()) as answer,
+        client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as answer,
     ):
         if answer.status_code != httpx.codes.OK:
             raise BatonError(f"the first prompt was answered with HTTP {answer.status_code}: {(await answer.aread()).decode()}")
@@ -58,7 +58,8 @@ def client_of_ours(timeout_s: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout_s, verify=False)
 
 
-def _authorization() -> dict[str, str]:
+def authorization() -> dict[str, str]:
+    """The header for the key of the variable BATON_API_KEY, if there is one."""
     key = os.environ.get("BATON_API_KEY")
     return {"authorization": f"Bearer {key}"} if key else {}
 

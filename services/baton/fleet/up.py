@@ -13,7 +13,7 @@ import httpx
 
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO
-from baton.fleet.first_prompt import ask, client_of_ours, curl_example
+from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example
 from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, plan_workers
 from baton.fleet.progress import Progress, Say
@@ -168,7 +168,7 @@ class Cluster:
                 async with asyncio.timeout(READY_LIMIT_S):
                     while True:
                         try:
-                            answer = await client.get(f"{self.http_url}/ready")
+                            answer = await client.get(f"{self.http_url}/ready", headers=authorization())
                         except httpx.HTTPError as error:
                             last = str(error) or type(error).__name__
                         else:

@@ -21,7 +21,7 @@ class Endpoint(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a caller is, by its API key. `cache_salt`: of its tenant. Limits of None do not limit."""
+    """Who a caller is, by its API key. `cache_salt`: of its tenant. Limits of None do not limit; `min_priority`: lower numbers go first."""
 
     name: str = ""
     tenant: str = "default"
@@ -29,6 +29,7 @@ class Identity:
     is_admin: bool = False
     max_open_requests: int | None = None
     requests_per_minute: int | None = None
+    min_priority: int | None = None
 
 
 ANYBODY = Identity(is_admin=True)

@@ -9,9 +9,12 @@ from baton.core.blocks import TokenIds
 from baton.core.cluster import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.front import Caller, ChoiceDelta, ClusterStatus, GenerateChunk, ModelInfo, ProcessInfo, WorkerStatus
-from baton.gateway.call import Call, Endpoint, InvalidField
+from baton.gateway.call import Call, Endpoint, Identity, InvalidField
 from baton.gateway.service import GatewayService
 from baton.gateway.tokens import ids_of, text_of
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
 
 _CHOICE_BYTES = 64
 _TOKEN_BYTES = 8
@@ -29,19 +32,20 @@ class Inference:
         try:
             identity = self._service.admitted(caller.authorization)
             received_s = asyncio.get_running_loop().time()
-            call = await self._service.validator.call(Endpoint.GRPC, body, caller, received_s=received_s, identity=identity)
+            with self._service.arriving(identity):
+                call = await self._service.validator.call(Endpoint.GRPC, body, caller, received_s=received_s, identity=identity)
         except Refused as refused:
             self._service.ended(Endpoint.GRPC.value, refused.failure)
             raise
         return RunningCall(call, self._service, self._stream_buffer_bytes)
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
-        self._service.admitted(caller.authorization)
-        return await ids_of(self._service.validator, body)
+        with self._service.arriving(self._service.admitted(caller.authorization)):
+            return await ids_of(self._service.validator, body)
 
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
-        self._service.admitted(caller.authorization)
-        return await text_of(self._service.validator, body)
+        with self._service.arriving(self._service.admitted(caller.authorization)):
+            return await text_of(self._service.validator, body)
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
         self._service.keys.identify(caller.authorization)
@@ -134,15 +138,17 @@ class Admin:
         return records
 
     async def drain(self, worker_id: str, caller: Caller) -> None:
-        self._check(caller)
+        log.info("drain_asked", worker=worker_id, key=self._check(caller).name)
         if not await self._service.schedulers.drain(worker_id):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
             message = f"no worker is called {worker_id!r}; there are: {known}"
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
 
-    def _check(self, caller: Caller) -> None:
-        keys = self._service.keys
-        keys.check_admin(keys.identify(caller.authorization))
+    def _check(self, caller: Caller) -> Identity:
+        """Raises Refused unless it is an admin's."""
+        identity = self._service.keys.identify(caller.authorization)
+        self._service.keys.check_admin(identity)
+        return identity
 
 
 def _request_id(text: str) -> bytes:

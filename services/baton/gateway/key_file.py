@@ -6,14 +6,13 @@ from pathlib import Path
 from baton.core.errors import ConfigError
 from baton.gateway.keys import KeyFile, KeyRing, parse_keys
 from baton.runtime.config import read_file
+from baton.runtime.files import Version, version_of
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
 LOOK_S = 2.0
 MAX_BYTES = 2**20
-
-Version = tuple[int, int, int]
 
 
 def read_keys(path: Path) -> KeyFile:
@@ -29,28 +28,22 @@ def read_keys(path: Path) -> KeyFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-async def follow(path: Path, ring: KeyRing) -> None:
-    """Give `ring` what the file says, each time that it has changed, for ever. A file that cannot be read changes nothing."""
-    last = _version(path)
+async def follow(path: Path, ring: KeyRing, last: Version | None) -> None:
+    """Give `ring` what the file says, each time that it has changed since the version `last`, for ever. A file that cannot be read changes
+    nothing, and is tried again at each look."""
+    told: Version | None = None
     while True:
         await asyncio.sleep(LOOK_S)
-        now = await asyncio.to_thread(_version, path)
+        now = await asyncio.to_thread(version_of, path)
         if now == last:
             continue
-        last = now
         try:
             file = await asyncio.to_thread(read_keys, path)
         except ConfigError as error:
-            log.warning("api_keys_not_read", problem=str(error), hint="the keys from before stay")
+            if told != now:
+                log.warning("api_keys_not_read", problem=str(error), hint="the keys from before stay, removed ones, too")
+            told = now
             continue
         ring.replace(file)
+        last = now
         log.info("api_keys_read", num_keys=len(file.identities))
-
-
-def _version(path: Path) -> Version | None:
-    """None: it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size

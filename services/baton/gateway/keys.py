@@ -2,12 +2,13 @@
 
     salt: 6f1c…                      # 32 hex digits or more: tenants' prefixes are kept apart by it
     keys:
-      - name: alice-laptop           # for logs and refusals
+      - name: alice-laptop           # for refusals, and the log of what admins do
         tenant: search               # shares its cached prefixes, and takes its turns, with the tenant's other keys
         sha256: 5994471a…            # of the key, 64 hex digits
         admin: false                 # whether it may see /metrics and /debug, and call baton.v1.Admin
         max_open_requests: 16        # requests at a time; without it as many as the gateway takes
         requests_per_minute: 600     # with bursts of a tenth of it
+        min_priority: 0              # it may ask for this one and for higher numbers, which go later; without it 0
 
 Sources: RFC 6750 for the header; the rate is a leaky bucket as a meter (GCRA, ITU-T I.371).
 """
@@ -33,7 +34,7 @@ BURST_PART = 0.1
 OPEN_RETRY_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
-_FIELDS = frozenset(("name", "tenant", "sha256", "admin", "max_open_requests", "requests_per_minute"))
+_FIELDS = frozenset(("name", "tenant", "sha256", "admin", "max_open_requests", "requests_per_minute", "min_priority"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def _key(entry: object, where: str, salt: bytes) -> tuple[bytes, Identity]:
         is_admin=admin,
         max_open_requests=_limit(entry, "max_open_requests", where),
         requests_per_minute=_limit(entry, "requests_per_minute", where),
+        min_priority=_priority(entry, where),
     )
 
 
@@ -107,6 +109,13 @@ def _limit(entry: Mapping[Any, Any], field: str, where: str) -> int | None:
     value = entry.get(field)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"{where}: `{field}` must be a whole number from 1 on, not {value!r}")
+    return value
+
+
+def _priority(entry: Mapping[Any, Any], where: str) -> int:
+    value = entry.get("min_priority", 0)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{where}: `min_priority` must be a whole number, not {value!r}")
     return value
 
 
@@ -134,10 +143,7 @@ class KeyRing:
         if scheme.lower() != "bearer" or not given.strip():
             raise _unknown("send an API key: the header `Authorization: Bearer KEY`")
         digest = digest_of(given.strip())
-        found = None
-        for known, identity in self._identities.items():  # all of them: how long it takes says nothing
-            if hmac.compare_digest(known, digest):
-                found = identity
+        found = self._identities.get(digest)  # of hashes: how long that takes says nothing about a key
         if found is None:
             raise _unknown("this API key is not known here")
         return found
@@ -154,10 +160,16 @@ class KeyRing:
         if identity.requests_per_minute is not None:
             interval_s = 60.0 / identity.requests_per_minute
             burst_s = interval_s * max(1.0, BURST_PART * identity.requests_per_minute)
-            full_at_s = max(now_s, self._full_at_s.get(identity.name, now_s)) + interval_s
-            if (over_s := full_at_s - now_s - burst_s) > interval_s * 1e-6:
+            over_s = self._full_at_s.get(identity.name, now_s) + interval_s - now_s - burst_s
+            if over_s > interval_s * 1e-6:
                 raise _too_many(f"the key {identity.name!r} may send {identity.requests_per_minute} requests a minute", over_s)
-            self._full_at_s[identity.name] = full_at_s
+            self.charge(identity, 1, now_s)
+
+    def charge(self, identity: Identity, num_requests: int, now_s: float) -> None:
+        """So many more have come in one call, which is let in whole: the key's next calls wait for them, too."""
+        if identity.requests_per_minute is not None:
+            full_at_s = max(now_s, self._full_at_s.get(identity.name, now_s))
+            self._full_at_s[identity.name] = full_at_s + num_requests * 60.0 / identity.requests_per_minute
 
     def opened(self, identity: Identity, num_requests: int) -> None:
         """So many run for it from now on; `closed` with as many when they have ended. Raises Refused (429) where they are too many."""

@@ -24,6 +24,7 @@ from baton.gateway.service import GatewayRules, GatewayService
 from baton.gateway.tokenizer import HfTokenizer
 from baton.runtime.admin_http import AdminServer
 from baton.runtime.announcing import Announcements
+from baton.runtime.files import version_of
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.network import advertised_host, join_address, listen
@@ -51,6 +52,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: handing it to a pool only costs
+    keys_version = version_of(config.api_keys) if config.api_keys is not None else None
     keys = KeyRing(read_keys(config.api_keys) if config.api_keys is not None else None)
     rng = SystemRandom()
     registry = process_registry("gateway")
@@ -105,7 +107,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         if config.front_tls_pair is not None:
             work.append(http_server.follow_certificate())
         if config.api_keys is not None:
-            work.append(follow(config.api_keys, keys))
+            work.append(follow(config.api_keys, keys, keys_version))
         async with Background(*work):
             _settle(stack)
             on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")

@@ -138,6 +138,7 @@ class GatewayService:
         """Carry a call to its end; its choices go to `receiver` as they grow. Cancelling cancels the call. Raises Refused."""
         self.admit(len(call.requests))
         self.keys.opened(call.identity, len(call.requests))
+        self.keys.charge(call.identity, len(call.requests) - 1, asyncio.get_running_loop().time())
         self.num_open += len(call.requests)
         self.metrics.open_requests.set(self.num_open)
         try:
@@ -178,13 +179,16 @@ class GatewayService:
         return identity
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """While a call is received and validated it counts as one open request, so that bodies in memory are bounded, too."""
+    def arriving(self, identity: Identity) -> Iterator[None]:
+        """While a call is received and validated it counts as one open request, so that bodies in memory are bounded, too. Raises Refused
+        where the key has too much open."""
+        self.keys.opened(identity, 1)
         self._num_arriving += 1
         try:
             yield
         finally:
             self._num_arriving -= 1
+            self.keys.closed(identity, 1)
 
     def ended(self, endpoint: str, failure: Failure | None) -> None:
         """Count how a call ended, as the client was told."""

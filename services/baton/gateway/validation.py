@@ -79,6 +79,11 @@ class Validator:
         Refused: 400, or 404 for another model."""
         draft = draft_of(endpoint, body)
         self.check_model(draft.model)
+        if identity.min_priority is not None and draft.priority < identity.min_priority:
+            message = (
+                f"priority must be at least {identity.min_priority} with the key {identity.name!r} (lower goes first), not {draft.priority}"
+            )
+            raise InvalidField("priority", message)
         facts = self._facts()
         if facts.max_num_seqs is not None and draft.n > facts.max_num_seqs:
             raise InvalidField("n", f"n must be at most {facts.max_num_seqs}, what one worker runs at a time, not {draft.n}")

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
+import stat
 import tempfile
 import types
 import typing
@@ -24,6 +25,7 @@ PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
     "BATON_CONFIG": "the YAML file, where --config is not given",
     "BATON_GATEWAY": "the gateway that `baton status`, `explain` and `drain` ask, where --gateway is not given",
+    "BATON_GATEWAY_CA": "who signs the certificate of that gateway, where --gateway-ca is not given",
     "BATON_API_KEY": "the API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",
     "BATON_RUN_ID": "the mark of a `baton up` on every process that it starts",
     "BATON_FAILPOINTS": "faults to inject into this process, for tests (baton.runtime.failpoints)",
@@ -159,13 +161,21 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def write_private(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML: all of it or nothing, readable by its owner alone. Raises ConfigError when it cannot be written."""
+    """Write a mapping as YAML, all of it or nothing. A new file is readable by its owner alone; one that is there stays whose it is, and
+    readable by whom it was. Raises ConfigError when it cannot be written so."""
+    name = ""
     try:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             yaml.safe_dump(dict(content), stream, sort_keys=False)
+            if file.exists():
+                was = file.stat()
+                os.fchown(stream.fileno(), was.st_uid, was.st_gid)
+                os.fchmod(stream.fileno(), stat.S_IMODE(was.st_mode))
         Path(name).replace(file)
     except OSError as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
 

@@ -63,8 +63,10 @@ class Rows(Generic[N]):
     steps without prefill. `has_costs`: 1 where they are the worker's own, 0.5 where they are borrowed, 0 where there are none.
     `chunk_tokens`: of a prompt in one step, at most. `tpot_slo_s`: within which the worker keeps its steps, 0 for none.
 
-    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `share_s` that a prompt gets of a step, so
-    that those that decode or will join do not wait for long (`core.costs.stall_free_step_s`), infinite where there are none; `leave_s`, in
+    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s` of the
+    prompts that wait, without these; `share_s` that prompts get of a step, so that those that decode or will join do not wait for long
+    (`core.costs.stall_free_step_s`), infinite where there are none; `relax_s`, the time of a step of those, where prompts that take long
+    get more than that, 0 where they do not; `leave_s`, in
     how long all but 1/e of the sequences that decode there will have ended (an answer's age says little about what is left of it, so each
     is expected to go on for a whole mean length); `queue_s` until the prompts that wait there now, own placements included, are computed.
     """
@@ -104,7 +106,9 @@ class Rows(Generic[N]):
     queued_attended: N
     # Worked out from these.
     beside_s: N
+    compute_s: N
     share_s: N
+    relax_s: N
     leave_s: N
     queue_s: N
 
@@ -281,17 +285,19 @@ def _with_seconds(numbers: list[float]) -> list[float]:
     decode_s = row.decode_step_s + row.decode_seq_s * row.decoding_seqs + row.decode_context_s * row.decoding_context
     leave_s = row.output_tokens * max(decode_s, _TINY_S)
     compute_s = row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
-    share_s = _share_s(row, compute_s)
+    share_s, relax_s = _share_s(row, compute_s)
     num_steps = ceil(max(row.queued_tokens / row.chunk_tokens, compute_s / share_s))
-    return [*numbers, beside_s, share_s, leave_s, num_steps * beside_s + compute_s]
+    return [*numbers, beside_s, compute_s, share_s, relax_s, leave_s, num_steps * beside_s + compute_s]
 
 
-def _share_s(row: Row, queued_s: float) -> float:
+def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
+    """(`share_s`, `relax_s`)"""
     seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
     if not seqs or not row.token_s:
-        return inf
+        return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    return max(stall_free_step_s(decode_s, row.tpot_slo_s, queued_s) - decode_s, row.block_tokens * row.token_s)
+    share_s = stall_free_step_s(decode_s, row.tpot_slo_s, queued_s) - decode_s
+    return max(share_s, row.block_tokens * row.token_s), 0.0 if row.tpot_slo_s else decode_s
 
 
 class _LinkTable:

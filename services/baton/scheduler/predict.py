@@ -7,8 +7,11 @@ from math import ceil, exp
 import numpy as np
 
 from baton.core.cluster import Overlap, PlacementQuery
+from baton.core.costs import MAX_PREFILL_PART, PATIENCE_S
 from baton.scheduler.columns import Columns, Floats, N, Row, Rows
 
+SHORT_S = 0.25
+"""A prompt that takes no longer hardly moves what prompts get of a step: that is not worked out for all workers again."""
 _TINY = 1e-9
 """Of a life: nothing ends or joins in less."""
 
@@ -53,7 +56,8 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], c: Columns
 def prefill_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
     """To compute what is left of a prompt of `num_tokens`, chunk by chunk, beside what decodes there."""
     compute_s = added_s(c, num_tokens, cached_tokens)
-    return _ceil(_larger((num_tokens - cached_tokens) / c.chunk_tokens, compute_s / c.share_s)) * c.beside_s + compute_s
+    share_s = _share_s(c, compute_s / 2)  # in the mean over its computing, half of it is left
+    return _ceil(_most((num_tokens - cached_tokens) / c.chunk_tokens, compute_s / share_s)) * c.beside_s + compute_s
 
 
 def added_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
@@ -66,7 +70,8 @@ def mixed_step_s(row: Row, num_tokens: int, cached_tokens: float) -> float:
     """The longest step that decodes and computes a chunk of that prompt, its last one."""
     chunk = min(row.chunk_tokens, num_tokens - cached_tokens)
     before = num_tokens - chunk
-    return row.beside_s + min(row.share_s, chunk * (row.token_s + row.attended_s * (before + (chunk + 1) / 2)))
+    share_s = _share_s(row, added_s(row, num_tokens, cached_tokens))
+    return row.beside_s + min(share_s, chunk * (row.token_s + row.attended_s * (before + (chunk + 1) / 2)))
 
 
 def expected_outputs(c: Rows[N], prompt: Prompt) -> N:
@@ -110,6 +115,14 @@ def exposed_s(num_bytes: float, last_bytes: Floats, s_per_byte: Floats, queued_s
     return np.maximum(last_bytes * s_per_byte, num_bytes * s_per_byte + queued_s - compute_s * (1 - last_part))
 
 
+def _share_s(c: Rows[N], own_s: N) -> N:
+    """What prompts get of a step while `own_s` of computing is left of one more."""
+    if not isinstance(own_s, float) and own_s.max() < SHORT_S:
+        return c.share_s
+    part = _least((c.compute_s + own_s) / PATIENCE_S, MAX_PREFILL_PART)
+    return _most(c.relax_s * part / (1 - part), c.share_s)
+
+
 def _step_s(c: Rows[N], seqs: N, context: N, prompt: Prompt) -> N:
     """Sequences over `max_num_seqs` wait: they are in no step."""
     seqs = seqs + prompt.num_samples
@@ -125,11 +138,7 @@ def _least(a: N, b: float) -> N:
     return min(a, b) if isinstance(a, float) else np.minimum(a, b)
 
 
-def _larger(a: N, b: N) -> N:
-    return max(a, b) if isinstance(a, float) else np.maximum(a, b)
-
-
-def _most(a: N, b: float) -> N:
+def _most(a: N, b: N | float) -> N:
     return max(a, b) if isinstance(a, float) else np.maximum(a, b)
 
 

@@ -1,7 +1,8 @@
 """How every connection and every server of ours is set up: keepalive, message sizes, ports, health and reflection."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -57,13 +58,79 @@ def server_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTE
     ]
 
 
-def open_channel(address: str, options: Sequence[tuple[str, str | int]], tls: Tls | None = None) -> grpc.aio.Channel:
-    """A channel, without `tls` within the trust of the network; nothing is dialled before the first call. Raises ConfigError for files of
-    `tls` that cannot be read."""
+def open_channel(
+    address: str,
+    options: Sequence[tuple[str, str | int]],
+    tls: Tls | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.aio.Channel:
+    """A channel, without `tls` within the trust of the network; nothing is dialled before the first call. `credentials`: those of `tls`;
+    where they are not given its files are read, which raises ConfigError when they cannot be used."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *named])
+    return grpc.aio.secure_channel(address, credentials or tls.channel_credentials(), options=[*options, *named])
+
+
+class Line:
+    """A channel that was opened with `credentials`, and how many calls are under way on it."""
+
+    def __init__(self, channel: grpc.aio.Channel, stub: Any, credentials: grpc.ChannelCredentials | None) -> None:
+        self.channel = channel
+        self.stub = stub
+        self.credentials = credentials
+        self.num_calls = 0
+
+
+class Lines:
+    """The channel to one address, and another one once there are other credentials. A call goes on to its end on the channel on which it
+    began; an old channel is closed when its last call has ended."""
+
+    def __init__(
+        self,
+        credentials: Callable[[], grpc.ChannelCredentials | None],
+        open_: Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel],
+        stub: Callable[[grpc.aio.Channel], Any],
+    ) -> None:
+        """`credentials`: those to use now, the same object for as long as they have not changed."""
+        self._credentials = credentials
+        self._open = open_
+        self._stub = stub
+        self._newest: Line | None = None
+        self._lines: set[Line] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def take(self) -> Line:
+        """For one call, after which it is given back. Raises as opening does."""
+        credentials, line = self._credentials(), self._newest
+        if line is None or line.credentials is not credentials:
+            line = self._replace(line, credentials)
+        line.num_calls += 1
+        return line
+
+    def give_back(self, line: Line) -> None:
+        line.num_calls -= 1
+        self._close_unused(line)
+
+    async def aclose(self) -> None:
+        """Also what is under way ends."""
+        lines, self._lines, self._newest = self._lines, set(), None
+        await asyncio.gather(*[line.channel.close(None) for line in lines], *self._closing)
+
+    def _replace(self, old: Line | None, credentials: grpc.ChannelCredentials | None) -> Line:
+        channel = self._open(credentials)
+        self._newest = Line(channel, self._stub(channel), credentials)
+        self._lines.add(self._newest)
+        if old is not None:
+            self._close_unused(old)
+        return self._newest
+
+    def _close_unused(self, line: Line) -> None:
+        if line in self._lines and line is not self._newest and not line.num_calls:
+            self._lines.discard(line)
+            closing = asyncio.get_running_loop().create_task(line.channel.close(None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 def _sizes(max_message_bytes: int) -> Options:

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 
 from baton.core.apis import Duplex, SchedulerApi
@@ -12,18 +14,20 @@ from baton.core.errors import StreamBroken
 from baton.core.jobs import GatewayMessage, WorkerMessage
 from baton.core.peer import OwnerMessage, ReaderMessage
 from baton.wire import peer, scheduler, worker
-from baton.wire.channel import channel_options, open_channel
+from baton.wire.channel import Lines, channel_options, open_channel
 from baton.wire.streams import ClientDuplex, StreamLimits
 from baton.wire.tls import Tls
 
 DEFAULT_LIMITS = StreamLimits()
+LOOK_S = 1.0
+"""How often certificates are looked at, at most: the loop waits for it, and calls come by the thousand."""
 
 SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
 
 
 class GrpcNetwork:
-    """Implements `Network`. A stream has a connection of its own; the calls to one scheduler share one.
+    """Implements `Network`. A stream has a connection of its own; the calls to one scheduler share one, until certificates are renewed.
 
     `heartbeat_s` sets the keepalive: a vanished host breaks its streams within two of them and half a second. A dial that nobody answers
     fails in `dial_s`, a call in `call_s`; a refused one at once. `tls`: see `wire.tls`.
@@ -38,11 +42,14 @@ class GrpcNetwork:
         limits: StreamLimits = DEFAULT_LIMITS,
         tls: Tls | None = None,
     ) -> None:
+        """Raises ConfigError for files of `tls` that cannot be used. Later the last ones that could be stay in use."""
         self._options = channel_options(heartbeat_s)
         self._dial_s = dial_s
         self._call_s = call_s
         self._limits = limits
         self._tls = tls
+        self._certificates = tls.followed_credentials() if tls is not None else None
+        self._look_s = float("-inf")
         self._schedulers: dict[str, scheduler.SchedulerClient] = {}
         self._streams: set[Any] = set()
         self._is_closed = False
@@ -60,7 +67,8 @@ class GrpcNetwork:
         self._check_open()
         client = self._schedulers.get(address)
         if client is None:
-            client = scheduler.SchedulerClient(open_channel(address, self._options, self._tls), address, self._limits, self._call_s)
+            lines = Lines(self._credentials, partial(self._channel, address), scheduler.Stub)
+            client = scheduler.SchedulerClient(lines, address, self._limits, self._call_s)
             self._schedulers[address] = client
         return client
 
@@ -74,11 +82,24 @@ class GrpcNetwork:
     async def _open(
         self, address: str, open_stream: Callable[[grpc.aio.Channel, str, StreamLimits, float], Awaitable[ClientDuplex[SendT, ReceiveT]]]
     ) -> ClientDuplex[SendT, ReceiveT]:
-        self._check_open()
-        stream = await open_stream(open_channel(address, self._options, self._tls), address, self._limits, self._dial_s)
+        stream = await open_stream(self._channel(address, self._credentials()), address, self._limits, self._dial_s)
         self._streams.add(stream)
         stream.on_closed(lambda: self._streams.discard(stream))
         return stream
+
+    def _channel(self, address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        self._check_open()
+        return open_channel(address, self._options, self._tls, credentials)
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        """Those to dial with now."""
+        if self._certificates is None:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._look_s:
+            self._look_s = now_s + LOOK_S
+            self._certificates.look()
+        return self._certificates.value
 
     def _check_open(self) -> None:
         if self._is_closed:

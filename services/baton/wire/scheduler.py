@@ -1,5 +1,6 @@
 """What a scheduler is asked: servicer and client, line for line."""
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement
 from baton.core.request import RequestActuals
 from baton.wire import convert_scheduler as convert
 from baton.wire import status
+from baton.wire.channel import Lines
 from baton.wire.streams import ClientDuplex, Codec, StreamLimits, dial, feed, listen, serve
 from baton.wire.v1 import scheduler_pb2 as pb
 from baton.wire.v1 import scheduler_pb2_grpc as pb_grpc
@@ -19,6 +21,7 @@ SCHEDULER_SIDE: Codec[Command, WorkerReport] = Codec(convert.to_command, convert
 WORKER_SIDE: Codec[WorkerReport, Command] = Codec(convert.to_worker_report, convert.from_command)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Stub = pb_grpc.SchedulerStub
 
 
 class SchedulerServicer(pb_grpc.SchedulerServicer):
@@ -53,41 +56,45 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
 
 
 class SchedulerClient:
-    """Implements `SchedulerApi` over one channel, which it shares with nobody. Every call is bounded by `call_s`."""
+    """Implements `SchedulerApi` over `lines` of `Stub`s, which it shares with nobody. Every call is bounded by `call_s`."""
 
-    def __init__(self, channel: grpc.aio.Channel, where: str, limits: StreamLimits, call_s: float) -> None:
-        self._channel = channel
-        self._stub = pb_grpc.SchedulerStub(channel)
+    def __init__(self, lines: Lines, where: str, limits: StreamLimits, call_s: float) -> None:
+        self._lines = lines
         self._where = where
         self._limits = limits
         self._call_s = call_s
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
-        return convert.from_place_reply(await self._called(self._stub.Place, convert.to_placement_query(query)))
+        return convert.from_place_reply(await self._called(lambda stub: stub.Place, convert.to_placement_query(query)))
 
     async def finished(self, *actuals: RequestActuals) -> None:
-        await self._called(self._stub.Finished, pb.FinishedRequest(actuals=map(convert.to_request_actuals, actuals)))
+        await self._called(lambda stub: stub.Finished, pb.FinishedRequest(actuals=map(convert.to_request_actuals, actuals)))
 
     async def watch(self) -> Source[ClusterUpdate]:
-        call = self._stub.Watch(pb.WatchRequest())
+        line = self._lines.take()
+        call = line.stub.Watch(pb.WatchRequest())
+        call.add_done_callback(lambda _: self._lines.give_back(line))
         return await listen(call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, where=self._where)
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        reply: pb.ExplainReply = await self._called(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
+        reply: pb.ExplainReply = await self._called(lambda stub: stub.Explain, pb.ExplainRequest(request_id=request_id))
         return tuple(convert.from_decision_record(record) for record in reply.records)
 
     async def drain(self, worker_id: str) -> bool:
-        reply: pb.DrainReply = await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id))
+        reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, pb.DrainRequest(worker_id=worker_id))
         return reply.known
 
     async def aclose(self) -> None:
-        await self._channel.close(None)
+        await self._lines.aclose()
 
-    async def _called(self, method: Any, message: Any) -> Any:
+    async def _called(self, method: Callable[[Stub], Any], message: Any) -> Any:
+        line = self._lines.take()
         try:
-            return await method(message, timeout=self._call_s)
+            return await method(line.stub)(message, timeout=self._call_s)
         except grpc.aio.AioRpcError as error:
             raise status.raised(error, self._where) from error
+        finally:
+            self._lines.give_back(line)
 
 
 async def open_report(channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float) -> ClientDuplex[WorkerReport, Command]:

@@ -38,7 +38,8 @@ class GrpcServer:
         tls: Tls | None = None,
     ) -> None:
         """`tls`: without it, plain text."""
-        self._server = aio_server((RefuseGarbage(),), server_options(heartbeat_s, max_message_bytes))
+        by_name = () if tls is None else tls.interceptors()
+        self._server = aio_server((*by_name, RefuseGarbage()), server_options(heartbeat_s, max_message_bytes))
         self._limits = limits
         self._tls = tls
         self._health_servicer = health_aio.HealthServicer()
@@ -75,7 +76,7 @@ class GrpcServer:
 
     async def start(self, host: str, port: int, *, flag: str = "--rpc-port") -> int:
         """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag` when it is taken, or TLS's
-        files cannot be read."""
+        files cannot be used."""
         if port:
             choose_port(host, port, flag=flag)
         try:

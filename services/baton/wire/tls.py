@@ -1,81 +1,94 @@
 """TLS for gRPC: between the services of a cluster both sides prove that they belong to it; clients of the front door only the server.
 
 Services dial each other by addresses that no certificate can know. So each one's certificate carries one name, `SERVICE_NAME`, and it is
-for that name that both sides look, under a certificate authority of the cluster's own. Files are read again for each connection that is
-dialled, and by servers when they change: certificates may be renewed while everything runs.
+for that name that both sides look, under a certificate authority of the cluster's own. Files are looked at again while everything runs, so
+that certificates may be renewed: new connections use what they say then, or what they last said that could be used.
 """
 
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc.aio
 
 from baton.core.errors import ConfigError
-from baton.runtime.logging import get_logger
+from baton.runtime.files import Followed
 from baton.runtime.settings import TlsSettings
-from baton.runtime.tls import Pair
-
-log = get_logger(__name__)
+from baton.runtime.tls import NOT_RENEWED, Pair, read_authorities
 
 SERVICE_NAME = "baton.internal"
+_NAMES = "x509_subject_alternative_name"
+"""grpc's key for the names of the other side's certificate, each as bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
     """`pair`: this side's own; a client of the front door has none. `ca`: who signs the other side's; None for a server that takes any
-    client, and for a client the authorities that the machine trusts. `name`: for which a client looks instead of the address."""
+    client, and for a client the authorities that come with grpc. `name`: for which a client looks instead of the address, and a server
+    with `ca` in its clients' certificates."""
 
     pair: Pair | None = None
     ca: Path | None = None
     name: str = ""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError when a file cannot be read."""
+        """What the files say now. Raises ConfigError when one cannot be used."""
         key, certificate = self.pair.read() if self.pair is not None else (None, None)
-        ca = _read(self.ca) if self.ca is not None else None
+        ca = read_authorities(self.ca) if self.ca is not None else None
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=certificate)
 
+    def followed_credentials(self) -> Followed[grpc.ChannelCredentials]:
+        """For who dials for a long time. Raises ConfigError when a file cannot be used at first."""
+        return Followed(self.channel_credentials, *self._files, event=NOT_RENEWED)
+
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Follow the files. Raises ConfigError when one cannot be read now; a renewed one that cannot be is said in the log."""
+        """Follow the files. Raises ConfigError when one cannot be used at first."""
+        followed = Followed(self._configuration, *self._files, event=NOT_RENEWED)
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            _Renewed(self._version, self._configuration),  # type: ignore[arg-type]  # None is for no change, which the stubs do not know
+            followed.value,
+            followed.look,  # type: ignore[arg-type]  # in grpc's threads, for each connection; None is for no change, which the stubs lack
             require_client_authentication=self.ca is not None,
         )
+
+    def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """What a server has to check of each call, where the handshake does not."""
+        return (HearNamed(self.name),) if self.ca is not None and self.name else ()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         if self.pair is None:
             raise ConfigError("a server needs a certificate and its key")
-        ca = _read(self.ca) if self.ca is not None else None
+        ca = read_authorities(self.ca) if self.ca is not None else None
         return grpc.ssl_server_certificate_configuration([self.pair.read()], root_certificates=ca)
 
-    def _version(self) -> tuple[float, ...]:
-        files = [*(self.pair.files if self.pair is not None else ()), *([self.ca] if self.ca is not None else ())]
-        return tuple(file.stat().st_mtime_ns for file in files)
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        return (*(self.pair.files if self.pair is not None else ()), *((self.ca,) if self.ca is not None else ()))
 
 
-class _Renewed:
-    """Called by grpc, in threads of its own, for each connection: None where nothing has changed."""
+class HearNamed(grpc.aio.ServerInterceptor):
+    """Refuses calls of those whose certificate does not carry `name`. A handshake looks at who has signed a client's certificate, not at
+    whom it names, and an authority may sign for others, too. Methods are coroutines, as all between services are."""
 
-    def __init__(self, version: Callable[[], tuple[float, ...]], make: Callable[[], grpc.ServerCertificateConfiguration]) -> None:
-        self._version = version
-        self._make = make
-        self._last = version()
-        self._lock = threading.Lock()
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        with self._lock:
-            try:
-                now = self._version()
-                if now == self._last:
-                    return None
-                self._last = now
-                return self._make()
-            except (OSError, ConfigError, ValueError) as error:
-                log.warning("certificate_not_renewed", problem=str(error), hint="the one from before stays")
-                return None
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        answer: Callable[[Any, Any], Awaitable[Any]] = getattr(handler, kind)
+
+        async def answer_named(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if self._name.encode() not in context.auth_context().get(_NAMES, ()):
+                # Without a Failure: to who has called, this is as good as nobody there.
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the caller's certificate does not name {self._name}")
+            return await answer(request, context)
+
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(answer_named, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
 
 
 def between_services(settings: TlsSettings) -> Tls | None:
@@ -83,8 +96,5 @@ def between_services(settings: TlsSettings) -> Tls | None:
     return None if settings.tls_pair is None else Tls(pair=settings.tls_pair, ca=settings.tls_ca, name=SERVICE_NAME)
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+def _arity(is_stream: bool) -> str:
+    return "stream" if is_stream else "unary"

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,7 +14,9 @@ from baton.core.cluster import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.front import AdminApi, Caller, ClusterStatus
 from baton.wire.server import GrpcServer
+from baton.wire.tls import Tls
 from tests.builders import cluster_status, decision_record, link, worker_report
+from tests.certificates import Authority
 
 pytestmark = pytest.mark.integration
 
@@ -43,12 +47,18 @@ def operator() -> Operator:
 
 @pytest.fixture
 def address(operator: Operator) -> Iterator[str]:
-    """Of a server in a thread with a loop of its own: the commands make theirs."""
+    with serving(operator) as address:
+        yield address
+
+
+@contextmanager
+def serving(operator: Operator, tls: Tls | None = None) -> Iterator[str]:
+    """In a thread with a loop of its own: the commands make theirs."""
     ports: list[int] = []
     is_up, is_over = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        server = GrpcServer(heartbeat_s=1.0)
+        server = GrpcServer(heartbeat_s=1.0, tls=tls)
         server.add_admin(operator)
         ports.append(await server.start("127.0.0.1", 0))
         is_up.set()
@@ -58,13 +68,15 @@ def address(operator: Operator) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert is_up.wait(20)
-    yield f"127.0.0.1:{ports[0]}"
-    is_over.set()
-    thread.join()
+    try:
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        is_over.set()
+        thread.join()
 
 
-def run(address: str, *args: str) -> Result:
-    return CliRunner().invoke(cli, [*args, "--gateway", address])
+def run(address: str, *args: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli, [*args, "--gateway", address], env=env)
 
 
 def test_what_is_shown_is_what_the_gateway_knows(address: str) -> None:
@@ -90,3 +102,18 @@ def test_a_worker_is_drained_and_waited_for(address: str, operator: Operator) ->
     assert done.exit_code == 0
     assert done.stdout.splitlines()[-1] == "w1 has left"
     assert operator.drained == ["w1"]
+
+
+def test_a_gateway_with_a_certificate_is_asked_over_tls(operator: Operator, tmp_path: Path) -> None:
+    ours, theirs = Authority.new(tmp_path / "ours"), Authority.new(tmp_path / "theirs")
+    with serving(operator, Tls(pair=ours.pair("front", "127.0.0.1"))) as address:
+        assert "w0" in run(address, "status", "--gateway-ca", str(ours.file)).stdout
+        assert "w0" in run(address, "status", env={"BATON_GATEWAY_CA": str(ours.file)}).stdout
+        assert "w0" in run(address, "status", "--gateway-ca", "system", env={"SSL_CERT_FILE": str(ours.file)}).stdout
+        assert run(address, "drain", "w1", "--wait", "--gateway-ca", str(ours.file)).exit_code == 0
+        assert operator.drained == ["w1"]
+        for others in ([], ["--gateway-ca", str(theirs.file)], ["--gateway-ca", "system"]):
+            refused = run(address, "status", *others, env={"SSL_CERT_FILE": str(theirs.file)})
+            assert refused.exit_code == 1
+            assert str(refused.exception).startswith(f"no gateway answers at {address}")
+            assert "--gateway-ca" in str(refused.exception)

@@ -15,7 +15,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from baton.wire.admin import AdminClient
 from baton.wire.channel import channel_options, open_channel
 from baton.wire.server import GrpcServer
-from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
+from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import cluster, until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -51,6 +51,7 @@ async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(gatewa
         answer = await gateway.client.request(method, path, headers=headers, content=b"{no json" if method == "POST" else None)
         assert answer.status_code == 401, answer.text
         assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("authentication_error", "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
     assert not gateway.cluster.scheduler.queries
 
 
@@ -97,7 +98,7 @@ async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
             worker.step_s = 0.3
         body = {"prompt": "hello", "max_tokens": 4}
         running = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE)))
-        await until(lambda: bool(gateway.cluster.gateway.num_open))
+        await until(lambda: bool(gateway.cluster.scheduler.queries))
         asked = len(gateway.cluster.scheduler.queries)
         refused = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_quota")
@@ -109,6 +110,55 @@ async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
         assert (await other).is_success
         answers = [(await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).status_code for _ in range(5)]
         assert answers == [200, 200, 429, 429, 429], "30 a minute, three at once"
+
+
+async def test_bodies_that_do_not_come_count_too() -> None:
+    """A key that may have one request open cannot fill the gateway with beginnings."""
+    async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
+        head = request_bytes("/v1/completions", b"x" * 100, f"authorization: Bearer {ALICE}")[:-100]
+        waiting = await gateway.connect()
+        await waiting.send(head)
+        await until(lambda: bool(gateway.cluster.gateway._num_arriving))
+        for path in ("/v1/completions", "/tokenize"):
+            refused = await gateway.client.post(path, json={"prompt": "x"}, headers=bearer(ALICE))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_quota")
+        assert (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(EVE))).is_success
+        await waiting.close()
+        await until(lambda: not gateway.cluster.gateway._num_arriving)
+        assert (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).is_success
+
+
+async def test_a_client_that_leaves_has_nothing_open_any_more() -> None:
+    async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
+        for worker in gateway.cluster.scheduler.workers:
+            worker.step_s = 0.3
+        body = {"prompt": "hello", "max_tokens": 50}
+        running = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE)))
+        await until(lambda: bool(gateway.cluster.gateway.num_open))
+        running.cancel()
+        await until(lambda: not gateway.cluster.gateway.num_open)
+        assert not gateway.cluster.gateway.keys._num_open
+
+
+async def test_several_prompts_in_one_call_are_several_requests() -> None:
+    async with http_gateway(*PD, keys=key_ring(requests_per_minute=30)) as gateway:
+        body = {"prompt": ["a"] * 20, "max_tokens": 1}
+        assert (await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))).is_success
+        refused = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 30
+
+
+async def test_nobody_goes_before_others_by_asking_for_it(gateway: HttpGateway) -> None:
+    for priority, status in ((-1, 400), (0, 200), (7, 200)):
+        body = {"prompt": "hello", "max_tokens": 1, "priority": priority}
+        answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert answer.status_code == status, answer.text
+
+
+async def test_links_are_for_admins(gateway: HttpGateway) -> None:
+    for headers, sees in (({}, False), (bearer(ALICE), False), (bearer(ADMIN), True)):
+        assert ("links" in (await gateway.client.get("/ready", headers=headers)).json()) == sees
 
 
 @asynccontextmanager
@@ -137,11 +187,18 @@ async def test_grpc_wants_the_same_keys() -> None:
             except Exception:
                 assert expected != "OK", await call.details()
             assert (await call.code()).name == expected
+        for call in (
+            stub.Tokenize(inference_pb2.TokenizeRequest(prompt="x"), timeout=10),
+            stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), timeout=10),
+            stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10),
+        ):
+            assert (await call.code()).name == "UNAUTHENTICATED"
         for key, code in (("", Code.UNAUTHENTICATED), (ALICE, Code.PERMISSION_DENIED)):
             asking = AdminClient(channel, address, authorization=f"Bearer {key}" if key else "")
-            with pytest.raises(Refused) as refused:
-                await asking.status()
-            assert refused.value.failure.code is code
-            assert refused.value.failure.reason in (Reason.INVALID_API_KEY, Reason.FORBIDDEN)
+            for question in (asking.status(), asking.explain(), asking.drain("p0")):
+                with pytest.raises(Refused) as refused:
+                    await question
+                assert refused.value.failure.code is code
+                assert refused.value.failure.reason in (Reason.INVALID_API_KEY, Reason.FORBIDDEN)
         assert (await AdminClient(channel, address, authorization=f"Bearer {ADMIN}").status()).model == "demo"
         await channel.close(None)

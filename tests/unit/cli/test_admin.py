@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -148,7 +149,7 @@ def test_without_a_gateway_one_line_says_so_and_what_to_do(capsys: pytest.Captur
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"baton: no gateway answers at {address}")
-    assert said.err.endswith("start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT\n")
+    assert "; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, and with --gateway-ca FILE who" in said.err
     assert said.err.count("\n") == 1
 
 
@@ -161,6 +162,16 @@ def test_the_gateway_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -
         yield StandIn(cluster_status())
 
     monkeypatch.setattr(admin, "connect", connect)
-    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k"})
+    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem"})
     CliRunner().invoke(cli, ["status", "--api-key", "other"])
-    assert asked_at == [admin.Where("h:1", "k"), admin.Where("127.0.0.1:8001", "other")]
+    CliRunner().invoke(cli, ["status", "--gateway-ca", "system"])
+    assert asked_at == [admin.Where("h:1", "k", "ca.pem"), admin.Where("127.0.0.1:8001", "other"), admin.Where(admin.GATEWAY, ca="system")]
+
+
+def test_authorities_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    for file, problem in (("missing.pem", "cannot read {}: No such file"), ("empty.pem", "{} holds no certificates of authorities")):
+        with pytest.raises(SystemExit) as end:
+            main(["status", "--gateway-ca", str(tmp_path / file)])
+        assert end.value.code == 1
+        assert capsys.readouterr().err.startswith(f"baton: {problem.format(tmp_path / file)}")

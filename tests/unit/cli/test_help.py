@@ -25,13 +25,13 @@ FLAGS = {
     "scheduler": f"{OF_SERVICES} --rpc-port --policy",
     "worker": f"{OF_SERVICES} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
     "fleet": "--prefill --decode --hybrid --ray-address --redis-url --log-dir --log-level --config",
-    "status": "--watch --json --gateway --api-key",
-    "explain": "--gateway --api-key",
-    "drain": "--here --wait --gateway --api-key",
+    "status": "--watch --json --gateway --gateway-ca --api-key",
+    "explain": "--gateway --gateway-ca --api-key",
+    "drain": "--here --wait --gateway --gateway-ca --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",
     "model init": "--like --out",
-    "key new": "--name --tenant --admin --max-open-requests --requests-per-minute",
+    "key new": "--name --tenant --admin --max-open-requests --requests-per-minute --min-priority",
     "key remove": "",
 }
 """The flags of the design's list of commands, by command. `--admission` comes with the policies that predict."""

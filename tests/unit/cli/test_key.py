@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from baton.runtime.files import version_of
 from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
@@ -68,6 +69,17 @@ def test_a_file_is_refused_by_name(tmp_path: Path) -> None:
         read_keys(file)
 
 
+async def until_known(ring: KeyRing, key: str) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                ring.identify(f"Bearer {key}")
+            except Refused:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
 async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,21 +87,11 @@ async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_br
     file = tmp_path / "keys.yaml"
     alice = made(file, "alice")
     ring = KeyRing(read_keys(file))
-    following = asyncio.create_task(follow(file, ring))
+    following = asyncio.create_task(follow(file, ring, version_of(file)))
     await asyncio.sleep(0.05)
     bob = await asyncio.to_thread(made, file, "bob")
 
-    async def until_known(key: str) -> None:
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    ring.identify(f"Bearer {key}")
-                except Refused:
-                    await asyncio.sleep(0.01)
-                else:
-                    return
-
-    await until_known(bob)
+    await until_known(ring, bob)
     good = file.read_text()
     for broken in ("keys: [", ""):
         file.write_text(broken)
@@ -99,5 +101,26 @@ async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_br
     await asyncio.sleep(0.1)
     file.write_text(good)
     eve = await asyncio.to_thread(made, file, "eve")
-    await until_known(eve)
+    await until_known(ring, eve)
     following.cancel()
+
+
+async def test_what_changed_before_it_was_followed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway reads its keys first, and follows them when all else has started."""
+    monkeypatch.setattr(key_file, "LOOK_S", 0.01)
+    file = tmp_path / "keys.yaml"
+    made(file, "alice")
+    version, ring = version_of(file), KeyRing(read_keys(file))
+    bob = made(file, "bob")
+    following = asyncio.create_task(follow(file, ring, version))
+    await until_known(ring, bob)
+    following.cancel()
+
+
+def test_a_file_stays_readable_by_whom_it_was(tmp_path: Path) -> None:
+    """Or a gateway of another user would go on with the keys from before."""
+    file = tmp_path / "keys.yaml"
+    made(file, "alice")
+    file.chmod(0o640)
+    made(file, "bob")
+    assert file.stat().st_mode & 0o777 == 0o640

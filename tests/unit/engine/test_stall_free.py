@@ -1,5 +1,7 @@
 """A prompt beside sequences that decode: their gaps stay short, and the prompt goes on."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +19,8 @@ def pace(tpot_slo_s: float = 0.0, costs: StepCostModel | None = COSTS) -> Pace:
     return Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s)
 
 
-def queued(num_tokens: int) -> StepWork:
-    return StepWork.of([(num_tokens, 0)])
+def queued(num_tokens: int) -> Callable[[], StepWork]:
+    return lambda: StepWork.of([(num_tokens, 0)])
 
 
 @given(

@@ -94,6 +94,17 @@ def test_so_many_a_minute_with_bursts_of_a_tenth() -> None:
     assert taken(1000.0) == 6
 
 
+def test_a_call_of_many_is_let_in_whole_and_paid_for() -> None:
+    keys = ring(entry(requests_per_minute=60))
+    alice = keys.identify("Bearer secret-a")
+    keys.admit(alice, 0.0)
+    keys.charge(alice, 29, 0.0)
+    over_s = refusal(keys.admit, alice, 0.0).failure.retry_after_s
+    assert over_s == pytest.approx(30 + 1 - 6)
+    refusal(keys.admit, alice, 24.9)
+    keys.admit(alice, 25.0)
+
+
 def test_a_retry_after_what_it_was_told_is_let_in() -> None:
     keys = ring(entry(requests_per_minute=7))
     alice, now_s = keys.identify("Bearer secret-a"), 0.0
@@ -146,6 +157,7 @@ def one(**changes: Any) -> dict[str, Any]:
         (one(max_open_requests=0), "`max_open_requests` must be a whole number"),
         (one(requests_per_minute=True), "`requests_per_minute` must be a whole number"),
         (one(key="secret"), "unknown field 'key'"),
+        (one(min_priority="high"), "`min_priority` must be a whole number"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused_with_what_would(content: object, message: str) -> None:
@@ -162,4 +174,6 @@ def test_limits_are_read() -> None:
         is_admin=True,
         max_open_requests=2,
         requests_per_minute=30,
+        min_priority=0,
     )
+    assert ring(entry(min_priority=-3)).identify("Bearer secret-a").min_priority == -3

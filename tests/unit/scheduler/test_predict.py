@@ -1,5 +1,7 @@
 """What is predicted of a worker, beside what its engine would do."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,26 +13,25 @@ from baton.scheduler.predict import mixed_step_s, prefill_s
 from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
 
 CHUNK, BLOCK = 512, 16
-NOTHING = StepWork()
-"""What waits besides."""
 
 
 def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float) -> list[float]:
     """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these contexts."""
     pace, done, took_s = Pace(costs=lambda: COSTS, tpot_slo_s=tpot_slo_s), 0, []
     while done < num_tokens:
-        part = min(num_tokens - done, tokens_beside(pace, contexts, done, NOTHING, at_most=CHUNK - len(contexts), at_least=BLOCK))
+        queued = partial(StepWork.of, [(num_tokens - done, done)])
+        part = min(num_tokens - done, tokens_beside(pace, contexts, done, queued, at_most=CHUNK - len(contexts), at_least=BLOCK))
         took_s.append(COSTS.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
     return took_s
 
 
-@given(num_tokens=st.integers(64, 8000), seqs=st.integers(0, 40), slo_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]))
+@given(num_tokens=st.integers(64, 15_000), seqs=st.integers(0, 40), slo_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]))
 def test_a_prompt_takes_its_parts_beside_what_decodes(num_tokens: int, seqs: int, slo_s: float) -> None:
     row = columns_of(seen(costed("d", "decode", tpot_slo_s=slo_s, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, slo_s)
-    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.1, abs=2 * row.beside_s)
-    assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.1)
+    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
+    assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
 
 
 def test_those_that_will_join_count_and_a_prefill_workers_queue_does_not() -> None:

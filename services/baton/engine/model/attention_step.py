@@ -116,16 +116,29 @@ class Tables:
     block_ids: np.ndarray
 
 
-class AttentionStep:
+class Once:
+    """What the first layer of a step that asks has made, for the others, too."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
+
+
+class AttentionStep(Once):
     """What attention needs to know about one step; handed to every layer as a keyword argument of the model's forward."""
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
         self.cache = cache
         self.kernel = kernel
         self.segments = segments
         self._masks = masks
         self._plans: dict[int | None, WindowPlan] = {}
-        self._made: dict[Hashable, Any] = {}
         size = cache.block_size_tokens
         slots = [np.arange(s.kv_begin, s.context_len) for s in segments]
         block_ids = [s.block_ids[index // size] for s, index in zip(segments, slots, strict=True)]
@@ -151,13 +164,6 @@ class AttentionStep:
             table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
             block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
         )
-
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` has made for the first layer that asked, for the others, too: of kernels that need something of their own."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: T = self._made[name]
-        return made
 
     def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
         """Called by every layer; the self-proof listens here."""

@@ -5,22 +5,24 @@ What differs from step to step is written into tensors of fixed places first. A 
 the same keys and values are written to the same place again, and what is computed twice is left out of the answer.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
-from baton.engine.model.attention_step import Asked
+from baton.engine.model.attention_step import Asked, Once
 from baton.engine.model.forward import Forwarded, ModelForward, on_host
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.step_inputs import PackedStep
-
-T = TypeVar("T")
+from baton.runtime.logging import get_logger
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WARM_RUNS = 2
 """Before a recording: kernels are compiled and libraries take their memory, which must not happen in it."""
+
+
+log = get_logger(__name__)
 
 
 class Record(Protocol):
@@ -29,19 +31,25 @@ class Record(Protocol):
         ...
 
 
-def record_cuda(run: Callable[[], None]) -> Callable[[], None]:
-    """As a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_RUNS):
+class CudaGraphs:
+    """Implements `Record`. All share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
             run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()  # a recording computes nothing
-    return graph.replay
+        graph.replay()  # a recording computes nothing
+        return graph.replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +64,18 @@ DecodeKernel = Callable[[torch.Tensor, int, "StaticStep", float, int | None], to
 """Attention of one token a sequence that reads nothing of its step but `cache` and `decodes`; else as `PagedKernel`."""
 
 
-class StaticStep:
+class StaticStep(Once):
     """Stands for an `AttentionStep` in a recording. Its kernel reads `decodes`."""
 
     def __init__(self, cache: KvCache, kernel: DecodeKernel, batch: int, max_blocks: int) -> None:
+        super().__init__()
         self.cache = cache
         self.kernel = kernel
         self.token_rows = torch.zeros(2 * cache.num_kv_heads * batch, dtype=torch.int64, device=cache.device)
-        self._made: dict[Hashable, Any] = {}
         self.decodes = DecodeTables(
             position=torch.zeros(batch, dtype=torch.int32, device=cache.device),
             block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),
         )
-
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """As `AttentionStep.once`."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: T = self._made[name]
-        return made
 
     def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
         """As `AttentionStep.observe`."""
@@ -97,15 +98,24 @@ class _Recording:
 
         self._make: Callable[[], Callable[[], None]] = lambda: record(run)
         self._replay: Callable[[], None] | None = None
+        self._is_fresh = False
+
+    def prepare(self, step: PackedStep) -> None:
+        """Record, if that has not happened. Only with a step at hand: on zeros it would write into a block that is somebody's. Raises
+        RuntimeError where it cannot."""
+        if self._replay is None:
+            self._fill(step, step.token_ids.numel())
+            self._replay = self._make()
+            self._is_fresh = True
 
     def __call__(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, finite) of the step's own sequences, valid until the next call."""
+        """(logits, finite) of the step's own sequences, valid until the next call. `prepare` comes first."""
         count = step.token_ids.numel()
-        self._fill(step, count)
-        if self._replay is None:  # only now: a first run on zeros would write into a block that is somebody's
-            self._replay = self._make()
-        else:
+        assert self._replay is not None
+        if not self._is_fresh:
+            self._fill(step, count)
             self._replay()
+        self._is_fresh = False
         assert self._outputs is not None
         logits, finite = self._outputs
         return logits[:count], finite[:count]
@@ -133,19 +143,32 @@ class _Recording:
 class GraphedForward:
     """Implements `Forward`: decode steps as recordings, all others as the model's own code runs them."""
 
-    def __init__(self, eager: ModelForward, kernel: DecodeKernel, *, max_model_len: int, record: Record = record_cuda) -> None:
+    def __init__(self, eager: ModelForward, kernel: DecodeKernel, *, max_model_len: int, record: Record | None = None) -> None:
         self._eager = eager
         self._kernel = kernel
         self._max_model_len = max_model_len
-        self._record = record
+        self._record = record or CudaGraphs()
+        self._is_off = False
         self._recordings: dict[tuple[int, int], _Recording] = {}
 
     def __call__(self, step: PackedStep) -> Forwarded:
         count = step.token_ids.numel()
-        if count > BATCHES[-1] or len(step.attention.segments) != count or step.sample_rows.numel() != count:
+        if self._is_off or count > BATCHES[-1] or len(step.attention.segments) != count or step.sample_rows.numel() != count:
             return self._eager(step)
-        logits, finite = self._recording(step.attention.cache, count)(step)
+        recording = self._recording(step.attention.cache, count)
+        try:
+            recording.prepare(step)
+        except RuntimeError as error:  # no memory is left, or something in it cannot be recorded
+            log.warning("not_recorded", batch=count, problem=str(error), hint="decode steps are launched kernel by kernel, slower")
+            self._is_off = True
+            self.forget()
+            return self._eager(step)
+        logits, finite = recording(step)
         return Forwarded(logits=logits, finite=on_host(finite))
+
+    def forget(self) -> None:
+        """Give back the memory of all recordings; the next steps record anew."""
+        self._recordings.clear()
 
     def close(self) -> None:
         self._recordings.clear()

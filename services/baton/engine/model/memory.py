@@ -17,6 +17,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def give_back_freed() -> None:
-    """What this process has freed and its allocator keeps goes back to the host, where the C library can be told to (glibc)."""
+    """What this process has freed and its allocators keep goes back to the device, and to the host where the C library can be told to
+    (glibc)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -135,7 +135,7 @@ class App:
         received_s = asyncio.get_running_loop().time()
         caller = caller_of(exchange.scope)
         identity = self._service.admitted(caller.authorization)
-        with self._service.arriving():
+        with self._service.arriving(identity):
             body = await self._body(exchange)
             call = await self._service.validator.call(
                 endpoint, body, caller, received_s=received_s, request_id=exchange.request_id, identity=identity
@@ -209,18 +209,15 @@ class App:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        self._service.admitted(caller_of(exchange.scope).authorization)
-        with self._service.arriving():
-            body = await self._body(exchange)
-        ids = await ids_of(self._service.validator, body)
+        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
+            ids = await ids_of(self._service.validator, await self._body(exchange))
         answer = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
         await respond_json(exchange.send, 200, answer)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        self._service.admitted(caller_of(exchange.scope).authorization)
-        with self._service.arriving():
-            body = await self._body(exchange)
-        await respond_json(exchange.send, 200, {"prompt": await text_of(self._service.validator, body)})
+        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
+            text = await text_of(self._service.validator, await self._body(exchange))
+        await respond_json(exchange.send, 200, {"prompt": text})
 
     async def _health(self, exchange: Exchange) -> None:
         is_alive = self._service.health.is_alive
@@ -228,12 +225,20 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         reasons = self._service.health.reasons
-        answer = {"status": "waiting" if reasons else "ready", "reasons": reasons, "links": self._service.view.links}
+        answer = {"status": "waiting" if reasons else "ready", "reasons": reasons}
+        if self._is_admins(exchange):
+            answer["links"] = self._service.view.links
         await respond_json(exchange.send, 503 if reasons else 200, answer)
 
     async def _expose(self, exchange: Exchange) -> None:
         self._service.keys.check_admin(self._identify(exchange))
         await respond(exchange.send, 200, self._metrics(), content_type=CONTENT_TYPE.encode())
+
+    def _is_admins(self, exchange: Exchange) -> bool:
+        try:
+            return self._identify(exchange).is_admin
+        except Refused:
+            return False
 
     def _identify(self, exchange: Exchange) -> Identity:
         """Whose request this is. Raises Refused."""

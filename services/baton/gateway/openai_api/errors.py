@@ -39,10 +39,11 @@ def error_event(failure: Failure) -> bytes:
 
 
 def error_headers(failure: Failure) -> Headers:
-    """When to come back, in whole seconds."""
+    """When to come back, in whole seconds, and what a caller has to show (RFC 6750, section 3)."""
+    challenge: Headers = [(b"www-authenticate", b"Bearer")] if failure.code is Code.UNAUTHENTICATED else []
     if failure.retry_after_s is None:
-        return []
-    return [(b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
+        return challenge
+    return [*challenge, (b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
 
 
 def param_of(refused: Refused) -> str | None:

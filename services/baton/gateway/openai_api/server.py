@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any, Self
 
 import uvicorn
 
-from baton.core.errors import ConfigError
 from baton.gateway.openai_api.protocol import GatewayProtocol, protocol_class
-from baton.runtime.logging import get_logger
-from baton.runtime.tls import Pair
-
-log = get_logger(__name__)
+from baton.runtime.files import Followed
+from baton.runtime.tls import NOT_RENEWED, Pair
 
 RENEW_S = 5.0
 """Between two looks at a certificate."""
@@ -27,8 +25,7 @@ class HttpServer:
 
     def __init__(self, app: Any, sock: socket.socket, *, receive_deadline_s: float, grace_s: float = 1.0, tls: Pair | None = None) -> None:
         """`tls`: without it, plain text. Raises ConfigError when its files are no certificate and key."""
-        if tls is not None:
-            tls.check()
+        certificate = Followed(tls.context, *tls.files, event=NOT_RENEWED) if tls is not None else None
         config = uvicorn.Config(
             app,
             http=protocol_class(receive_deadline_s, app.refused),  # type: ignore[arg-type]
@@ -42,10 +39,9 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
             backlog=2048,
-            ssl_certfile=None if tls is None else tls.certificate,
-            ssl_keyfile=None if tls is None else tls.key,
+            ssl_context_factory=None if certificate is None else lambda *_: _always_newest(certificate),
         )
-        self._tls = tls
+        self._certificate = certificate
         self._server = _Server(config)
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
@@ -62,18 +58,10 @@ class HttpServer:
 
     async def follow_certificate(self) -> None:
         """New connections get a certificate that was renewed, for ever. One that cannot be read changes nothing."""
-        assert self._tls is not None
-        last = self._tls.version()
+        assert self._certificate is not None
         while True:
             await asyncio.sleep(RENEW_S)
-            if (now := self._tls.version()) == last or now is None or self._server.config.ssl is None:
-                continue
-            try:
-                self._tls.check()
-                self._server.config.ssl.load_cert_chain(*self._tls.files)
-            except (ConfigError, OSError) as error:
-                log.warning("certificate_not_renewed", problem=str(error), hint="the one from before stays")
-            last = now
+            await asyncio.to_thread(self._certificate.look)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
@@ -90,6 +78,18 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+
+
+def _always_newest(followed: Followed[ssl.SSLContext]) -> ssl.SSLContext:
+    """A context to listen with, which hands each connection over to the newest one there is. Files loaded into the context itself would
+    leave it, if they were replaced just then, with neither the old pair nor the new one."""
+
+    def hand_over(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = followed.value
+
+    listening = followed.value
+    listening.sni_callback = hand_over  # called for each connection, whether it names a server or not
+    return listening
 
 
 class _Server(uvicorn.Server):

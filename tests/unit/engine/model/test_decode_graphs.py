@@ -126,6 +126,23 @@ def test_more_than_the_largest_recording_runs_as_ever(loaded: LoadedModel) -> No
     assert record.num_recorded == 0
 
 
+def test_what_cannot_be_recorded_runs_as_ever(loaded: LoadedModel) -> None:
+    """No memory may be left for it at any time."""
+    counts = [2, 2, 4, 2]
+    tried = []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        tried.append(run)
+        raise RuntimeError("CUDA out of memory")
+
+    with closing(ModelForward(loaded.model)) as own:
+        wanted = answers(loaded, own, counts)
+    with closing(GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)) as forward:
+        for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert len(tried) == 1
+
+
 def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
     record = Recorded()
     forward = graphed(loaded, record)
