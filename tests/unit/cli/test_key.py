@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from baton.runtime.files import version_of
 from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
@@ -12,6 +11,7 @@ from baton.core.errors import BatonError, ConfigError, Refused
 from baton.gateway import key_file
 from baton.gateway.key_file import follow, read_keys
 from baton.gateway.keys import KeyRing
+from baton.runtime.files import version_of
 
 
 def run(*args: str) -> Result:
