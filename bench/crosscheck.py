@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cluster import machine, table
-from goodput_systems import Setting, vllm
+from goodput_systems import SERVED, Setting, vllm
 from loads import loadgen
 
 from baton.engine.model.hub import resolve_model
@@ -35,7 +35,7 @@ def ours(url: str, out: Path, requests: int, seed: int) -> tuple[float, float]:
 
 def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> tuple[float, float]:
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url", url]
-    command += ["--model", "goodput", "--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
+    command += ["--model", SERVED, "--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
     command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS), "--num-prompts", str(requests)]
     command += ["--request-rate", str(RATE), "--save-result", "--result-dir", str(out), "--result-filename", "theirs.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

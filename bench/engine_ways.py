@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 import torch
-from goodput_systems import WAYS, Setting, Way
+from goodput_systems import SERVED, WAYS, Setting, Way
 from transformers import AutoModelForCausalLM
 
 from baton.core.blocks import chain, root_hash, token_ids
@@ -23,7 +23,6 @@ from baton.engine.sequence import SequenceRequest
 from baton.runtime.settings import WorkerConfig
 from baton.worker.device import open_device
 
-SERVED = "goodput"
 THREADS = 2
 LIMIT_S = 1800.0
 

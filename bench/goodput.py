@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 from cluster import machine, table
 from goodput_picture import picture
-from goodput_systems import WAYS, Setting, Way
+from goodput_systems import SERVED, WAYS, Setting, Way
 from kept import Kept
 
 from baton.engine.model.hub import resolve_model
@@ -177,7 +177,7 @@ def alone(url: str, workload: Workload) -> tuple[float, float]:
     with httpx.Client(timeout=120) as client:
         for number in range(NUM_WARM + NUM_ALONE):
             body = {
-                "model": "goodput",
+                "model": SERVED,
                 "prompt": [rng.randrange(1000, 4000) for _ in range(workload.prompt_tokens)],
                 "max_tokens": workload.answer_tokens,
                 "ignore_eos": True,

@@ -14,6 +14,8 @@ from pathlib import Path
 from loadgen.serving import free_port, http_probe, served
 
 HERE = Path(__file__).parent
+SERVED = "goodput"
+"""What clients call the model."""
 START_S = 300.0
 TCMALLOC = "libtcmalloc_minimal.so.4"
 OPENMP = "libiomp5.so"
@@ -51,7 +53,7 @@ def _baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContext
             "--model",
             str(setting.model),
             "--served-model-name",
-            "goodput",
+            SERVED,
             *flags,
         ]
         command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
@@ -63,7 +65,7 @@ def _baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContext
 
 
 def _vllm_command(setting: Setting, port: int, *more: str) -> list[str]:
-    command = [str(setting.vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(setting.model), "--served-model-name", "goodput"]
+    command = [str(setting.vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(setting.model), "--served-model-name", SERVED]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(setting.max_model_len), "--dtype", "bfloat16"]
     return [*command, *more]
 

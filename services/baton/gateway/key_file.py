@@ -1,12 +1,13 @@
 """The file of API keys on disk, which may change while a gateway runs: a Secret that Kubernetes has updated, or `baton key new`."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from baton.core.errors import ConfigError
-from baton.gateway.keys import KeyFile, KeyRing, parse_keys
+from baton.gateway.keys import KeyRing, Keys, parse_keys
 from baton.runtime.config import read_file
-from baton.runtime.files import Version, version_of
+from baton.runtime.files import Followed
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -15,7 +16,7 @@ LOOK_S = 2.0
 MAX_BYTES = 2**20
 
 
-def read_keys(path: Path) -> KeyFile:
+def read_keys(path: Path) -> Keys:
     """Raises ConfigError naming the file and what is wrong with it."""
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -28,22 +29,15 @@ def read_keys(path: Path) -> KeyFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-async def follow(path: Path, ring: KeyRing, last: Version | None) -> None:
-    """Give `ring` what the file says, each time that it has changed since the version `last`, for ever. A file that cannot be read changes
-    nothing, and is tried again at each look."""
-    told: Version | None = None
+def followed_keys(path: Path) -> Followed[Keys]:
+    """Raises as `read_keys`, which it does now."""
+    return Followed(partial(read_keys, path), path, event="api_keys_not_read")
+
+
+async def follow(followed: Followed[Keys], ring: KeyRing) -> None:
+    """Give `ring` what the file says, each time that it has changed, for ever."""
     while True:
         await asyncio.sleep(LOOK_S)
-        now = await asyncio.to_thread(version_of, path)
-        if now == last:
-            continue
-        try:
-            file = await asyncio.to_thread(read_keys, path)
-        except ConfigError as error:
-            if told != now:
-                log.warning("api_keys_not_read", problem=str(error), hint="the keys from before stay, removed ones, too")
-            told = now
-            continue
-        ring.replace(file)
-        last = now
-        log.info("api_keys_read", num_keys=len(file.identities))
+        if (keys := await asyncio.to_thread(followed.look)) is not None:
+            ring.replace(keys)
+            log.info("api_keys_read", num_keys=len(keys))

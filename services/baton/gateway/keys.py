@@ -18,9 +18,8 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused
 from baton.gateway.call import ANYBODY, Identity
@@ -37,11 +36,8 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 _FIELDS = frozenset(("name", "tenant", "sha256", "admin", "max_open_requests", "requests_per_minute", "min_priority"))
 
 
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """Whose key it is, by the key's hash."""
-
-    identities: Mapping[bytes, Identity]
+Keys: TypeAlias = Mapping[bytes, Identity]
+"""Whose key it is, by the key's hash."""
 
 
 def new_key() -> str:
@@ -59,7 +55,7 @@ def tenant_salt(salt: bytes, tenant: str) -> bytes:
     return hmac.new(salt, tenant.encode(), sha256).digest()[:SALT_BYTES]
 
 
-def parse_keys(content: object) -> KeyFile:
+def parse_keys(content: object) -> Keys:
     """Raises ConfigError naming the entry and what would be right."""
     if not isinstance(content, Mapping) or set(content) - {"salt", "keys"}:
         raise ConfigError("a file of keys has `salt` and `keys`, and nothing else")
@@ -72,7 +68,7 @@ def parse_keys(content: object) -> KeyFile:
     for what, values in (("name", [identity.name for _, identity in found]), ("sha256", [digest for digest, _ in found])):
         if len(set(values)) < len(found):
             raise ConfigError(f"two keys have the same {what}")
-    return KeyFile(dict(found))
+    return dict(found)
 
 
 def _key(entry: object, where: str, salt: bytes) -> tuple[bytes, Identity]:
@@ -122,28 +118,26 @@ def _priority(entry: Mapping[Any, Any], where: str) -> int:
 class KeyRing:
     """The keys that a gateway takes, and what each has open. Single owner: its event loop. Without a file, everybody may do everything."""
 
-    def __init__(self, file: KeyFile | None = None) -> None:
+    def __init__(self, keys: Keys | None = None) -> None:
         self._num_open: Counter[str] = Counter()
         self._full_at_s: dict[str, float] = {}
-        self._identities: Mapping[bytes, Identity] | None = None
-        if file is not None:
-            self.replace(file)
+        self._keys = keys
 
-    def replace(self, file: KeyFile) -> None:
+    def replace(self, keys: Keys) -> None:
         """From now on these. What is open goes on, and counts where the name is still there."""
-        self._identities = file.identities
-        names = {identity.name for identity in file.identities.values()}
+        self._keys = keys
+        names = {identity.name for identity in keys.values()}
         self._full_at_s = {name: at_s for name, at_s in self._full_at_s.items() if name in names}
 
     def identify(self, authorization: str) -> Identity:
         """Who sends this header. Raises Refused (401)."""
-        if self._identities is None:
+        if self._keys is None:
             return ANYBODY
         scheme, _, given = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise _unknown("send an API key: the header `Authorization: Bearer KEY`")
         digest = digest_of(given.strip())
-        found = self._identities.get(digest)  # of hashes: how long that takes says nothing about a key
+        found = self._keys.get(digest)  # of hashes: how long that takes says nothing about a key
         if found is None:
             raise _unknown("this API key is not known here")
         return found

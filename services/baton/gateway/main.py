@@ -16,7 +16,7 @@ from baton.core.errors import ConfigError
 from baton.core.front import ProcessInfo
 from baton.engine.model.hub import resolve_model
 from baton.gateway.inference import Admin, Inference
-from baton.gateway.key_file import follow, read_keys
+from baton.gateway.key_file import follow, followed_keys
 from baton.gateway.keys import KeyRing
 from baton.gateway.openai_api.app import App
 from baton.gateway.openai_api.server import HttpServer
@@ -24,7 +24,6 @@ from baton.gateway.service import GatewayRules, GatewayService
 from baton.gateway.tokenizer import HfTokenizer
 from baton.runtime.admin_http import AdminServer
 from baton.runtime.announcing import Announcements
-from baton.runtime.files import version_of
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.network import advertised_host, join_address, listen
@@ -52,8 +51,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: handing it to a pool only costs
-    keys_version = version_of(config.api_keys) if config.api_keys is not None else None
-    keys = KeyRing(read_keys(config.api_keys) if config.api_keys is not None else None)
+    followed = None if config.api_keys is None else followed_keys(config.api_keys)
+    keys = KeyRing(None if followed is None else followed.value)
     rng = SystemRandom()
     registry = process_registry("gateway")
     async with AsyncExitStack() as stack:
@@ -106,8 +105,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
         if config.front_tls_pair is not None:
             work.append(http_server.follow_certificate())
-        if config.api_keys is not None:
-            work.append(follow(config.api_keys, keys, keys_version))
+        if followed is not None:
+            work.append(follow(followed, keys))
         async with Background(*work):
             _settle(stack)
             on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")

@@ -15,8 +15,8 @@ import grpc.aio
 
 from baton.core.errors import ConfigError
 from baton.runtime.files import Followed
-from baton.runtime.settings import TlsSettings
 from baton.runtime.tls import NOT_RENEWED, Pair, read_authorities
+from baton.runtime.tls_settings import TlsSettings
 
 SERVICE_NAME = "baton.internal"
 _NAMES = "x509_subject_alternative_name"

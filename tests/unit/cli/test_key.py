@@ -9,9 +9,8 @@ from click.testing import CliRunner, Result
 from baton.cli.main import cli
 from baton.core.errors import BatonError, ConfigError, Refused
 from baton.gateway import key_file
-from baton.gateway.key_file import follow, read_keys
+from baton.gateway.key_file import follow, followed_keys, read_keys
 from baton.gateway.keys import KeyRing
-from baton.runtime.files import version_of
 
 
 def run(*args: str) -> Result:
@@ -86,8 +85,9 @@ async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_br
     monkeypatch.setattr(key_file, "LOOK_S", 0.01)
     file = tmp_path / "keys.yaml"
     alice = made(file, "alice")
-    ring = KeyRing(read_keys(file))
-    following = asyncio.create_task(follow(file, ring, version_of(file)))
+    followed = followed_keys(file)
+    ring = KeyRing(followed.value)
+    following = asyncio.create_task(follow(followed, ring))
     await asyncio.sleep(0.05)
     bob = await asyncio.to_thread(made, file, "bob")
 
@@ -110,9 +110,10 @@ async def test_what_changed_before_it_was_followed_is_seen(tmp_path: Path, monke
     monkeypatch.setattr(key_file, "LOOK_S", 0.01)
     file = tmp_path / "keys.yaml"
     made(file, "alice")
-    version, ring = version_of(file), KeyRing(read_keys(file))
+    followed = followed_keys(file)
+    ring = KeyRing(followed.value)
     bob = made(file, "bob")
-    following = asyncio.create_task(follow(file, ring, version))
+    following = asyncio.create_task(follow(followed, ring))
     await until_known(ring, bob)
     following.cancel()
 

@@ -17,12 +17,11 @@ from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.step_inputs import PackedStep
 from baton.runtime.logging import get_logger
 
+log = get_logger(__name__)
+
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WARM_RUNS = 2
 """Before a recording: kernels are compiled and libraries take their memory, which must not happen in it."""
-
-
-log = get_logger(__name__)
 
 
 class Record(Protocol):
@@ -148,19 +147,22 @@ class GraphedForward:
         self._kernel = kernel
         self._max_model_len = max_model_len
         self._record = record or CudaGraphs()
-        self._is_off = False
+        self.is_off = False
+        """Something could not be recorded: all steps are launched kernel by kernel."""
         self._recordings: dict[tuple[int, int], _Recording] = {}
 
     def __call__(self, step: PackedStep) -> Forwarded:
         count = step.token_ids.numel()
-        if self._is_off or count > BATCHES[-1] or len(step.attention.segments) != count or step.sample_rows.numel() != count:
+        if self.is_off or count > BATCHES[-1] or len(step.attention.segments) != count or step.sample_rows.numel() != count:
             return self._eager(step)
         recording = self._recording(step.attention.cache, count)
         try:
             recording.prepare(step)
+        except torch.AcceleratorError:
+            raise  # the device's, whatever comes next
         except RuntimeError as error:  # no memory is left, or something in it cannot be recorded
             log.warning("not_recorded", batch=count, problem=str(error), hint="decode steps are launched kernel by kernel, slower")
-            self._is_off = True
+            self.is_off = True
             self.forget()
             return self._eager(step)
         logits, finite = recording(step)

@@ -81,6 +81,8 @@ def _with_triton(loaded: LoadedModel, block_size_tokens: int) -> Way | None:
     except Exception as error:  # code of a model that waits for the device, or asks for memory in ways that cannot be recorded
         log.warning("not_recorded", problem=_said(error), hint="each kernel of a decode step is launched anew, slower for small batches")
         return Way(name="Triton attention", forward=own, kernel=triton_attention)
+    if recorded.is_off:
+        return Way(name="Triton attention", forward=own, kernel=triton_attention)
     recorded.forget()  # those of the proof's KV memory
     return Way(name="Triton attention, recorded", forward=recorded, kernel=triton_attention, warm_batches=BATCHES)
 

@@ -140,7 +140,17 @@ def test_what_cannot_be_recorded_runs_as_ever(loaded: LoadedModel) -> None:
     with closing(GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)) as forward:
         for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert forward.is_off
     assert len(tried) == 1
+
+
+def test_a_fault_of_the_device_is_not_taken_for_a_lack_of_memory(loaded: LoadedModel) -> None:
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    forward = GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+    with closing(forward), pytest.raises(torch.AcceleratorError):
+        answers(loaded, forward, [2])
 
 
 def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
