@@ -5,7 +5,9 @@
 `decision`: `Scheduler.place` for prompts of 8,192 tokens that begin with 0 to 95 % of a chain that is held: the index is asked, the policy
 predicts every candidate, the placement is reserved and its blocks are expected; the record is made and written beside, and the request is
 told to have finished. `decisions_per_s`: the same with log-uniform lengths of 128 to 131,072 tokens, all that comes with a decision
-included. `grpc`: the same call from another process, one in flight. See `scheduler_index.py` for the index alone.
+included. `grpc`: the same call from another process, one in flight; `grpc_empty`: a call between the same processes that says nothing and
+asks nothing, made in turn with the others. `loop`: a bare loop of Python in turn with the decisions, by which one sees how fast the core
+was meanwhile: on a shared machine that changes by half within a minute. See `scheduler_index.py` for the index alone.
 """
 
 import argparse
@@ -15,11 +17,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from statistics import quantiles
+from statistics import median, quantiles
 
 import uvloop
 from cluster import machine, table
@@ -43,9 +45,12 @@ from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
 from baton.wire.network import GrpcNetwork
 from baton.wire.server import GrpcServer
 
+Between = Callable[[], Awaitable[None]]
+
 FOR_EVER_S = 1e9
 NUM_TIMED, NUM_WARM = 3_000, 300
 EVERY_THIRD = 3
+LOOPS = 10
 LAYOUT = KvLayout(
     model_fingerprint="m",
     tokenizer_fingerprint="t",
@@ -123,8 +128,10 @@ def query_of(number: int, hashes: tuple[BlockHash, ...]) -> PlacementQuery:
     )
 
 
-async def timed(api: SchedulerApi, population: Population, rng: Random, num_blocks: int | None) -> list[float]:
-    """Seconds of each call."""
+async def timed(
+    api: SchedulerApi, population: Population, rng: Random, num_blocks: int | None, between: Between | None = None
+) -> list[float]:
+    """Seconds of each call. `between` is called after each."""
     taken = []
     for number in range(NUM_WARM + NUM_TIMED):
         query = query_of(number, prompt(population, rng, num_blocks))
@@ -133,8 +140,20 @@ async def timed(api: SchedulerApi, population: Population, rng: Random, num_bloc
         if number >= NUM_WARM:
             taken.append(time.perf_counter() - began_s)
         await finished(api, answer)
+        if between is not None:
+            await between()
         await asyncio.sleep(0)
     return taken
+
+
+def loop_s() -> float:
+    """Seconds of a loop that is always the same."""
+    known = dict.fromkeys(range(100), 0)
+    began_s = time.perf_counter()
+    for _ in range(LOOPS):
+        for key in known:
+            known[key]
+    return time.perf_counter() - began_s
 
 
 async def finished(api: SchedulerApi, answer: object) -> None:
@@ -164,7 +183,15 @@ async def serve(options: argparse.Namespace) -> None:
         await server.stop(0.1)
 
 
-async def over_grpc(options: argparse.Namespace, rng: Random) -> list[float]:
+async def over_grpc(options: argparse.Namespace, rng: Random) -> tuple[list[float], list[float]]:
+    """Seconds of each call, and of each empty one."""
+    empty: list[float] = []
+
+    async def call_empty() -> None:
+        began_s = time.perf_counter()
+        await api.finished()
+        empty.append(time.perf_counter() - began_s)
+
     command = [sys.executable, str(Path(__file__)), "--serve", "--policy", options.policy]
     command += ["--workers", str(options.workers), "--pairs", str(options.pairs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220 - nothing else runs
@@ -173,22 +200,29 @@ async def over_grpc(options: argparse.Namespace, rng: Random) -> list[float]:
         port = server.stdout.readline().split()[1]
         network = GrpcNetwork(heartbeat_s=2.0)
         like = populate(options.workers, options.pairs, Random(0))  # the same chains: the server has drawn them alike
-        taken = await timed(network.scheduler(f"127.0.0.1:{port}"), like, rng, 8_192 // BLOCK_SIZE_TOKENS)
+        api = network.scheduler(f"127.0.0.1:{port}")
+        taken = await timed(api, like, rng, 8_192 // BLOCK_SIZE_TOKENS, call_empty)
         await network.aclose()
         server.stdin.close()
-    return taken
+    return taken, empty
 
 
 async def measure(options: argparse.Namespace) -> dict[str, float]:
     rng = Random(1)
     async with a_scheduler(options.policy, options.workers, options.pairs) as (scheduler, population):
-        cuts = quantiles(await timed(scheduler, population, rng, 8_192 // BLOCK_SIZE_TOKENS), n=100)
-        figures = {"decision_p50_ms": cuts[49] * 1e3, "decision_p99_ms": cuts[98] * 1e3}
+        loops: list[float] = []
+
+        async def loop() -> None:
+            loops.append(loop_s())
+
+        cuts = quantiles(await timed(scheduler, population, rng, 8_192 // BLOCK_SIZE_TOKENS, loop), n=100)
+        figures = {"decision_p50_ms": cuts[49] * 1e3, "decision_p99_ms": cuts[98] * 1e3, "loop_p50_ms": median(loops) * 1e3}
         figures["decisions_per_s"] = await per_second(scheduler, population, rng, options.seconds)
         figures["events_per_s"] = churn(population, rng)
         figures["index_mb"] = population.index_mb
-    cuts = quantiles(await over_grpc(options, rng), n=100)
-    return figures | {"grpc_p50_ms": cuts[49] * 1e3, "grpc_p99_ms": cuts[98] * 1e3}
+    taken, empty = await over_grpc(options, rng)
+    cuts = quantiles(taken, n=100)
+    return figures | {"grpc_p50_ms": cuts[49] * 1e3, "grpc_p99_ms": cuts[98] * 1e3, "grpc_empty_p50_ms": median(empty) * 1e3}
 
 
 def main() -> None:

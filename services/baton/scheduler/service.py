@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 from baton.core.apis import DecisionStore, Duplex, KvEventFeed, SchedulerService, Source
@@ -25,6 +26,7 @@ from baton.runtime.logging import get_logger
 from baton.runtime.metrics import SchedulerMetrics
 from baton.runtime.settings import SchedulerConfig
 from baton.scheduler.admission import Admission
+from baton.scheduler.afterwards import Afterwards
 from baton.scheduler.deciding import Rules, decide
 from baton.scheduler.explain import Decided
 from baton.scheduler.policies import POLICIES
@@ -88,6 +90,7 @@ class Scheduler(SchedulerService):
         self.index = PrefixIndex()
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
         self._recorder = Recorder(store, metrics)
+        self._afterwards = Afterwards(at_end=self._view.bring_up_to_date)
         self._room = WaitingRoom(
             max_waiting=rules.max_waiting,
             keeps_slos=rules.admission is not Admission.OFF,
@@ -165,18 +168,24 @@ class Scheduler(SchedulerService):
             self._open[decided.decision_id] = answer
             if len(self._open) > MAX_OPEN:
                 self._release(next(iter(self._open)))
-            now_s = asyncio.get_running_loop().time()
-            self._view.reserve(decided.decision_id, decided.query, answer, now_s)
-            self._expect(decided.query, answer, now_s)
+            self._view.reserve(decided.decision_id, decided.query, answer, asyncio.get_running_loop().time())
+        self._afterwards.add(partial(self._follow_up, decided))
+        return answer
+
+    def _follow_up(self, decided: Decided) -> None:
+        """What the answer need not wait for, but the next decision must."""
+        answer = decided.answer
+        if isinstance(answer, Placement):
+            self._expect(decided.query, answer)
             self._decisions.inc()
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
         self._recorder.decided(decided)
-        return answer
 
     def _decide(self, query: PlacementQuery, *, is_next: bool = False) -> tuple[Decided, bool]:
         """Nothing is waited for, and nothing counts yet. The other value: the answer is a refusal that waiting may spare the request.
         `is_next`: nobody has a turn before it."""
+        self._afterwards.catch_up()
         decision_id = self._new_decision_id()
         loop = asyncio.get_running_loop()
         now_s = loop.time()
@@ -219,14 +228,15 @@ class Scheduler(SchedulerService):
             rules=rules,
         )
 
-    def _expect(self, query: PlacementQuery, placement: Placement, now_s: float) -> None:
+    def _expect(self, query: PlacementQuery, placement: Placement) -> None:
         """Its prompt's blocks are as good as there: a burst on one new prefix is not scattered."""
-        until_s = now_s + 2 * (placement.ttft_s or 0.0) + EXPECTED_S
+        until_s = asyncio.get_running_loop().time() + 2 * (placement.ttft_s or 0.0) + EXPECTED_S
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self.index.expect(worker, query.block_hashes, until_s)
 
     async def finished(self, *actuals: RequestActuals) -> None:
+        self._afterwards.catch_up()
         for one in actuals:
             self._finished(one)
 
@@ -248,6 +258,7 @@ class Scheduler(SchedulerService):
         if placement is not None:
             ends = (placement.prefill, placement.decode)
             self._view.release(decision_id, tuple(w.worker_id for w in ends if w is not None))
+            self._afterwards.take_turn()
         return placement
 
     def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
@@ -265,6 +276,7 @@ class Scheduler(SchedulerService):
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         """Also the attempts that another scheduler has decided, where the store knows them."""
+        self._afterwards.catch_up()
         return await self._recorder.of_request(request_id)
 
     async def drain(self, worker_id: str) -> bool:
@@ -280,6 +292,7 @@ class Scheduler(SchedulerService):
         self._has_left = True
         self._room.close()
         await self._workers.end_streams()
+        self._afterwards.catch_up()
         await self._recorder.flush()
         for task in self._tasks:
             task.cancel()

@@ -158,12 +158,16 @@ class ClusterView:
     def snapshot(self, now_s: float, overlaps: Mapping[str, Overlap] = NO_OVERLAPS) -> ClusterSnapshot:
         """Workers heard of within `silence_s`, sorted by id, own reservations counted in. `overlaps`: see `ClusterSnapshot`."""
         self._expire(now_s)
-        while self._stale:
-            self._refresh(self._stale.pop())
+        self.bring_up_to_date()
         columns = self._columns.columns()
         snapshot = ClusterSnapshot(workers=columns.views, overlaps=overlaps)
         columns.derive_into(snapshot)
         return snapshot
+
+    def bring_up_to_date(self) -> None:
+        """What the next snapshot would do first."""
+        while self._stale:
+            self._refresh(self._stale.pop())
 
     @property
     def num_prefilling(self) -> int:

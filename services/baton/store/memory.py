@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice
 from typing import Generic, TypeVar
 
 from baton.core.apis import Member, MemberKind
@@ -26,10 +27,14 @@ class _Expiring(Generic[KeyT, ValueT]):
 
     def __init__(self) -> None:
         self._entries: dict[KeyT, tuple[ValueT, float]] = {}
+        self._ends: list[tuple[float, int, KeyT]] = []  # a heap, one for each `put`
+        self._order = count()
 
     def put(self, key: KeyT, value: ValueT, ttl_s: float) -> None:
         self._drop_ended()
-        self._entries[key] = (value, _now_s() + ttl_s)
+        end_s = _now_s() + ttl_s
+        self._entries[key] = (value, end_s)
+        heappush(self._ends, (end_s, next(self._order), key))
 
     def get(self, key: KeyT) -> ValueT | None:
         self._drop_ended()
@@ -45,8 +50,10 @@ class _Expiring(Generic[KeyT, ValueT]):
 
     def _drop_ended(self) -> None:
         now_s = _now_s()
-        for key in [key for key, (_, end_s) in self._entries.items() if end_s <= now_s]:
-            del self._entries[key]
+        while self._ends and self._ends[0][0] <= now_s:
+            _, _, key = heappop(self._ends)
+            if key in self._entries and self._entries[key][1] <= now_s:  # it may have been put again since
+                del self._entries[key]
 
 
 class MemoryMembership:

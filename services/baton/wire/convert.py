@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from struct import Struct
 from typing import Any, Generic, NoReturn, TypeVar
 
 from google.protobuf.message import Message
@@ -33,6 +34,8 @@ MAX_SECONDS = 1e9
 MAX_AMOUNT = 1e12
 MAX_GROUPS, MAX_COMPONENTS = 4096, 64
 MAX_AGENT_BYTES = 2**20
+
+_HASHES = Struct(f"{HASH_BYTES}s")
 
 EnumT = TypeVar("EnumT", bound=Enum)
 NameT = TypeVar("NameT", str, bytes)
@@ -118,7 +121,7 @@ def to_hash_bytes(hashes: Iterable[BlockHash]) -> bytes:
 def from_hash_bytes(data: bytes) -> tuple[BlockHash, ...]:
     if len(data) % HASH_BYTES:
         raise invalid(f"block hashes have {len(data)} bytes: not a multiple of {HASH_BYTES}")
-    return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
+    return tuple(block_hash for (block_hash,) in _HASHES.iter_unpack(data))
 
 
 def to_worker_ref(ref: WorkerRef) -> pb.WorkerRef:

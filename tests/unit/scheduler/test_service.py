@@ -19,6 +19,7 @@ from baton.core.request import RequestActuals, Slo
 from baton.scheduler.explain import MAX_RECORDS
 from baton.store.memory import MemoryDecisionStore
 from tests.builders import blocks, decision_record, query, worker_report
+from tests.unit.scheduler.costed import costed
 from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle, told
 
 
@@ -55,6 +56,16 @@ async def test_a_burst_between_two_reports_does_not_pile_up() -> None:
         placements = [await scheduler.place(query()) for _ in range(8)]
         chosen = [p.decode.worker_id for p in placements if isinstance(p, Placement) and p.decode is not None]
         assert sorted(chosen) == ["w0"] * 4 + ["w1"] * 4
+
+
+async def test_a_decision_knows_what_the_one_right_before_it_has_entailed() -> None:
+    prompt = tuple(bytes([i]) * 16 for i in range(4))
+    async with a_scheduler("prefix_aware") as (scheduler, network):
+        await join(network, costed("w0", "hybrid"))
+        placed = [await scheduler.place(query(request_id=name, num_prompt_tokens=64, block_hashes=prompt)) for name in (b"a", b"b")]
+        seen = [p.decode_overlap_blocks for p in placed if isinstance(p, Placement)]
+        assert seen == [0, 3], "nothing was waited for in between; the last token is always computed"
+        assert [len(await scheduler.explain(name)) for name in (b"a", b"b")] == [1, 1]
 
 
 async def test_full_queues_refuse_new_requests_but_not_ones_that_lost_a_worker() -> None:
