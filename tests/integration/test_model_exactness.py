@@ -19,6 +19,7 @@ from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.init import init_model
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.threads import compute_thread
 from baton.engine.model.ways import Way, choose_way
 from baton.engine.sequence import SequenceRequest
 from baton.engine.step import StepPlan
@@ -110,7 +111,7 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
         )
         self.engine = Engine(config, pool)
-        self.executor = TorchExecutor(loaded.model, self.cache, num_threads=1, way=WAYS.get(id(loaded)))
+        self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), way=WAYS.get(id(loaded)))
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 

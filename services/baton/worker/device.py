@@ -5,6 +5,7 @@ The only module of the worker that knows tensors exist, and it imports them when
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -59,22 +60,32 @@ class Device:
 
 
 def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
-    """Takes seconds to minutes, in the calling thread; touches no event loop. Raises ModelError, ConfigError or LayoutMismatch."""
+    """Takes seconds to minutes, which the calling thread waits; touches no event loop. Raises ModelError, ConfigError or LayoutMismatch."""
     return _open_paced(config, worker) if config.device == "paced" else _open_real(config, worker)
 
 
 def _open_real(config: WorkerConfig, worker: WorkerRef) -> Device:
+    from baton.engine.model.threads import compute_thread
+
+    num_threads = config.threads_per_worker or default_threads(config.workers_on_host)
+    thread = compute_thread(num_threads)
+    try:
+        return thread.submit(_open_there, config, worker, thread, num_threads).result()
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+
+
+def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecutor, num_threads: int) -> Device:
+    """In `thread`, which the executor gets."""
     from baton.engine.model.device_name import device_name
     from baton.engine.model.executor import TorchExecutor
     from baton.engine.model.hub import resolve_model
     from baton.engine.model.kv_cache import KvCache
     from baton.engine.model.loading import load_model
     from baton.engine.model.memory import free_bytes
-    from baton.engine.model.threads import set_num_threads
     from baton.engine.model.ways import choose_way
 
-    num_threads = config.threads_per_worker or default_threads(config.workers_on_host)
-    set_num_threads(num_threads)
     loaded = load_model(resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len)
     way = choose_way(loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens)
     layout = loaded.layout(config.block_size_tokens)
@@ -87,7 +98,7 @@ def _open_real(config: WorkerConfig, worker: WorkerRef) -> Device:
         cache = KvCache.over(kv.reshape(-1).data, layout)
     pool = BlockPool(num_blocks, config.block_size_tokens, memory.lives)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    executor = TorchExecutor(loaded.model, cache, num_threads=num_threads, way=way)
+    executor = TorchExecutor(loaded.model, cache, thread=thread, way=way)
     executor.warm(config.max_num_seqs)
     return Device(
         executor=executor,

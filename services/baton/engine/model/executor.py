@@ -34,11 +34,11 @@ class TorchExecutor:
         model: PreTrainedModel,
         cache: KvCache,
         *,
-        num_threads: int,
+        thread: ThreadPoolExecutor,
         way: Way | None = None,
     ) -> None:
-        """`model` as `load_model` makes it. `num_threads`: compute threads of a step. `way`: how the model is run; None: by its own code,
-        with the reference attention. Raises LayoutMismatch if dtype or device differ."""
+        """`model` as `load_model` makes it. `thread`: see `compute_thread`; the executor ends it. `way`: how the model is run; None: by its
+        own code, with the reference attention. Raises LayoutMismatch if dtype or device differ."""
         if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise LayoutMismatch(f"a {model.dtype} model on {model.device} cannot use {cache.dtype} KV memory on {cache.device}")
         way = way or Way(name="torch", forward=ModelForward(model))
@@ -47,7 +47,7 @@ class TorchExecutor:
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._vocab_size = int(model.config.vocab_size)
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
-        self._thread = ThreadPoolExecutor(1, "baton-step", initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._thread = thread
 
     @property
     def layout(self) -> KvLayout:
@@ -62,12 +62,12 @@ class TorchExecutor:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, plan)
 
     def warm(self, max_num_seqs: int) -> None:
-        """Run each kind of decode step once that takes long the first time, for up to `max_num_seqs` sequences: no request waits for it.
-        Before there are any: what it writes lands in block 0."""
+        """In the calling thread, which should be the one that computes: run each kind of decode step once that takes long the first time,
+        for up to `max_num_seqs` sequences, so that no request waits for it. Before there are any: what it writes lands in block 0."""
         token = StepSequence(seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARM_SAMPLE)
         for below, batch in zip((0, *self._warm_batches), self._warm_batches, strict=False):
             if below < max_num_seqs:
-                self._thread.submit(self.run, StepPlan(step_id=0, sequences=(token,) * batch)).result()
+                self.run(StepPlan(step_id=0, sequences=(token,) * batch))
 
     async def aclose(self) -> None:
         """Wait for a step that still runs, then end the thread."""

@@ -18,6 +18,7 @@ from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.self_proof import prove_numbers
 from baton.engine.model.step_inputs import Part, pack
+from baton.engine.model.threads import compute_thread
 from baton.engine.model.ways import Way
 from tests.integration.test_model_exactness import TINY_MODELS
 
@@ -157,7 +158,7 @@ def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
     record = Recorded()
     forward = graphed(loaded, record)
     way = Way(name="recorded", forward=forward, warm_batches=BATCHES)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), num_threads=1, way=way)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), way=way)
     executor.warm(max_num_seqs=20)
     assert record.num_recorded == BATCHES.index(24) + 1, "of 20 sequences the next larger one, too"
     executor.close()

@@ -16,6 +16,7 @@ from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.threads import compute_thread
 from baton.engine.model.ways import Way, choose_way
 from baton.engine.step import DeviceFault, Executor, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
@@ -32,7 +33,7 @@ def loaded(tiny_dir: Path) -> LoadedModel:
 @pytest.fixture(params=["torch", "auto"])
 def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
     way = choose_way(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1, way=way)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), way=way)
     yield executor
     executor.close()
 
@@ -168,7 +169,7 @@ def test_values_that_are_not_numbers_are_found_wherever_they_are(save: Callable[
     """Through a short window the last token, from which is sampled, sees nothing of them: its logits are numbers, some KV is not."""
     loaded = load_model(save(MistralConfig(**TINY, sliding_window=2)), device="cpu")
     loaded.model.get_input_embeddings().weight[77] = float("nan")
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 100), num_threads=1)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 100), thread=compute_thread(1))
     tokens = [77, *range(1, 77), *range(78, 256), *range(60)]  # further than tiles and layers carry it
     found = executor.run(plan(GOOD[0], part(1, tokens, blocks=tuple(range(12, 100))), GOOD[2]))
     executor.close()
@@ -182,7 +183,7 @@ def test_model_and_memory_must_fit(loaded: LoadedModel) -> None:
     half_group = replace(group, components=tuple(replace(c, dtype="bfloat16") for c in group.components))
     half = KvCache.zeros(replace(layout, groups=(half_group,)), 4)
     with pytest.raises(LayoutMismatch, match="bfloat16"):
-        TorchExecutor(loaded.model, half, num_threads=1)
+        TorchExecutor(loaded.model, half, thread=compute_thread(1))
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def armed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     def arm(rules: str) -> TorchExecutor:
         monkeypatch.setenv(failpoints.VARIABLE, rules)
         monkeypatch.setattr(failpoints, "hit", failpoints.Failpoints(rules).hit)
-        executors.append(TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), num_threads=1))
+        executors.append(TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1)))
         return executors[-1]
 
     yield arm
@@ -229,7 +230,7 @@ async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
     executor = TorchExecutor(
         loaded.model,
         KvCache.zeros(loaded.layout(SIZE), 32),
-        num_threads=1,
+        thread=compute_thread(1),
         way=Way(name="counted", forward=ModelForward(loaded.model), kernel=kernel),
     )
     with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):

@@ -1,0 +1,34 @@
+"""All that a worker computes, it computes in one thread: another that ever did would keep OpenMP's threads from waiting awake."""
+
+import subprocess
+import sys
+
+import pytest
+
+COUNT = """
+import os, sys
+from baton.core.blocks import token_ids
+from baton.core.ids import WorkerRef
+from baton.engine.model.hub import DEMO_DIR
+from baton.engine.step import StepPlan, StepSequence
+from baton.runtime.settings import WorkerConfig
+from baton.worker.device import open_device
+
+config = WorkerConfig(model=str(DEMO_DIR), kv_memory=2**26, transfer="local", threads_per_worker=int(sys.argv[1]))
+executor = open_device(config, WorkerRef(worker_id="w", worker_epoch=1, address="w")).executor
+prompt = StepSequence(seq_id=0, token_ids=token_ids(range(300, 364)), position_begin=0, kv_begin=0, block_table=(0, 1, 2, 3), sample=None)
+executor._thread.submit(executor.run, StepPlan(step_id=0, sequences=(prompt,))).result()
+print(len(os.listdir("/proc/self/task")), flush=True)
+os._exit(0)
+"""
+OPENMPS, TORCHS = 1, 1
+"""Of a second thread a step: in OpenMP's team, and in a pool of torch's that sleeps."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
+def test_a_second_thread_a_step_makes_one_team() -> None:
+    one, two = (
+        int(subprocess.run([sys.executable, "-c", COUNT, str(n)], capture_output=True, text=True, check=True, timeout=120).stdout)
+        for n in (1, 2)
+    )
+    assert two - one == OPENMPS + TORCHS
