@@ -69,7 +69,6 @@ class InProcess:
             model=str(setting.model),
             max_model_len=setting.max_model_len,
             kv_memory=setting.kv_gib * 2**30,
-            transfer="local",
             threads_per_worker=THREADS,
         )
         self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
