@@ -14,6 +14,7 @@ import httpx
 import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.core.front import ClusterStatus
 from baton.fleet.supervisor import Child, ChildSpec, baton_command
@@ -188,11 +189,15 @@ class ProcessCluster:
 
     async def metric(self, name: str, metric: str) -> float:
         """The sum of a metric's samples at a process that was started with `admin_port=0`."""
+        return sum(sample.value for sample in await self.scrape(name) if sample.name == metric)
+
+    async def scrape(self, name: str) -> list[Sample]:
+        """All samples of a process that was started with `admin_port=0`."""
         log = next((self.directory / "logs" / name).glob("*.log")).read_text()
         address = next(json.loads(line)["address"] for line in log.splitlines() if '"admin_started"' in line)
         async with httpx.AsyncClient(timeout=5.0) as client:
             text = (await client.get(f"http://{address}/metrics")).text
-        return sum(sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == metric)
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     async def stop(self) -> None:
         """Everything, the gateway first; nothing may be left."""

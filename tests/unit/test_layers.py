@@ -25,6 +25,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "transformers": ("baton.engine.model",),
     "click": ("baton.cli", "loadgen"),
     "yaml": ("baton.runtime",),
+    "opentelemetry": ("baton.runtime.otlp",),
 }
 """The only modules that may name a library; a `*` stands for any letters."""
 

@@ -105,7 +105,8 @@ class PlacementQuery:
     """Where should this attempt run? `attempt` counts from 0. `num_prompt_tokens` is what must be prefilled, replayed outputs included;
     `num_output_tokens` of them are outputs. `avoid`: workers that failed it. `model_fingerprint`: of the weights that wrote what the client
     has; empty while it has nothing, and any that serve `model` will do. `waited_s`: since a gateway received the request.
-    `answer_within_s`: who asks takes a scheduler that has said nothing for so long for lost."""
+    `answer_within_s`: who asks takes a scheduler that has said nothing for so long for lost. `trace_context`: W3C's traceparent, or
+    empty."""
 
     request_id: bytes
     attempt: int
@@ -126,6 +127,7 @@ class PlacementQuery:
     session_key: str = ""
     waited_s: float = 0.0
     answer_within_s: float = 5.0
+    trace_context: str = ""
 
     def later(self, by_s: float) -> "PlacementQuery":
         """The same, asked so much later."""

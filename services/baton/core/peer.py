@@ -43,12 +43,13 @@ class HashRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follow:
     """Announce to me the blocks of this job from index `have_blocks` on; the same `transfer_id` again goes on after a broken stream,
-    from `resume_from_block`. Counts as the transfer's first renewal."""
+    from `resume_from_block`. Counts as the transfer's first renewal. `trace_context`: W3C's traceparent of the pull, or empty."""
 
     transfer_id: TransferId
     subject: JobId | HashRange
     have_blocks: int
     resume_from_block: int
+    trace_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

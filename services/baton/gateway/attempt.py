@@ -57,6 +57,7 @@ class Attempt:
             avoid=self.avoid,
             waited_s=max(0.0, now_s - request.received_s),
             answer_within_s=answer_within_s,
+            trace_context=request.trace_context,
         )
 
     def jobs(self, placement: Placement, now_s: float) -> tuple[PrefillJob | None, DecodeJob | None]:

@@ -23,6 +23,7 @@ from baton.gateway.view import ClusterView
 from baton.gateway.workers import Workers
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics
+from baton.runtime.tracing import NO_SPAN, OFF, Span, Tracing
 
 log = get_logger(__name__)
 
@@ -58,13 +59,15 @@ class RelayParts:
     metrics: GatewayMetrics
     rng: Random
     suspects: Suspects = field(default_factory=Suspects)
+    tracing: Tracing = OFF
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """What a timeline tells of one request, besides its legs. `placed_s`, `policy`: of the first placement; loop time. `placement`: the
-    last one."""
+    last one. `span`: what happens on the way is told there, too."""
 
+    span: Span = NO_SPAN
     num_attempts: int = 0
     placed_s: float | None = None
     policy: str = ""
@@ -231,6 +234,9 @@ class RequestRun:
         if self._paused_s is None:
             self._paused_s = self._progress.pace.last_s
         self._parts.metrics.attempts.labels(lost.failure.reason.value).inc()
+        if self._record.span.is_recorded:
+            attributes = {"baton.attempt": self._number, "baton.reason": lost.failure.reason.value}
+            self._record.span.event("attempt lost", asyncio.get_running_loop().time(), attributes)
         log.warning(
             "attempt_lost",
             request_id=self._request.request_id,

@@ -29,6 +29,7 @@ from baton.runtime.metrics import GatewayMetrics, ProcessMetrics, expose, proces
 from baton.runtime.network import advertised_host, join_address, listen
 from baton.runtime.process import Background, Stop, watch_loop_lag
 from baton.runtime.settings import GatewayConfig
+from baton.runtime.tracing import open_tracing
 from baton.store.connection import RedisConnection
 from baton.store.keys import Keys
 from baton.store.membership import RedisMembership
@@ -54,8 +55,10 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     followed = None if config.api_keys is None else followed_keys(config.api_keys)
     keys = KeyRing(None if followed is None else followed.value)
     rng = SystemRandom()
-    registry = process_registry("gateway")
+    registry, rules = process_registry("gateway"), rules_of(config, rng)
     async with AsyncExitStack() as stack:
+        tracing = open_tracing(config, "gateway", rules.gateway_id)
+        stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
         tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model)))
@@ -65,7 +68,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         stack.push_async_callback(network.aclose)
         membership = _membership(config, stack)
         service = GatewayService(
-            rules_of(config, rng),
+            rules,
             network=network,
             tokenizer=tokenizer,
             metrics=GatewayMetrics(registry),
@@ -73,6 +76,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             schedulers=config.schedulers,
             membership=membership,
             keys=keys,
+            tracing=tracing,
         )
         await stack.enter_async_context(service)
         http_address = join_address(advertised_host(config.host, config.advertise_host), http_socket.getsockname()[1])

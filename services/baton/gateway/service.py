@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 from typing import Self
@@ -17,10 +17,12 @@ from baton.gateway.attempts import RelayParts, RequestRecord, RequestRun, RetryR
 from baton.gateway.call import Call, Identity
 from baton.gateway.concurrently import run_all
 from baton.gateway.keys import KeyRing
+from baton.gateway.phases import PHASES, phases
 from baton.gateway.progress import Progress
 from baton.gateway.schedulers import Schedulers, SchedulerTimes
 from baton.gateway.session import SessionTimes
 from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.traced import FINISHED, end_request_span, outcome_of
 from baton.gateway.validation import Validator
 from baton.gateway.view import ClusterView
 from baton.gateway.workers import Workers
@@ -28,6 +30,7 @@ from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics
 from baton.runtime.process import Background
+from baton.runtime.tracing import OFF, Tracing
 
 log = get_logger(__name__)
 
@@ -74,11 +77,13 @@ class GatewayService:
         schedulers: tuple[str, ...] = (),
         membership: Membership | None = None,
         keys: KeyRing | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         """`keys`: without them everybody may do everything."""
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
         self.view = ClusterView(model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len)
@@ -118,6 +123,7 @@ class GatewayService:
             ),
             metrics=metrics,
             rng=rng,
+            tracing=tracing,
         )
         self._stack = AsyncExitStack()
         self._none_open = asyncio.Event()
@@ -221,10 +227,16 @@ class GatewayService:
     def _observe(self, one: "_Carried", request_s: float) -> None:
         metrics, progress = self.metrics, one.progress
         metrics.request_s.observe(request_s)
-        if (ttft_s := progress.pace.ttft_s(one.received_s)) is not None:
+        ttft_s, tpot_s, slo = progress.pace.ttft_s(one.received_s), progress.pace.tpot_s, one.request.slo
+        if ttft_s is not None:
             metrics.ttft_s.observe(ttft_s)
-        if progress.pace.tpot_s is not None:
-            metrics.tpot_s.observe(progress.pace.tpot_s)
+        if tpot_s is not None:
+            metrics.tpot_s.observe(tpot_s)
+        for term, promised_s, actual_s in (("ttft", slo.ttft_s, ttft_s), ("tpot", slo.tpot_s, tpot_s)):
+            if promised_s is not None and actual_s is not None:
+                metrics.promises.labels(term, "kept" if actual_s <= promised_s else "broken").inc()
+        for phase, phase_s in phases(one.record, progress, one.received_s):
+            self._phases[phase].observe(phase_s)
         metrics.prompt_tokens.inc(one.request.num_prompt_tokens)
         metrics.cached_tokens.inc(one.num_cached_tokens)
         metrics.output_tokens.inc(one.answer.num_tokens)
@@ -241,7 +253,23 @@ class _Carried:
         self.answer = Answer(request, call.shape, tokenizer, receiver, prompt_index * call.n)
 
     async def run(self, parts: RelayParts) -> None:
-        await RequestRun(self.request, self.progress, self.record, self.answer, parts).run()
+        if parts.tracing.is_on:
+            await self._run_traced(parts)
+        else:
+            await RequestRun(self.request, self.progress, self.record, self.answer, parts).run()
+
+    async def _run_traced(self, parts: RelayParts) -> None:
+        """Whatever is done for the request from here on is done below its span."""
+        span = self.record.span = parts.tracing.start("request", self.request.trace_context, at_s=self.received_s)
+        outcome = FINISHED
+        try:
+            await RequestRun(replace(self.request, trace_context=span.context), self.progress, self.record, self.answer, parts).run()
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            if span.is_recorded:
+                end_request_span(self.record, self.request, self.progress, outcome, num_output_tokens=self.answer.num_tokens)
 
     @property
     def num_cached_tokens(self) -> int:

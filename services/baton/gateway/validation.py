@@ -1,6 +1,5 @@
 """The one validator of both front doors: from a plain dict to a `Call` whose requests fit the model."""
 
-import re
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.gateway.bodies import Draft, Prompt, draft_of
 from baton.gateway.call import ANYBODY, Call, Endpoint, Identity, InvalidField
 from baton.gateway.tokenizer import Tokenizer
+from baton.runtime.tracing import is_traceparent
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat may go on to the end of the context."""
@@ -23,8 +23,6 @@ CHARACTERS_A_TOKEN = 8
 """A text with more than these a token of the model's length is probably too long: natural language has about four."""
 CUT_TOKENS = 64
 """By so much, and a good deal less, a beginning may have more tokens than the whole: a word that is cut is encoded in other pieces."""
-_TRACE_CONTEXT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""W3C's traceparent; anything else is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,7 @@ class Validator:
         if facts.max_num_seqs is not None and draft.n > facts.max_num_seqs:
             raise InvalidField("n", f"n must be at most {facts.max_num_seqs}, what one worker runs at a time, not {draft.n}")
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
-        trace_context = caller.trace_context if _TRACE_CONTEXT.fullmatch(caller.trace_context) else ""
+        trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
         if draft.messages:
             prompts = [await self.encoded(self.tokenizer.chat_text(draft.messages), facts.max_model_len, add_special_tokens=False)]
         else:

@@ -1,6 +1,7 @@
 """The metrics of each part, as one class a part over an injected registry, so that several services can live in one process.
 
-Names begin with `baton_` and end with their unit. A field of these classes is a Prometheus metric: `metrics.blocks.labels("free").set(n)`.
+Names begin with `baton_` and end with their unit. A field of these classes is a Prometheus metric: `metrics.running_seqs.set(n)`. A
+label has few values, whatever clients send; where these are workers, those that are gone are taken away.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 
 TPOT_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
 SHORT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -83,6 +85,18 @@ class GatewayMetrics(_Family):
         self.request_s = self._histogram("request_seconds", "From a request's receipt to its last token.", REQUEST_BUCKETS_S)
         self.ttft_s = self._histogram("ttft_seconds", "From a request's receipt to its first token.", TTFT_BUCKETS_S)
         self.tpot_s = self._histogram("tpot_seconds", "Mean gap between a request's tokens.", TPOT_BUCKETS_S)
+        self.phase_s = self._histogram(
+            "request_phase_seconds",
+            "Where the seconds of a request that ended well went: placement, queue, prefill, kv_exposed, admission, decode.",
+            PHASE_BUCKETS_S,
+            "phase",
+        )
+        self.promises = self._counter(
+            "slo_promises_total",
+            "SLO terms of requests that ended well: kept or broken.",
+            "term",
+            "outcome",
+        )
         self.pause_s = self._histogram("resume_pause_seconds", "Gap between tokens around a lost worker.", TTFT_BUCKETS_S)
         self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts.")
         self.cached_tokens = self._counter("cached_tokens_total", "Tokens of prompts whose KV came from a prefix cache.")
@@ -104,6 +118,11 @@ class SchedulerMetrics(_Family):
         self.kv_events_degraded = self._gauge("kv_events_degraded", "1 while the prefix index cannot follow what workers hold.")
         self.prefix_index_claims = self._gauge("prefix_index_claims", "Blocks in the prefix index, counted once a worker.")
         self.prefix_workers_behind = self._gauge("prefix_workers_behind", "Workers whose blocks have yet to be read.")
+        self.prefix_tokens = self._counter(
+            "prefix_hit_tokens_total",
+            "Prompt tokens of placed requests that ended well: asked for, predicted to be found in a cache, actually found.",
+            "kind",
+        )
         self.predicted_over_actual = self._histogram(
             "predicted_over_actual_ratio", "Predicted seconds over actual ones, of TTFT and TPOT.", RATIO_BUCKETS, "term", "worker"
         )
@@ -114,7 +133,9 @@ class EngineMetrics(_Family):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.blocks = self._gauge("kv_blocks", "Blocks by state: free, used, cached, landing, quarantined.", "state")
+        self.info = self._gauge("worker_info", "1; the labels say who this is, and in which life.", "worker", "role", "epoch")
+        self.blocks = self._gauge("kv_blocks", "Blocks by tier and state: free, used, cached, landing, quarantined.", "tier", "state")
+        self.blocks_held_for_others = self._gauge("kv_blocks_held_for_others", "Used blocks that only transfers pin.")
         self.running_seqs = self._gauge("running_seqs", "Sequences in the batch.")
         self.waiting_seqs = self._gauge("waiting_seqs", "Sequences waiting for their first step or for memory.")
         self.waiting_prefill_tokens = self._gauge("waiting_prefill_tokens", "Prompt tokens not computed yet.")
@@ -134,11 +155,18 @@ class TransferMetrics(_Family):
         self.transfers = self._counter("transfers_total", "Transfers that ended, by transport and outcome.", "transport", "outcome")
         self.bytes = self._counter("transfer_bytes_total", "KV bytes read and proven.", "transport")
         self.duration_s = self._histogram(
-            "transfer_seconds", "From the first KvReady to the last proven block.", TTFT_BUCKETS_S, "transport"
+            "transfer_seconds", "From the reader's first question to the last proven block, prefill included.", TTFT_BUCKETS_S, "transport"
+        )
+        self.read_s = self._counter(
+            "transfer_read_seconds_total", "Seconds in which reads of a transfer ran; bytes over these is the speed.", "transport"
         )
         self.link_bytes_per_s = self._gauge("link_bytes_per_second", "Measured speed of reading from a peer.", "peer", "transport")
         self.broken_links = self._gauge("broken_links", "Peers whose reads were given up and not probed successfully since.")
         self.open_leases = self._gauge("open_leases", "Transfers whose blocks are pinned here for a reader.")
-        self.leases_ended = self._counter("leases_ended_total", "Leases by how they ended: released, abandoned, expired.", "outcome")
+        self.leases_ended = self._counter(
+            "leases_ended_total", "Leases that ended: released, abandoned, expired, never_claimed.", "outcome"
+        )
         self.proof_failures = self._counter("proof_failures_total", "Blocks discarded, by what differed from KvReady.", "field")
+        for what in ("shape", "epoch", "life", "hash", "lease"):
+            self.proof_failures.labels(what)  # there from the start, so that the first one is an increase
         self.dropped_notices = self._counter("dropped_notices_total", "Late, repeated or unknown notices, by kind.", "kind")

@@ -7,6 +7,7 @@ production; tests run with those of `tests/times.py`, about a tenth.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 from baton.core.errors import ConfigError
 from baton.core.request import Slo
@@ -43,6 +44,24 @@ class ListenSettings(Config):
         minimum=0,
         maximum=65535,
     )
+
+
+@config
+class TracingSettings(Config):
+    """Read by every service that does a part of a request."""
+
+    otlp_endpoint: str | None = setting(
+        None,
+        help="OpenTelemetry collector (OTLP over gRPC) that gets traces, such as http://127.0.0.1:4317; without it there are none",
+    )
+    trace_sample: float = setting(
+        1.0, help="part of requests that are traced, from 0 to 1; who comes with a traceparent has decided already", minimum=0, maximum=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
 
 
 @config
@@ -272,6 +291,7 @@ class GatewayConfig(
     StoreSettings,
     HeartbeatSettings,
     FrontDoorSettings,
+    TracingSettings,
     ListenSettings,
     ProcessSettings,
 ):
@@ -280,7 +300,15 @@ class GatewayConfig(
 
 @config
 class SchedulerConfig(
-    PolicySettings, QueueSettings, StoreSettings, HeartbeatSettings, TlsSettings, RpcSettings, ListenSettings, ProcessSettings
+    PolicySettings,
+    QueueSettings,
+    StoreSettings,
+    HeartbeatSettings,
+    TlsSettings,
+    RpcSettings,
+    TracingSettings,
+    ListenSettings,
+    ProcessSettings,
 ):
     """`baton scheduler`."""
 
@@ -297,6 +325,7 @@ class WorkerConfig(
     HeartbeatSettings,
     TlsSettings,
     RpcSettings,
+    TracingSettings,
     ListenSettings,
     ProcessSettings,
 ):
@@ -318,6 +347,7 @@ class FleetConfig(
     ModelSettings,
     StoreSettings,
     HeartbeatSettings,
+    TracingSettings,
     ProcessSettings,
 ):
     """`baton fleet`: how many workers, and the settings that each of them gets."""
@@ -338,6 +368,7 @@ class ClusterConfig(
     StoreSettings,
     HeartbeatSettings,
     FrontDoorSettings,
+    TracingSettings,
     ProcessSettings,
 ):
     """`baton up`: every service of one machine; each gets its own settings with `derive`."""
@@ -379,6 +410,17 @@ def parse_slo(text: str) -> Slo:
     if not all(terms.values()):
         raise ConfigError(f"slo: expected durations above 0, got {text!r}")
     return Slo(ttft_s=terms.get("ttft"), tpot_s=terms.get("tpot"))
+
+
+def check_endpoint(url: str) -> None:
+    """`http://HOST:PORT`, or `https://` with TLS. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        is_endpoint = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None and parts.path in ("", "/")
+    except ValueError:  # a port that is none
+        is_endpoint = False
+    if not is_endpoint:
+        raise ConfigError(f"otlp_endpoint: expected http://HOST:PORT or https://HOST:PORT (OTLP over gRPC, mostly port 4317), got {url!r}")
 
 
 def port_range(text: str) -> tuple[int, int]:

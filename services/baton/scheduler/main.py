@@ -16,7 +16,9 @@ from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_regi
 from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, Stop, calm_garbage_collector, watch_loop_lag
 from baton.runtime.settings import SchedulerConfig
+from baton.runtime.tracing import open_tracing
 from baton.scheduler.service import Scheduler, SchedulerRules
+from baton.scheduler.traced import TracedScheduler
 from baton.scheduler.workers import SchedulerTimes
 from baton.store.connection import RedisConnection
 from baton.store.decisions import RedisDecisionStore
@@ -44,10 +46,13 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
     rng = Random()
     registry = process_registry("scheduler")
     health = Health("rpc")
+    scheduler_id = f"scheduler-{rng.getrandbits(32):08x}"
     async with AsyncExitStack() as stack:
+        tracing = open_tracing(config, "scheduler", scheduler_id)
+        stack.push_async_callback(tracing.aclose)
         membership, decisions, feed = _stores(config, stack)
         scheduler = Scheduler(
-            scheduler_id=f"scheduler-{rng.getrandbits(32):08x}",
+            scheduler_id=scheduler_id,
             rules=SchedulerRules.of(config),
             times=times_of(config),
             store=decisions,
@@ -57,7 +62,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         )
         stack.push_async_callback(scheduler.aclose)
         server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
-        server.add_scheduler(scheduler)
+        server.add_scheduler(TracedScheduler(scheduler, tracing) if tracing.is_on else scheduler)
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)
         stack.push_async_callback(server.stop, CALLS_GRACE_S)

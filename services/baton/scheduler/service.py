@@ -5,6 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from baton.core.apis import DecisionStore, Duplex, KvEventFeed, SchedulerService, Source
 from baton.core.cluster import (
@@ -40,6 +41,8 @@ log = get_logger(__name__)
 
 MAX_OPEN = 65_536
 """Placements whose end has not been told; beyond that the oldest counts no more."""
+FINISHED = "finished"
+"""What a gateway says of a placement whose attempt went to its end."""
 EXPECTED_S = 1.0
 """Beyond twice the predicted TTFT: how long the blocks of a placed prompt are expected before an event says that they are there."""
 
@@ -66,6 +69,20 @@ class SchedulerRules:
         )
 
 
+class _Open(NamedTuple):
+    """A placement whose end has not been told."""
+
+    placement: Placement
+    num_prompt_tokens: int
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Blocks of the prompt that need not be computed, as predicted."""
+        placement = self.placement
+        overlap = placement.prefill_overlap_blocks if placement.prefill is not None else placement.decode_overlap_blocks
+        return max(overlap, placement.prefix_source.num_blocks if placement.prefix_source is not None else 0)
+
+
 class Scheduler(SchedulerService):
     """One scheduler. All are active; each is advice, since workers admit for themselves."""
 
@@ -86,6 +103,9 @@ class Scheduler(SchedulerService):
         self._policy = POLICIES[rules.policy]
         self._metrics = metrics
         self._decisions = metrics.decisions.labels(rules.policy)
+        self._prefix_asked, self._prefix_predicted, self._prefix_actual = map(
+            metrics.prefix_tokens.labels, ("asked", "predicted", "actual")
+        )
         self._rng = rng
         self.index = PrefixIndex()
         self._view = ClusterView(silence_s=times.silence_s, reservation_s=times.reservation_s)
@@ -99,7 +119,7 @@ class Scheduler(SchedulerService):
             abandon=self._abandon,
             on_size=metrics.waiting_requests.set,
         )
-        self._open: OrderedDict[DecisionId, Placement] = OrderedDict()
+        self._open: OrderedDict[DecisionId, _Open] = OrderedDict()
         self._workers = WorkerStreams(
             scheduler_id,
             times=times,
@@ -165,7 +185,7 @@ class Scheduler(SchedulerService):
         answer = decided.answer
         self._turn += 1
         if isinstance(answer, Placement):
-            self._open[decided.decision_id] = answer
+            self._open[decided.decision_id] = _Open(answer, decided.query.num_prompt_tokens)
             if len(self._open) > MAX_OPEN:
                 self._release(next(iter(self._open)))
             self._view.reserve(decided.decision_id, decided.query, answer, asyncio.get_running_loop().time())
@@ -242,9 +262,11 @@ class Scheduler(SchedulerService):
 
     def _finished(self, actuals: RequestActuals) -> None:
         self._recorder.finished(actuals)
-        placement = self._release(actuals.decision_id)
-        if placement is not None:
-            self._compare(placement, actuals)
+        one = self._release(actuals.decision_id)
+        if one is not None:
+            self._compare(one.placement, actuals)
+            if actuals.outcome == FINISHED:
+                self._compare_prefix(one, actuals)
             self._room.look()
 
     def _abandon(self, answer: Placement | Rejection) -> None:
@@ -252,14 +274,14 @@ class Scheduler(SchedulerService):
         if isinstance(answer, Placement):
             self._release(answer.decision_id)
 
-    def _release(self, decision_id: DecisionId) -> Placement | None:
+    def _release(self, decision_id: DecisionId) -> "_Open | None":
         """The placement counts no more; None if it did not any more."""
-        placement = self._open.pop(decision_id, None)
-        if placement is not None:
-            ends = (placement.prefill, placement.decode)
+        one = self._open.pop(decision_id, None)
+        if one is not None:
+            ends = (one.placement.prefill, one.placement.decode)
             self._view.release(decision_id, tuple(w.worker_id for w in ends if w is not None))
             self._afterwards.take_turn()
-        return placement
+        return one
 
     def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
         """What was predicted, held against what happened."""
@@ -268,8 +290,18 @@ class Scheduler(SchedulerService):
             ("tpot", predicted.tpot_s, actuals.tpot_s),
         ):
             worker = predicted.prefill if term == "ttft" and predicted.prefill is not None else predicted.decode or predicted.prefill
-            if said_s and was_s and worker is not None:
+            if said_s and was_s and worker is not None and self._view.report_of(worker) is not None:
                 self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
+
+    def _compare_prefix(self, one: "_Open", actuals: RequestActuals) -> None:
+        """Of its prompt: what was predicted to be in a cache where it is computed, or pulled there, and what was."""
+        computing = one.placement.prefill or one.placement.decode
+        report = self._view.report_of(computing) if computing is not None else None
+        if report is None:
+            return
+        self._prefix_asked.inc(one.num_prompt_tokens)
+        self._prefix_predicted.inc(min(one.num_prompt_tokens, one.overlap_blocks * report.layout.block_size_tokens))
+        self._prefix_actual.inc(actuals.num_cached_tokens)
 
     async def watch(self) -> Source[ClusterUpdate]:
         return self._workers.watch()

@@ -128,6 +128,10 @@ class ClusterView:
         self._rebuild()
         return True
 
+    def report_of(self, worker: WorkerRef) -> WorkerReport | None:
+        """The last one of whoever has that name now."""
+        return self._reports.get(worker.worker_id)
+
     def reserve(self, decision_id: DecisionId, query: PlacementQuery, placement: Placement, now_s: float) -> None:
         """Count a placement at its workers until they count it themselves."""
         until_s = now_s + self._reservation_s

@@ -67,6 +67,8 @@ class WorkerStreams:
         self._leaving = Leaving(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
         self._streams: dict[WorkerRef, Duplex[Command, WorkerReport]] = {}
         self._view_changed = asyncio.Event()
+        self._was_here: set[str] = set()
+        """Ids of workers, at the last look."""
         self._unsettled_until_s = 0.0
         self._unsettled()
 
@@ -169,7 +171,15 @@ class WorkerStreams:
             for worker in self._leaving.choose(self._view.reports(), loop.time()):
                 log.warning("worker_let_go", worker=str(worker))
                 self._command(worker, CommandKind.LEAVE)
+            self._forget_gone()
             self._following_metrics()
+
+    def _forget_gone(self) -> None:
+        """Metrics tell workers apart for as long as they are there."""
+        here = {report.worker.worker_id for report in self._view.reports()}
+        for worker_id in self._was_here - here:
+            self._metrics.predicted_over_actual.remove_by_labels({"worker": worker_id})
+        self._was_here = here
 
     def _following_metrics(self) -> None:
         self._metrics.prefix_index_claims.set(self._index.num_claims)

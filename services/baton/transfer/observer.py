@@ -9,8 +9,9 @@ from baton.core.ids import WorkerRef
 class TransferObserver(Protocol):
     """Called on the event loop; must not block or raise."""
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
-        """A pull has landed (reason None) or failed."""
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
+        """A pull has landed (reason None) or failed. `duration_s`: from its first question to the owner; `read_s`: while a read of it was
+        running."""
         ...
 
     def proof_failed(self, owner: WorkerRef, what: str) -> None:
@@ -29,7 +30,7 @@ class TransferObserver(Protocol):
 class NoObserver:
     """Counts nothing."""
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
         pass
 
     def proof_failed(self, owner: WorkerRef, what: str) -> None:

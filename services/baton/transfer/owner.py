@@ -17,6 +17,7 @@ from baton.core.lifecycle import OWNED_TRANSFER_TRANSITIONS, Lifecycle
 from baton.core.lifecycle import OwnedTransferState as State
 from baton.core.peer import Abandon, FirstToken, Follow, HashRange, KvReady, Lost, OwnerMessage, Release, Renew, Renewed
 from baton.core.request import LegTimeline
+from baton.runtime.tracing import NO_SPAN, OFF, Span, Tracing
 from baton.transfer.leases import Deadlines
 
 Life = tuple[str, int]
@@ -50,7 +51,8 @@ class OwnerCounts:
 @dataclass(slots=True, kw_only=True)
 class OwnedTransfer:
     """One transfer. `block_table` [num_blocks of the prompt] stands from its allocation on; of it `pinned` is pinned; `num_ready` blocks
-    are computed; `next_block` is the first one not yet announced to the reader. `generation`: the stream on which it was followed last."""
+    are computed; `next_block` is the first one not yet announced to the reader. `generation`: the stream on which it was followed last.
+    `span`: from the Follow to the end, below the reader's pull."""
 
     key: Key
     lifecycle: Lifecycle[State]
@@ -69,6 +71,7 @@ class OwnedTransfer:
     timeline: LegTimeline | None = None
     lost: Reason | None = None
     generation: int = 0
+    span: Span = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -94,7 +97,9 @@ class KvOwner:
         lease_s: float,
         claim_s: float,
         early_s: float,
+        tracing: Tracing = OFF,
     ) -> None:
+        self._tracing = tracing
         self._block_size = layout.block_size_tokens
         self._num_blocks = num_blocks
         self._pins = pins
@@ -300,6 +305,7 @@ class KvOwner:
         transfer.reader, transfer.transfer_id = reader, message.transfer_id
         transfer.lifecycle.move(State.FOLLOWED)
         self._readers.open.setdefault(life_of(reader), {})[message.transfer_id] = transfer
+        transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
         self.counts.followed += 1
         self._until.drop(transfer.key)  # a lease may end before the claim would have
         self._follow_again(transfer, message, generation, now_s)
@@ -352,6 +358,9 @@ class KvOwner:
 
     def _end(self, transfer: OwnedTransfer, reason: Reason, now_s: float, *, by_reader: bool = False) -> None:
         transfer.lifecycle.move(State.ENDED)
+        if transfer.span.is_recorded:
+            attributes = {"baton.outcome": "released" if by_reader else reason.value, "baton.blocks": len(transfer.pinned)}
+            transfer.span.end(attributes, problem="" if by_reader else reason.value, at_s=now_s)
         self._pins.unpin(transfer.pinned)
         transfer.pinned = ()
         del self._transfers[transfer.key]

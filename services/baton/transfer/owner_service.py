@@ -25,6 +25,7 @@ from baton.core.peer import (
 from baton.core.request import LegTimeline
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
+from baton.runtime.tracing import OFF, Tracing
 from baton.transfer.backend import TransferBackend
 from baton.transfer.owner import KvOwner, Life, OwnerCounts, PrefixLookup, life_of
 
@@ -49,6 +50,7 @@ class OwnerService:
         claim_s: float,
         early_s: float,
         hello_s: float = 5.0,
+        tracing: Tracing = OFF,
     ) -> None:
         self._worker, self._layout, self._backend = worker, layout, backend
         self._lease_s, self._hello_s = lease_s, hello_s
@@ -65,6 +67,7 @@ class OwnerService:
             lease_s=lease_s,
             claim_s=claim_s,
             early_s=early_s,
+            tracing=tracing,
         )
 
     @property

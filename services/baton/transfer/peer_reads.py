@@ -11,6 +11,7 @@ from baton.core.ids import ReadId, TransferId, WorkerRef
 from baton.core.kv_layout import KvLayout, KvMemory
 from baton.core.peer import ReaderMessage, WillRead
 from baton.runtime.logging import get_logger
+from baton.runtime.tracing import OFF, Tracing
 from baton.transfer.backend import KvDescriptor, LifeEntry, ReadState, TransferBackend
 from baton.transfer.bandwidth import SLOW_BYTES_PER_S, Bandwidth
 from baton.transfer.observer import TransferObserver
@@ -57,6 +58,7 @@ class Reading:
     times: ReaderTimes
     quarantine: Quarantine
     next_read_id: Callable[[], ReadId]
+    tracing: Tracing = OFF
 
 
 class PeerReads:

@@ -14,6 +14,7 @@ from baton.core.lifecycle import PullState as State
 from baton.core.peer import Abandon, FirstToken, Follow, HashRange, KvReady, ReaderMessage, Release
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
+from baton.runtime.tracing import NO_SPAN, Span
 from baton.transfer import slice_reader
 from baton.transfer.observer import TransferObserver
 from baton.transfer.peer_reads import PeerReads
@@ -87,8 +88,11 @@ class Pull:
         expected: Sequence[BlockHash],
         pool: LandingPool,
         deadline_s: float | None,
+        span: Span = NO_SPAN,
     ) -> None:
+        """`span` ends with the pull."""
         self._link = link
+        self._span = span
         self._pool = pool
         self.transfer_id = transfer_id
         self.subject = subject
@@ -311,9 +315,36 @@ class Pull:
             self._deadline.cancel()
         self._link.ended(self)
         self._link.observer.pull_ended(
-            self._link.owner, reason=reason, transfer_bytes=self._bytes, duration_s=self._ended_s - self._started_s
+            self._link.owner,
+            reason=reason,
+            transfer_bytes=self._bytes,
+            duration_s=self._ended_s - self._started_s,
+            read_s=self._slices.transfer_s,
         )
+        if self._span.is_recorded:
+            self._end_span(reason)
         self._wake()
+
+    def _end_span(self, reason: Reason | None) -> None:
+        if self._blocks.any_announced:
+            self._span.event("first ready", self._first_ready_s)
+        if self.final is not None:
+            self._span.event("final ready", self._final_s)
+        self._span.end(
+            {
+                "baton.outcome": "landed" if reason is None else reason.value,
+                "baton.source": self._link.owner.worker_id,
+                "baton.transport": self._link.reads.transport if self._link.reads else None,
+                "baton.pulls": "prefix" if isinstance(self.subject, HashRange) else "prompt",
+                "baton.blocks": self._blocks.num_landed,
+                "baton.blocks_here_before": self._blocks.have_blocks,
+                "baton.bytes": self._bytes,
+                "baton.early_bytes": self._early_bytes,
+                "baton.read_s": self._slices.transfer_s,
+            },
+            problem="" if reason is None or reason is Reason.CANCELLED else reason.value,
+            at_s=self._ended_s,
+        )
 
     def _farewell(self, outcome: str) -> Release:
         return Release(
@@ -324,7 +355,15 @@ class Pull:
         hit("transfer.before_follow", owner=self._link.owner.worker_id)
         self.renewal_floor = self._link.next_renewal
         have = min(self._blocks.have_blocks, resume_from_block)
-        self._link.send(Follow(transfer_id=self.transfer_id, subject=self.subject, have_blocks=have, resume_from_block=resume_from_block))
+        self._link.send(
+            Follow(
+                transfer_id=self.transfer_id,
+                subject=self.subject,
+                have_blocks=have,
+                resume_from_block=resume_from_block,
+                trace_context=self._span.context,
+            )
+        )
 
     def _out_of_time(self) -> None:
         self.fail(Reason.DEADLINE, "the request's deadline passed", code=Code.DEADLINE_EXCEEDED, retriable=False)

@@ -11,6 +11,7 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
 from baton.core.kv_layout import KvLayout
 from baton.core.peer import HashRange
+from baton.runtime.tracing import OFF, Tracing
 from baton.transfer.backend import TransferBackend
 from baton.transfer.observer import NoObserver, TransferObserver
 from baton.transfer.peer_link import PeerLink
@@ -36,6 +37,7 @@ class KvReader:
         rng: random.Random,
         times: ReaderTimes,
         observer: TransferObserver | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self._last_read_id = 0
         self._rng = rng
@@ -55,6 +57,7 @@ class KvReader:
             times=times,
             quarantine=self._quarantine,
             next_read_id=self._next_read_id,
+            tracing=tracing,
         )
 
     def pull(
@@ -65,9 +68,11 @@ class KvReader:
         have_blocks: int,
         expected: Sequence[BlockHash] = (),
         deadline_s: float | None = None,
+        trace_context: str = "",
     ) -> Pull:
         """Follow a job's KV, or a cached prefix, at its owner. `have_blocks` leading blocks are here already; `expected`: hashes of the
         prompt's full blocks as computed here, which the owner's must equal. The pull ends with Reason.DEADLINE after `deadline_s`.
+        `trace_context`: of what the KV is for.
 
         Raises Refused (retriable, blames the owner) while the pair is broken.
         """
@@ -83,6 +88,7 @@ class KvReader:
             expected=expected,
             pool=self._reading.pool,
             deadline_s=deadline_s,
+            span=self._reading.tracing.start("kv pull", trace_context, kind="client"),
         )
         link.follow(pull)
         return pull

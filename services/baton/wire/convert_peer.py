@@ -130,7 +130,12 @@ def from_owner_message(message: pb.OwnerMessage) -> OwnerMessage:
 
 
 def _to_follow(follow: Follow) -> pb.Follow:
-    message = pb.Follow(transfer_id=follow.transfer_id, have_blocks=follow.have_blocks, resume_from_block=follow.resume_from_block)
+    message = pb.Follow(
+        transfer_id=follow.transfer_id,
+        have_blocks=follow.have_blocks,
+        resume_from_block=follow.resume_from_block,
+        trace_context=follow.trace_context,
+    )
     if isinstance(follow.subject, HashRange):
         message.hash_range.hashes = c.to_hash_bytes(follow.subject.hashes)
         message.hash_range.cache_salt = follow.subject.cache_salt
@@ -155,6 +160,7 @@ def _from_follow(message: pb.Follow) -> Follow:
         subject=subject,
         have_blocks=message.have_blocks,
         resume_from_block=message.resume_from_block,
+        trace_context=c.name(message.trace_context, "trace_context"),
     )
 
 

@@ -55,6 +55,7 @@ def to_placement_query(query: PlacementQuery) -> pb.PlacementQuery:
         session_key=query.session_key,
         waited_s=query.waited_s,
         answer_within_s=query.answer_within_s,
+        trace_context=query.trace_context,
     )
 
 
@@ -83,6 +84,7 @@ def from_placement_query(message: pb.PlacementQuery) -> PlacementQuery:
         session_key=c.name(message.session_key, "session_key"),
         waited_s=c.seconds(message.waited_s, "waited_s"),
         answer_within_s=c.seconds(message.answer_within_s, "answer_within_s"),
+        trace_context=c.name(message.trace_context, "trace_context"),
     )
 
 

@@ -42,7 +42,11 @@ class PulledDecodeLeg(DecodeLeg):
         self._parts.engine.engine.check_request(self._request(pulled=True))  # refused now rather than when the KV is ready
         usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
         self._pull = self._parts.reader.pull(
-            self._owner, self._job.job, have_blocks=self._parts.pool.count_cached(usable), expected=self._hashes
+            self._owner,
+            self._job.job,
+            have_blocks=self._parts.pool.count_cached(usable),
+            expected=self._hashes,
+            trace_context=self._job.trace_context,
         )
         self._parts.tasks.start(self._take_over(self._pull), name=f"handoff-{self._job.job}")
 

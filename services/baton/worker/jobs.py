@@ -7,12 +7,13 @@ over a new stream changes nothing. It ends with exactly one last message, whatev
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 
 from baton.core.errors import Code, Failure, Reason, Refused, invalid
 from baton.core.ids import DecisionId, JobId
 from baton.core.jobs import Cancel, DecodeJob, Job, PrefillJob
-from baton.core.request import TokenDelta
+from baton.core.request import LegTimeline, TokenDelta
 from baton.engine.outcome import Outcome
 from baton.runtime.logging import get_logger
 from baton.worker.decode import LocalDecodeLeg
@@ -20,6 +21,7 @@ from baton.worker.handoff import PulledDecodeLeg
 from baton.worker.leg import Leg, LegParts
 from baton.worker.prefill import PrefillLeg
 from baton.worker.sessions import GatewaySession
+from baton.worker.traced import JobSpan
 
 log = get_logger(__name__)
 
@@ -39,6 +41,8 @@ class OpenJob:
         self.session = session
         self.leg: Leg | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.span: JobSpan | None = None
+        """None: not traced."""
         self.has_ended = False
         self.is_counted = False
         self._on_counted = on_counted
@@ -49,13 +53,13 @@ class OpenJob:
             return
         self.session.put_delta(delta, is_last=is_last)
         if is_last:
-            self._end()
+            self._end(timeline=delta.timeline)
 
     def fail(self, failure: Failure) -> None:
         if self.has_ended:
             return
         self.session.put_failure(self.id, failure)
-        self._end()
+        self._end(failure=failure)
 
     def counted(self) -> None:
         if not self.is_counted:
@@ -63,11 +67,13 @@ class OpenJob:
             if self.decision_id:
                 self._on_counted(self.decision_id)
 
-    def _end(self) -> None:
+    def _end(self, *, timeline: LegTimeline | None = None, failure: Failure | None = None) -> None:
         self.has_ended = True
         self.counted()  # whatever was reserved for it is not needed any more
         if self.deadline is not None:
             self.deadline.cancel()
+        if self.span is not None:
+            self.span.end(timeline, failure, num_output_tokens=self.leg.num_output_tokens if self.leg is not None else 0)
         self._on_end(self)
 
 
@@ -107,6 +113,9 @@ class JobTable:
             return
         self._jobs[job.job] = opened
         self._by_request.setdefault(job.job.request_id, set()).add(job.job)
+        if self._parts.tracing.is_on:
+            opened.span = JobSpan(self._parts.tracing, job, self._parts.worker)
+            job = replace(job, trace_context=opened.span.context)
         try:
             self._fence(job.job)
             if self._refusal is not None:

@@ -18,6 +18,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.outcome import Admission, Progress, SequenceOutput
 from baton.engine.sequence import SequenceRequest, max_cached_blocks
 from baton.engine.step import SampledToken
+from baton.runtime.tracing import OFF, Tracing
 from baton.transfer.owner_service import OwnerService
 from baton.transfer.reader import KvReader
 from baton.worker.prefix_pull import PrefixPuller
@@ -40,6 +41,7 @@ class LegParts:
     sampler_version: int
     block_size_tokens: int
     handoff_wait_s: float
+    tracing: Tracing = OFF
 
 
 class LegOutput(Protocol):
@@ -63,6 +65,8 @@ class Leg(ABC):
         self.is_following = False
         """It waits for another worker's KV; the engine does not know of it yet."""
         self._job = job
+        self.num_output_tokens = 0
+        """Made here, of the samples that have ended."""
         self._open_samples = set(job.sample_indices)
         self._parts = parts
         self._output = output
@@ -103,6 +107,7 @@ class Leg(ABC):
             return
         if self._ends_sample(output):
             self._open_samples.discard(output.sample_index)
+            self.num_output_tokens += output.output_index + len(output.tokens) - (len(self._job.token_ids) - self._job.num_prompt_tokens)
             self.has_ended = not self._open_samples
         self._take(output, is_last=self.has_ended)
 
@@ -187,7 +192,7 @@ class ComputingLeg(Leg):
 
     async def _bring(self, source: PrefixSource) -> None:
         usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
-        await self._parts.prefixes.bring(source, usable, cache_salt=self._job.cache_salt)
+        await self._parts.prefixes.bring(source, usable, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context)
         self._bringing, self.is_following = None, False
         if self.has_ended:
             return

@@ -28,6 +28,7 @@ from baton.runtime.metrics import ProcessMetrics, process_registry
 from baton.runtime.network import advertised_host, join_address
 from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, watch_loop_lag
 from baton.runtime.settings import WorkerConfig
+from baton.runtime.tracing import open_tracing
 from baton.store.connection import RedisConnection
 from baton.store.costs import RedisCostStore
 from baton.store.keys import Keys
@@ -123,6 +124,9 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             worker_epoch=rng.getrandbits(64),
             address=join_address(advertised_host(config.host, config.advertise_host), port),
         )
+        metrics.identify(ref, config.role)
+        tracing = open_tracing(config, "worker", worker_id, {"baton.role": config.role, "baton.worker_epoch": f"{ref.worker_epoch:016x}"})
+        stack.push_async_callback(tracing.aclose)
         device = await asyncio.to_thread(open_device, config, ref)
         stack.push_async_callback(_close_answering, device, health)
         network = GrpcNetwork(heartbeat_s=config.heartbeat_s, tls=between_services(config))
@@ -146,6 +150,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
                 costs=costs,
                 cost_store=stores.costs,
                 costs_key=device.costs_key,
+                tracing=tracing,
             )
         )
         doorway.worker = worker

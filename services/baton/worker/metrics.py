@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import KvEventKind
+from baton.core.kv_events import KvEventKind, Tier
 from baton.core.kv_layout import KvLayout
 from baton.engine.step import Executor, StepPlan, StepResult
 from baton.runtime.metrics import EngineMetrics, TransferMetrics
@@ -53,10 +53,11 @@ class PullMetrics:
         self._transports: dict[WorkerRef, str] = {}
         self._broken: set[WorkerRef] = set()
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
         transport = self._transports.get(owner, "")
         self._metrics.transfers.labels(transport, "landed" if reason is None else reason.value).inc()
         self._metrics.bytes.labels(transport).inc(transfer_bytes)
+        self._metrics.read_s.labels(transport).inc(read_s)
         if reason is None:
             self._metrics.duration_s.labels(transport).observe(duration_s)
 
@@ -67,6 +68,9 @@ class PullMetrics:
         """Seen as quarantined blocks and as a broken link."""
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+        before = self._transports.get(owner, transport)
+        if before != transport:
+            self._metrics.link_bytes_per_s.remove(owner.worker_id, before)
         self._transports[owner] = transport
         self._metrics.link_bytes_per_s.labels(owner.worker_id, transport).set(bytes_per_s)
         (self._broken.add if broken else self._broken.discard)(owner)
@@ -75,6 +79,10 @@ class PullMetrics:
     def forget_gone(self, known: set[WorkerRef]) -> None:
         """Links of workers that have left count for nothing any more."""
         self._broken &= known
+        here = {owner.worker_id for owner in known}
+        for owner, transport in self._transports.items():
+            if owner.worker_id not in here:
+                self._metrics.link_bytes_per_s.remove(owner.worker_id, transport)
         self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
         self._metrics.broken_links.set(len(self._broken))
 
@@ -88,10 +96,15 @@ class WorkerMetrics:
         self.pulls = PullMetrics(self.transfer)
         self._seen: dict[Counter, float] = {}
 
+    def identify(self, worker: WorkerRef, role: str) -> None:
+        """Whose metrics these are; one series a process, so that queries can tell roles and lives apart."""
+        self.engine.info.labels(worker.worker_id, role, f"{worker.worker_epoch:016x}").set(1)
+
     def refresh(self, worker: Worker) -> None:
         counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
         for state in ("free", "used", "cached", "landing", "quarantined"):
-            self.engine.blocks.labels(state).set(getattr(counts, state))
+            self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
+        self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)
         self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
@@ -103,8 +116,13 @@ class WorkerMetrics:
             self._to(self.engine.kv_resets, worker.publisher.num_resets)
             self.engine.kv_publisher_behind.set(worker.publisher.is_behind)
         self.transfer.open_leases.set(worker.owner.open_leases)
-        for outcome in ("released", "abandoned", "leases_ended", "never_claimed"):
-            self._to(self.transfer.leases_ended.labels(outcome), getattr(owner, outcome))
+        for outcome, number in (
+            ("released", owner.released),
+            ("abandoned", owner.abandoned),
+            ("expired", owner.leases_ended),
+            ("never_claimed", owner.never_claimed),
+        ):
+            self._to(self.transfer.leases_ended.labels(outcome), number)
         for kind in ("dropped_notices", "early_follows", "refused_follows"):
             self._to(self.transfer.dropped_notices.labels(kind), getattr(owner, kind))
         self.pulls.forget_gone({link.peer for link in worker.reader.links()})

@@ -49,7 +49,7 @@ class PrefixPuller:
         self._under_way: dict[BlockHash, _UnderWay] = {}
         """By the first block that it brings."""
 
-    async def bring(self, source: PrefixSource, hashes: Sequence[BlockHash], *, cache_salt: bytes = b"") -> None:
+    async def bring(self, source: PrefixSource, hashes: Sequence[BlockHash], *, cache_salt: bytes = b"", trace_context: str = "") -> None:
         """Return when the blocks of these `hashes` (a prompt's leading ones) that could be had are in the pool's cache, or when it would
         take too long. Where another pull brings them, that one is waited for."""
         wanted = tuple(hashes[: source.num_blocks])
@@ -58,7 +58,7 @@ class PrefixPuller:
             async with asyncio.timeout(seconds):
                 while (same := self._pull_of(wanted)) is not None:
                     await same.ended.wait()
-                await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt))
+                await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt), trace_context)
         except TimeoutError:
             log.info("prefix_pull_given_up", source=str(source.worker), num_blocks=len(wanted), seconds=seconds)
         except Refused as refused:
@@ -70,22 +70,22 @@ class PrefixPuller:
         num_held = self._pool.count_cached(wanted)
         return self._under_way.get(wanted[num_held]) if num_held < len(wanted) else None
 
-    async def _pull(self, source: PrefixSource, wanted: HashRange) -> None:
+    async def _pull(self, source: PrefixSource, wanted: HashRange, trace_context: str) -> None:
         """Raises Refused when the pull fails; what had landed until then stays."""
         held = self._pool.match(wanted.hashes, len(wanted.hashes))  # a chain is of no use without its beginning
         try:
             num_missing = min(len(wanted.hashes) - len(held), self._num_affordable())
             if num_missing > 0:
                 asked = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
-                await self._pull_missing(source, asked, len(held))
+                await self._pull_missing(source, asked, len(held), trace_context)
         finally:
             self._pool.unref(held)
 
-    async def _pull_missing(self, source: PrefixSource, asked: HashRange, num_held: int) -> None:
+    async def _pull_missing(self, source: PrefixSource, asked: HashRange, num_held: int, trace_context: str) -> None:
         first_missing = asked.hashes[num_held]
         under_way = self._under_way[first_missing] = _UnderWay(asked_blocks=len(asked.hashes) - num_held)
         try:
-            pull = self._reader.pull(source.worker, asked, have_blocks=num_held)
+            pull = self._reader.pull(source.worker, asked, have_blocks=num_held, trace_context=trace_context)
             try:
                 await self._land(pull, num_held, under_way)
             finally:

@@ -17,6 +17,6 @@ class PullWatch:
         self.read_given_up = inner.read_given_up
         self.link_changed = inner.link_changed
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
-        self._inner.pull_ended(owner, reason=reason, transfer_bytes=transfer_bytes, duration_s=duration_s)
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
+        self._inner.pull_ended(owner, reason=reason, transfer_bytes=transfer_bytes, duration_s=duration_s, read_s=read_s)
         self._on_end()

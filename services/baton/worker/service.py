@@ -26,6 +26,7 @@ from baton.runtime.announcing import Announcements
 from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.settings import WorkerConfig
+from baton.runtime.tracing import OFF, Tracing
 from baton.transfer.backend import TransferBackend
 from baton.transfer.observer import NoObserver, TransferObserver
 from baton.transfer.owner_service import OwnerService
@@ -70,6 +71,7 @@ class WorkerParts:
     costs: StepCostModel | None = None
     cost_store: CostStore | None = None
     costs_key: str = ""
+    tracing: Tracing = OFF
 
 
 class Worker:
@@ -101,6 +103,7 @@ class Worker:
             lease_s=config.lease_s,
             claim_s=config.claim_s,
             early_s=config.early_s,
+            tracing=parts.tracing,
         )
         self.reader = KvReader(
             worker=parts.worker,
@@ -116,6 +119,7 @@ class Worker:
                 deadline_max_s=config.transfer_deadline_max_s,
             ),
             observer=PullWatch(parts.observer or NoObserver(), self._blocks_changed),
+            tracing=parts.tracing,
         )
         leg_parts = LegParts(
             worker=parts.worker,
@@ -130,6 +134,7 @@ class Worker:
             sampler_version=self._layout.sampler_version,
             block_size_tokens=self._layout.block_size_tokens,
             handoff_wait_s=config.handoff_wait_s,
+            tracing=parts.tracing,
         )
         self.jobs = JobTable(leg_parts, max_following=config.max_queue, on_counted=lambda decision: self._reporter.counted(decision))
         self.sessions = Sessions(

@@ -50,6 +50,7 @@ from baton.gateway.tokenizer import ByteTokenizer, Tokenizer
 from baton.runtime.in_process import InProcessDuplex, InProcessNetwork
 from baton.runtime.mailbox import Mailbox
 from baton.runtime.metrics import GatewayMetrics
+from baton.runtime.tracing import OFF, Tracing
 from tests import builders
 from tests.times import TEST_TIMES
 
@@ -422,7 +423,11 @@ def rules(**changes: Any) -> GatewayRules:
 
 @asynccontextmanager
 async def cluster(
-    *workers: tuple[str, str], tokenizer: Tokenizer | None = None, keys: KeyRing | None = None, **changes: Any
+    *workers: tuple[str, str],
+    tokenizer: Tokenizer | None = None,
+    keys: KeyRing | None = None,
+    tracing: Tracing = OFF,
+    **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """A gateway with these (id, role) stub workers, ready. Afterwards no task and no open job is left."""
     before = asyncio.all_tasks()
@@ -437,6 +442,7 @@ async def cluster(
         rng=Random(7),
         schedulers=(scheduler.address,),
         keys=keys,
+        tracing=tracing,
     ) as gateway:
         made = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:

@@ -27,10 +27,10 @@ def test_all_parts_fit_into_one_registry_and_are_named_for_baton() -> None:
 
 def test_two_workers_in_one_process_count_apart() -> None:
     first, second = CollectorRegistry(), CollectorRegistry()
-    EngineMetrics(first).blocks.labels("free").set(5)
-    EngineMetrics(second).blocks.labels("free").set(7)
-    assert first.get_sample_value("baton_kv_blocks", {"state": "free"}) == 5
-    assert second.get_sample_value("baton_kv_blocks", {"state": "free"}) == 7
+    EngineMetrics(first).blocks.labels("device", "free").set(5)
+    EngineMetrics(second).blocks.labels("device", "free").set(7)
+    assert first.get_sample_value("baton_kv_blocks", {"tier": "device", "state": "free"}) == 5
+    assert second.get_sample_value("baton_kv_blocks", {"tier": "device", "state": "free"}) == 7
 
 
 async def test_tasks_that_have_not_ended_are_counted() -> None:

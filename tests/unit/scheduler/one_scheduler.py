@@ -41,6 +41,7 @@ async def a_scheduler(
     max_waiting: int = 0,
     admission: Admission = Admission.OFF,
     silence_s: float = 30.0,
+    registry: CollectorRegistry | None = None,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
@@ -54,7 +55,7 @@ async def a_scheduler(
         times=SchedulerTimes(silence_s=silence_s, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         store=store or BrokenStore(),
         feed=MemoryKvEventFeed(),
-        metrics=SchedulerMetrics(CollectorRegistry()),
+        metrics=SchedulerMetrics(registry or CollectorRegistry()),
         rng=Random(0),
     )
     network = InProcessNetwork()

@@ -6,6 +6,7 @@ import socket
 from contextlib import suppress
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.core.cluster import (
     Command,
@@ -18,7 +19,7 @@ from baton.core.errors import Reason, StreamBroken
 from baton.core.request import RequestActuals, Slo
 from baton.scheduler.explain import MAX_RECORDS
 from baton.store.memory import MemoryDecisionStore
-from tests.builders import blocks, decision_record, query, worker_report
+from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.costed import costed
 from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle, told
 
@@ -228,3 +229,49 @@ async def test_replicas_that_have_heard_the_same_answer_alike() -> None:
             answers.append([(p.prefill, p.decode) for p in placed if isinstance(p, Placement)])
     assert answers[0] == answers[1]
     assert len(answers[0]) == 20
+
+
+KINDS = ("asked", "predicted", "actual")
+
+
+async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> None:
+    registry = CollectorRegistry()
+    async with a_scheduler("kv_centric", registry=registry) as (scheduler, network):
+        await join(network, costed("h0", "hybrid"))
+        tokens = list(range(100))
+        hashes = hashes_of(tokens, 16)
+        found = {}
+        for number in range(2):
+            asked = query(request_id=b"r%d" % number, num_prompt_tokens=100, block_hashes=hashes)
+            placed = await scheduler.place(asked)
+            assert isinstance(placed, Placement)
+            actuals = RequestActuals(decision_id=placed.decision_id, outcome="finished", ttft_s=0.5, num_cached_tokens=48 * number)
+            await scheduler.finished(actuals)
+            lost = await scheduler.place(query(request_id=b"lost%d" % number, num_prompt_tokens=100))
+            assert isinstance(lost, Placement)
+            await scheduler.finished(RequestActuals(decision_id=lost.decision_id, outcome="worker_lost"))
+            found = {kind: registry.get_sample_value("baton_prefix_hit_tokens_total", {"kind": kind}) for kind in KINDS}
+        assert found == {"asked": 200, "predicted": 96, "actual": 48}  # the second was expected to find what the first has computed
+
+
+async def test_a_worker_that_is_gone_is_not_told_apart_any_more() -> None:
+    registry = CollectorRegistry()
+    async with a_scheduler("kv_centric", registry=registry, silence_s=0.2) as (scheduler, network):
+        stream = await join(network, costed("h0", "hybrid"))
+        placed = await scheduler.place(query())
+        later = await scheduler.place(query(request_id=b"later"))
+        assert isinstance(placed, Placement)
+        assert isinstance(later, Placement)
+        labels = {"term": "ttft", "worker": "h0"}
+
+        def count() -> float | None:
+            return registry.get_sample_value("baton_predicted_over_actual_ratio_count", labels)
+
+        await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="finished", ttft_s=0.5))
+        await asyncio.sleep(0.1)  # a look at who is there
+        assert count() == 1
+        await stream.aclose()
+        await asyncio.sleep(0.2)
+        assert count() is None
+        await scheduler.finished(RequestActuals(decision_id=later.decision_id, outcome="finished", ttft_s=0.5))
+        assert count() is None

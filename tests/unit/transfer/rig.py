@@ -175,7 +175,7 @@ class Observed:
     given_up: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float) -> None:
+    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
         self.ended.append(reason)
 
     def proof_failed(self, owner: WorkerRef, what: str) -> None:

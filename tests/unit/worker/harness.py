@@ -21,6 +21,7 @@ from baton.engine.engine import Engine, EngineConfig
 from baton.engine.step import Executor, StepPlan, StepResult
 from baton.runtime.health import Health
 from baton.runtime.settings import WorkerConfig
+from baton.runtime.tracing import OFF, Tracing
 from baton.sim.executor import SimExecutor, SimStepCost
 from baton.sim.memory import SimMemory, contents
 from baton.sim.network import Delays, SimNetwork
@@ -138,6 +139,7 @@ class Node:
                 costs=STEP_COST.model,
                 cost_store=cluster.cost_store,
                 costs_key="sim",
+                tracing=cluster.tracing,
             )
         )
         cluster.network.listen(self.ref.address, self.worker)
@@ -152,7 +154,7 @@ def worker_times() -> dict[str, Any]:
 class Cluster:
     """Workers by id on one simulated network."""
 
-    def __init__(self, seed: int, delays: Delays, link: LinkModel) -> None:
+    def __init__(self, seed: int, delays: Delays, link: LinkModel, tracing: Tracing = OFF) -> None:
         self.seed = seed
         self.network = SimNetwork(Random(f"{seed}-network"), delays)
         self.fabric = SimFabric(Random(f"{seed}-fabric"), link)
@@ -162,6 +164,7 @@ class Cluster:
         self.scheduler = ListeningScheduler()
         self.network.listen(SCHEDULER, self.scheduler)  # type: ignore[arg-type]
         self.nodes: dict[str, Node] = {}
+        self.tracing = tracing
 
     def start(self, worker_id: str, role: str = "hybrid", num_blocks: int = 64, **changes: Any) -> Node:
         node = self.nodes[worker_id] = Node(self, worker_id, role, num_blocks, **changes)
@@ -201,9 +204,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None, tracing: Tracing = OFF
+) -> AsyncIterator[Cluster]:
     """An empty cluster; workers that still run at the end are stopped."""
-    made = Cluster(seed, delays or Delays(), link or LinkModel())
+    made = Cluster(seed, delays or Delays(), link or LinkModel(), tracing)
     try:
         yield made
     finally:
@@ -254,10 +259,17 @@ class Pair:
 
 @asynccontextmanager
 async def pair(
-    seed: int = 0, *, num_blocks: int = 64, p_blocks: int = 64, delays: Delays | None = None, link: LinkModel | None = None, **changes: Any
+    seed: int = 0,
+    *,
+    num_blocks: int = 64,
+    p_blocks: int = 64,
+    delays: Delays | None = None,
+    link: LinkModel | None = None,
+    tracing: Tracing = OFF,
+    **changes: Any,
 ) -> AsyncIterator[Pair]:
     """`num_blocks` of the decode worker, `p_blocks` of the prefill worker; `changes` of both workers' settings."""
-    async with cluster(seed, delays=delays, link=link) as made:
+    async with cluster(seed, delays=delays, link=link, tracing=tracing) as made:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
         both = Pair(made, made.start("p", "prefill", p_blocks, **settings), made.start("d", "decode", num_blocks, **settings))
         await both.to_p.connect()

@@ -20,8 +20,8 @@ async def test_gauges_are_read_and_totals_are_counted_once() -> None:
         for _ in range(2):
             metrics.refresh(made.p.worker)
         value = registry.get_sample_value
-        assert value("baton_kv_blocks", {"state": "cached"}) == 7
-        assert value("baton_kv_blocks", {"state": "used"}) == 0
+        assert value("baton_kv_blocks", {"tier": "device", "state": "cached"}) == 7
+        assert value("baton_kv_blocks", {"tier": "device", "state": "used"}) == 0
         assert value("baton_leases_ended_total", {"outcome": "released"}) == 1
         assert value("baton_open_leases") == 0
 
@@ -58,7 +58,47 @@ def test_links_of_workers_that_left_are_not_broken_any_more() -> None:
     for owner in (here, gone):
         pulls.link_changed(owner, transport="tcp", bytes_per_s=1e9, broken=True)
     assert registry.get_sample_value("baton_broken_links") == 2
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "gone", "transport": "tcp"}) == 1e9
     pulls.forget_gone({here})
     assert registry.get_sample_value("baton_broken_links") == 1
-    pulls.pull_ended(here, reason=Reason.LEASE_LOST, transfer_bytes=10, duration_s=0.1)
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "gone", "transport": "tcp"}) is None
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "here", "transport": "tcp"}) == 1e9
+    pulls.pull_ended(here, reason=Reason.LEASE_LOST, transfer_bytes=10, duration_s=0.1, read_s=0.05)
     assert registry.get_sample_value("baton_transfers_total", {"transport": "tcp", "outcome": "lease_lost"}) == 1
+    assert registry.get_sample_value("baton_transfer_read_seconds_total", {"transport": "tcp"}) == 0.05
+
+
+def test_a_link_that_goes_another_way_is_one_series() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    for transport, speed in (("tcp", 1e9), ("rc_mlx5", 2e10)):
+        pulls.link_changed(builders.worker_ref("w0"), transport=transport, bytes_per_s=speed, broken=False)
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "tcp"}) is None
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "rc_mlx5"}) == 2e10
+
+
+def test_a_worker_says_who_it_is_in_which_role_and_life() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry).identify(builders.worker_ref("w0", 255), "decode")
+    labels = {"worker": "w0", "role": "decode", "epoch": "00000000000000ff"}
+    assert registry.get_sample_value("baton_worker_info", labels) == 1
+
+
+@virtual
+async def test_leases_that_ended_by_themselves_are_told_apart() -> None:
+    async with pair() as made:
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        prefill, _ = made.jobs(num_tokens=30)
+        made.to_p.send(prefill)  # nobody follows
+        await made.to_p.ended_prefill(prefill.job)
+        metrics.refresh(made.p.worker)
+        assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 8
+        await made.until_clean()
+        metrics.refresh(made.p.worker)
+        ended = {outcome: registry.get_sample_value("baton_leases_ended_total", {"outcome": outcome}) for outcome in OUTCOMES}
+        assert ended == {"released": 0, "abandoned": 0, "expired": 0, "never_claimed": 1}
+        assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 0
+
+
+OUTCOMES = ("released", "abandoned", "expired", "never_claimed")

@@ -44,18 +44,20 @@ class HashRange(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class Follow(_message.Message):
-    __slots__ = ("transfer_id", "job", "hash_range", "have_blocks", "resume_from_block")
+    __slots__ = ("transfer_id", "job", "hash_range", "have_blocks", "resume_from_block", "trace_context")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     HASH_RANGE_FIELD_NUMBER: _ClassVar[int]
     HAVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: int
     job: _common_pb2.JobId
     hash_range: HashRange
     have_blocks: int
     resume_from_block: int
-    def __init__(self, transfer_id: _Optional[int] = ..., job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., hash_range: _Optional[_Union[HashRange, _Mapping]] = ..., have_blocks: _Optional[int] = ..., resume_from_block: _Optional[int] = ...) -> None: ...
+    trace_context: str
+    def __init__(self, transfer_id: _Optional[int] = ..., job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., hash_range: _Optional[_Union[HashRange, _Mapping]] = ..., have_blocks: _Optional[int] = ..., resume_from_block: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("renewal",)

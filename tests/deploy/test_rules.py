@@ -1,0 +1,124 @@
+"""The chart's recording and alert rules: as promtool would check them, on names that the code exports, each with a case for and against."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import promql_parser as ast
+import pytest
+
+from tests.deploy.exported import exported, problems
+from tests.deploy.rule_cases import Firing, database_of, firing_at, load, seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES_FILE = ROOT / "helm/baton/files/rules/baton.yaml"
+CASES_FILE = Path(__file__).with_name("alert_cases.yaml")
+OPERATIONS = ROOT / "docs/operations.md"
+PROMTOOL = shutil.which("promtool")
+
+RULES = load(RULES_FILE)
+CASES = load(CASES_FILE)
+ALL = [rule for group in RULES["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in ALL if "alert" in rule}
+RECORDED = {rule["record"]: rule for rule in ALL if "record" in rule}
+INTERVAL_S = seconds(CASES["evaluation_interval"])
+_LABEL = re.compile(r"[a-zA-Z_]\w*")
+
+
+def labels_of_result(rule: dict[str, Any]) -> frozenset[str]:
+    """What its outermost grouping leaves."""
+    node = ast.parse(rule["expr"])
+    while not isinstance(node, ast.AggregateExpr):
+        node = next(part for part in (getattr(node, "lhs", None), *getattr(node, "args", [])) if part is not None and not _is_number(part))
+    return frozenset(node.modifier.labels) - {"le"} if node.modifier is not None else frozenset()
+
+
+def _is_number(node: object) -> bool:
+    return isinstance(node, ast.NumberLiteral)
+
+
+KNOWN = exported() | {name: labels_of_result(rule) for name, rule in RECORDED.items()}
+
+
+def test_groups_and_rules_are_what_prometheus_takes() -> None:
+    assert RULES.keys() == {"groups"}
+    names = [group["name"] for group in RULES["groups"]]
+    assert len(names) == len(set(names))
+    assert all(group.keys() == {"name", "rules"} and group["rules"] for group in RULES["groups"])
+    assert len(ALERTS) + len(RECORDED) == len(ALL)
+    for rule in ALL:
+        assert rule.keys() <= ({"alert", "expr", "for", "labels", "annotations"} if "alert" in rule else {"record", "expr", "labels"})
+        ast.parse(rule["expr"])
+        if "for" in rule:
+            assert seconds(rule["for"]) > 0
+        for kind in ("labels", "annotations"):
+            assert all(_LABEL.fullmatch(key) and isinstance(value, str) and value for key, value in rule.get(kind, {}).items())
+    assert all(re.fullmatch(r"[a-zA-Z_:][\w:]*", name) for name in RECORDED)
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rules_name_only_what_is_exported(rule: dict[str, Any]) -> None:
+    assert problems(rule["expr"], KNOWN) == []
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_says_what_happens_and_what_to_do(alert: str) -> None:
+    rule = ALERTS[alert]
+    assert re.fullmatch(r"Baton[A-Z]\w+", alert)
+    assert rule["labels"].keys() == {"severity"}
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"].keys() == {"summary", "runbook"}
+    page, _, symptom = rule["annotations"]["runbook"].partition(": ")
+    assert page == "docs/operations.md#symptoms"
+    assert symptom in symptoms()
+    for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
+        assert label in labels_an_alert_has(rule), f"{alert} has no label {label}"
+
+
+def symptoms() -> list[str]:
+    """The first cells of the table in operations.md."""
+    _, _, section = OPERATIONS.read_text().partition("\n## Symptoms\n")
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]]
+
+
+def labels_an_alert_has(rule: dict[str, Any]) -> set[str]:
+    found: set[str] = {"instance", "namespace", "job"}
+
+    def visit(node: ast.Expr) -> None:
+        if isinstance(node, ast.AggregateExpr) and node.modifier is not None:
+            found.update(node.modifier.labels)
+        elif isinstance(node, ast.VectorSelector) and node.name in RECORDED:
+            found.update(KNOWN[node.name])
+
+    ast.walk(ast.parse(rule["expr"]), visit)
+    return found
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    fires = {test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if test.get("exp_alerts")}
+    stays = {test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if not test.get("exp_alerts")}
+    assert fires == stays == ALERTS.keys()
+
+
+@pytest.mark.parametrize("case", CASES["tests"], ids=lambda case: case["name"])
+def test_alerts_fire_when_they_should(case: dict[str, Any]) -> None:
+    """By our own evaluator of the part of PromQL that the rules use."""
+    times = {test["eval_time"] for test in case["alert_rule_test"]}
+    firing = {at: firing_at(RULES, database_of(case, seconds(case["interval"])), seconds(at), INTERVAL_S) for at in times}
+    for test in case["alert_rule_test"]:
+        rule = ALERTS[test["alertname"]]
+        expected = {
+            Firing(test["alertname"], frozenset((k, v) for k, v in one["exp_labels"].items() if k not in rule["labels"]))
+            for one in test.get("exp_alerts", [])
+        }
+        assert {one for one in firing[test["eval_time"]] if one.alert == test["alertname"]} == expected, test
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool on the PATH: rules are then checked and run by Prometheus's own code")
+def test_promtool_says_the_same() -> None:
+    assert PROMTOOL is not None
+    subprocess.run([PROMTOOL, "check", "rules", str(RULES_FILE)], check=True, timeout=60)
+    subprocess.run([PROMTOOL, "test", "rules", "--ignore-unknown-fields", str(CASES_FILE)], check=True, timeout=120)

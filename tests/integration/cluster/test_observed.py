@@ -1,0 +1,125 @@
+"""Dashboard and rules over what a really loaded cluster of processes exports: each query finds series, and gives a value.
+
+Values are computed by `tests.deploy.promql`, a part of PromQL; a real Prometheus has not been asked.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import promql_parser as ast
+import pytest
+import pytest_asyncio
+
+from tests.cluster import ProcessCluster, process_cluster
+from tests.deploy.dashboard_queries import queries
+from tests.deploy.exported import selectors
+from tests.deploy.promql import NAME, Database
+from tests.deploy.test_rules import ALERTS, RECORDED
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+
+SERVICES = ("gateway", "scheduler", "p0", "d0")
+RANGE = "60s"
+NEEDS_A_FAULT = {
+    "baton_attempts_total",
+    'baton_requests_total{reason=~"poison|numerical_error"}',
+    'baton_transfers_total{outcome!~"landed|cancelled"}',
+}
+"""Selectors that find nothing while nothing breaks."""
+
+
+@dataclass
+class Recorded:
+    """What was scraped, at times counted from the first scrape on."""
+
+    database: Database
+    last_s: float
+
+
+async def ask(cluster: ProcessCluster, prompt: str, **changes: Any) -> int:
+    headers = {"x-baton-timeout-ms": str(changes.pop("timeout_ms"))} if "timeout_ms" in changes else {}
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | changes
+        return (await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)).status_code
+
+
+async def load(cluster: ProcessCluster) -> None:
+    """A shared prefix, promises kept and not, one that is refused, one that is over its deadline."""
+    prefix = "Everybody begins like this, and goes on for a while. " * 40
+    answers = await asyncio.gather(*(ask(cluster, f"{prefix}{number}") for number in range(6)))
+    answers += [await ask(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
+    assert answers == [200] * 7
+    assert await ask(cluster, "Impossible. " * 200, slo={"ttft_ms": 0.01}) == 429
+    assert await ask(cluster, "Too late. " * 20, max_tokens=3000, timeout_ms=300) == 504
+
+
+async def scrape(cluster: ProcessCluster, database: Database, at_s: float) -> None:
+    for name in SERVICES:
+        for sample in await cluster.scrape(name):
+            database.add({**sample.labels, NAME: sample.name, "instance": name, "job": "baton"}, at_s, sample.value)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def recorded() -> AsyncIterator[Recorded]:
+    settings = {
+        "device": "paced",
+        "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+        "policy": "kv_centric",
+        "admission": "predictive",
+        "slo": "ttft=30s,tpot=5s",
+        "transfer": "local",
+        "admin_port": 0,
+    }
+    async with process_cluster(prefill=1, decode=1, **settings) as cluster:
+        loop, database = asyncio.get_running_loop(), Database()
+        await load(cluster)
+        began_s = loop.time()
+        await scrape(cluster, database, 0.0)
+        await load(cluster)
+        await asyncio.sleep(max(0.0, 2.0 - (loop.time() - began_s)))
+        last_s = loop.time() - began_s
+        await scrape(cluster, database, last_s)
+        yield Recorded(database, last_s)
+
+
+def bare(selector: ast.VectorSelector) -> str:
+    """Without what is said of targets."""
+    matchers = [str(m) for m in selector.matchers.matchers if m.name != "namespace"]
+    return f"{selector.name}{{{','.join(matchers)}}}" if matchers else str(selector.name)
+
+
+async def test_every_selector_finds_a_series(recorded: Recorded) -> None:
+    asked = [query for _, query in queries(RANGE)] + [rule["expr"] for rule in (*ALERTS.values(), *RECORDED.values())]
+    found, missing = set(), set()
+    for selector in (one for query in asked for one in selectors(query)):
+        if selector.name not in RECORDED:
+            (found if list(recorded.database.matching(selector)) else missing).add(bare(selector))
+    assert missing == NEEDS_A_FAULT
+    assert len(found) > 50
+
+
+@pytest.mark.parametrize(("name", "query"), [pytest.param(name, query, id=name) for name, query in queries(RANGE)])
+async def test_every_query_of_the_dashboard_has_a_value(recorded: Recorded, name: str, query: str) -> None:
+    needs_a_fault = any(bare(selector) in NEEDS_A_FAULT for selector in selectors(query))
+    assert bool(recorded.database.vector(query, recorded.last_s)) is not needs_a_fault, name
+
+
+async def test_what_was_asked_is_what_is_shown(recorded: Recorded) -> None:
+    """A few values that are known."""
+
+    def value(query: str) -> float:
+        (found,) = recorded.database.vector(query, recorded.last_s).values()
+        return found
+
+    assert value('sum(baton_requests_total{code="200"})') == 14
+    assert value('sum(baton_requests_total{code="429", reason="ttft_slo"})') == 2
+    assert value('sum(baton_rejections_total{reason="ttft_slo"})') == 2
+    assert value('sum(baton_slo_promises_total{term="tpot", outcome="kept"})') == 14
+    assert value('sum(baton_kv_blocks * on (instance) group_left (role) baton_worker_info{role="prefill"})') > 0
+    assert value('sum(baton_transfers_total{outcome="landed"})') >= 14
+    assert value("sum(baton_transfer_bytes_total) / sum(baton_transfer_read_seconds_total)") > 1e6
+    actual, asked = (value(f'baton_prefix_hit_tokens_total{{kind="{kind}"}}') for kind in ("actual", "asked"))
+    assert 0.3 < actual / asked < 1.0

@@ -1,0 +1,187 @@
+"""One request's trace over a cluster of real processes, as a collector gets it over OTLP."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.wire.channel import channel_options, open_channel
+from tests.cluster import ProcessCluster, process_cluster
+from tests.otlp_collector import Collector, ReceivedSpan
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+
+SPANS = {"request", "placement", "prefill", "decode", "kv pull", "kv lease"}
+SETTINGS = {"device": "paced", "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us", "transfer": "local"}
+CLIENT_TRACE, CLIENT_SPAN = "c0ffee" + "0" * 25 + "1", "ab" * 8
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def collector() -> AsyncIterator[Collector]:
+    made = Collector()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(collector: Collector) -> AsyncIterator[ProcessCluster]:
+    async with process_cluster(prefill=1, decode=1, otlp_endpoint=collector.endpoint, **SETTINGS) as running:
+        yield running
+
+
+async def complete(cluster: ProcessCluster, prompt: str, traceparent: str | None = None, **changes: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        headers = {} if traceparent is None else {"traceparent": traceparent}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | changes
+        return await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+
+
+async def trace_of(collector: Collector, request_id: str) -> dict[str, ReceivedSpan]:
+    """All spans of the request's trace, by name, once they have all come."""
+
+    def found() -> dict[str, ReceivedSpan]:
+        mine = [span for span in collector.spans if span.attributes.get("baton.request_id") == request_id]
+        return collector.of_trace(mine[0].trace_id) if mine else {}
+
+    await collector.until(lambda: found().keys() >= SPANS)
+    return found()
+
+
+def check_parents(trace: dict[str, ReceivedSpan]) -> None:
+    assert trace.keys() == SPANS
+    request = trace["request"]
+    assert {name: trace[name].parent_id for name in ("placement", "prefill", "decode")} == dict.fromkeys(
+        ("placement", "prefill", "decode"), request.span_id
+    )
+    assert trace["kv pull"].parent_id == trace["decode"].span_id
+    assert trace["kv lease"].parent_id == trace["kv pull"].span_id
+    assert {name: (span.service, span.instance) for name, span in trace.items() if name not in ("request", "placement")} == {
+        "prefill": ("baton-worker", "p0"),
+        "kv lease": ("baton-worker", "p0"),
+        "decode": ("baton-worker", "d0"),
+        "kv pull": ("baton-worker", "d0"),
+    }
+    assert (request.service, trace["placement"].service) == ("baton-gateway", "baton-scheduler")
+
+
+async def test_one_request_is_one_trace_over_every_process_that_it_met(cluster: ProcessCluster, collector: Collector) -> None:
+    began_s = time.time()
+    answer = await complete(cluster, "What does os.path.join do? " * 20)
+    assert answer.status_code == 200, answer.text
+    ended_s = time.time()
+    trace = await trace_of(collector, answer.headers["x-request-id"])
+    check_parents(trace)
+    request, placement, prefill, pull, decode = (trace[name] for name in ("request", "placement", "prefill", "kv pull", "decode"))
+    usage = answer.json()["usage"]
+    assert request.parent_id == ""
+    assert request.attributes["gen_ai.request.model"] == "demo"
+    assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == prefill.attributes["baton.prompt_tokens"]
+    assert request.attributes["gen_ai.usage.output_tokens"] == decode.attributes["baton.output_tokens"] == 8
+    assert (request.attributes["baton.attempts"], request.attributes["baton.outcome"]) == (1, "finished")
+    assert placement.attributes["baton.policy"] == "least_loaded"
+    assert (placement.attributes["baton.prefill"], placement.attributes["baton.decode"]) == ("p0", "d0")
+    assert prefill.attributes["baton.output_tokens"] == 1
+    assert prefill.attributes["baton.compute_s"] > 0
+    assert pull.attributes["baton.source"] == "p0"
+    assert pull.attributes["baton.bytes"] > 0
+    assert (pull.attributes["baton.outcome"], pull.attributes["baton.pulls"]) == ("landed", "prompt")
+    assert pull.attributes["baton.transport"]
+    assert trace["kv lease"].attributes["baton.outcome"] == "released"
+    assert decode.attributes["baton.first_decode_s"] > 0
+    assert [span.problem for span in trace.values()] == [""] * len(SPANS)
+    slack_s = 0.05  # clocks are read one after the other, and an event loop's stands still for milliseconds
+    assert began_s - slack_s <= request.start_s <= request.events["placed"] <= request.events["first token"]
+    assert request.events["first token"] <= request.end_s + slack_s <= ended_s + 2 * slack_s
+    for span in (placement, prefill, decode, pull):
+        assert request.start_s - slack_s <= span.start_s <= span.end_s
+    assert prefill.start_s - slack_s <= prefill.events["admitted"] <= prefill.end_s + slack_s
+    assert pull.events["first ready"] <= pull.events["final ready"] <= pull.end_s <= decode.events["first token"] + slack_s
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+async def test_a_client_that_traces_finds_the_request_below_its_own_span(cluster: ProcessCluster, collector: Collector, door: str) -> None:
+    trace_id = CLIENT_TRACE[:-1] + {"http": "2", "grpc": "3"}[door]
+    context = f"00-{trace_id}-{CLIENT_SPAN}-01"
+    if door == "http":
+        answer = await complete(cluster, f"Traced over {door}. " * 20, context)
+        request_id = answer.headers["x-request-id"]
+    else:
+        async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
+            message = inference_pb2.GenerateRequest(prompt=f"Traced over {door}. " * 20, max_tokens=8, ignore_eos=True)
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(message, metadata=(("traceparent", context),))
+            request_id = str(dict(await call.initial_metadata())["x-request-id"])
+            async for _ in call:
+                pass
+    trace = await trace_of(collector, request_id)
+    check_parents(trace)
+    assert (trace["request"].trace_id, trace["request"].parent_id) == (trace_id, CLIENT_SPAN)
+
+
+async def test_a_client_that_does_not_record_its_trace_is_not_recorded(cluster: ProcessCluster, collector: Collector) -> None:
+    unrecorded = CLIENT_TRACE[:-1] + "4"
+    assert (await complete(cluster, "Not recorded. " * 20, f"00-{unrecorded}-{CLIENT_SPAN}-00")).status_code == 200
+    after = await complete(cluster, "Recorded. " * 20)
+    await trace_of(collector, after.headers["x-request-id"])
+    assert collector.of_trace(unrecorded) == {}
+
+
+async def test_a_context_that_is_none_begins_a_new_trace(cluster: ProcessCluster, collector: Collector) -> None:
+    answer = await complete(cluster, "Odd context. " * 20, f"00-{'0' * 32}-{CLIENT_SPAN}-01")
+    trace = await trace_of(collector, answer.headers["x-request-id"])
+    check_parents(trace)
+    assert trace["request"].parent_id == ""
+
+
+async def test_a_refused_request_says_so_in_its_spans(cluster: ProcessCluster, collector: Collector) -> None:
+    answer = await complete(cluster, "x " * 20_000)  # the gateway refuses it before it is a request: no span
+    assert answer.status_code == 400
+    answer = await complete(cluster, "Too late. " * 20, max_tokens=400, timeline=True)
+    assert answer.status_code == 200
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        headers = {"x-baton-timeout-ms": "300"}
+        body = {"model": "demo", "prompt": "Too late. " * 20, "max_tokens": 3000, "ignore_eos": True}
+        late = await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+    assert late.status_code == 504
+    trace = await trace_of(collector, late.headers["x-request-id"])
+    assert (trace["request"].attributes["baton.outcome"], trace["request"].problem) == ("deadline", "deadline")
+
+
+def logged(cluster: ProcessCluster, name: str, event: str) -> int:
+    log = next((cluster.directory / "logs" / name).glob("*.log")).read_text()
+    return sum(json.loads(line)["event"] == event for line in log.splitlines())
+
+
+async def test_an_absent_collector_costs_a_line_in_the_log(cluster: ProcessCluster, collector: Collector) -> None:
+    """Last of this cluster: it also ends with a collector that takes calls and answers none."""
+    await collector.stop()
+    loop = asyncio.get_running_loop()
+    slowest_s = 0.0
+    for number in range(30):
+        began_s = loop.time()
+        assert (await complete(cluster, f"Nobody listens, {number}. " * 5)).status_code == 200
+        slowest_s = max(slowest_s, loop.time() - began_s)
+    assert slowest_s < 2.0  # a request takes some 0.1 s; a send that is given up takes 5
+    await collector.until(lambda: logged(cluster, "gateway", "traces_lost") == 1, within_s=15)
+    await asyncio.sleep(1.0)
+    assert logged(cluster, "gateway", "traces_lost") == 1
+    await collector.start()
+
+    async def taken_again() -> None:
+        while not logged(cluster, "gateway", "traces_taken_again"):
+            await complete(cluster, "Somebody listens again. " * 5)
+            await asyncio.sleep(0.2)
+
+    await asyncio.wait_for(taken_again(), 30)
+    collector.answers = False
+    assert (await complete(cluster, "Nobody answers. " * 5)).status_code == 200
+    for name in ("gateway", "d0", "p0", "scheduler"):
+        began_s = loop.time()
+        assert await cluster.stop_one(name) == 0
+        assert loop.time() - began_s < 10.0, name

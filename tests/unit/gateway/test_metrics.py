@@ -1,0 +1,57 @@
+"""What Prometheus sees of a gateway's requests."""
+
+from baton.core.request import LegTimeline
+from baton.gateway.attempts import RequestRecord
+from baton.gateway.phases import PHASES, phases
+from baton.gateway.progress import Progress
+from tests.builders import job_id
+from tests.unit.gateway.fakes import cluster
+from tests.unit.gateway.virtual import virtual
+
+
+def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
+    record, progress = RequestRecord(placed_s=10.5), Progress((0,))
+    progress.legs = {
+        job_id(attempt=0): [LegTimeline(worker_id="p0", pid=1, queue_s=0.1, compute_s=0.2)],
+        job_id(attempt=1): [
+            LegTimeline(worker_id="p1", pid=2, queue_s=0.3, compute_s=0.4),
+            LegTimeline(worker_id="d0", pid=3, kv_wait_s=0.6, kv_exposed_s=0.01, kv_admission_s=0.02, decode_s=3.0),
+        ],
+    }
+    assert list(phases(record, progress, 10.0)) == [
+        ("placement", 0.5),
+        ("queue", 0.1),
+        ("prefill", 0.2),
+        ("queue", 0.3),
+        ("prefill", 0.4),
+        ("kv_exposed", 0.01),
+        ("admission", 0.02),
+        ("decode", 3.0),
+    ]
+
+
+@virtual
+async def test_promises_are_counted_where_something_was_promised() -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        await c.ask("hello")
+        assert c.registry.get_sample_value("baton_slo_promises_total", {"term": "ttft", "outcome": "kept"}) is None
+        await c.ask("hello", slo={"ttft_ms": 60_000, "tpot_ms": 0.001})
+        await c.ask("hello", slo={"ttft_ms": 0.001})
+        counts = {
+            (term, outcome): c.registry.get_sample_value("baton_slo_promises_total", {"term": term, "outcome": outcome})
+            for term in ("ttft", "tpot")
+            for outcome in ("kept", "broken")
+        }
+        assert counts == {("ttft", "kept"): 1, ("ttft", "broken"): 1, ("tpot", "kept"): None, ("tpot", "broken"): 1}
+
+
+@virtual
+async def test_phases_are_observed_once_a_request() -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        await c.ask("hello")
+        counts = [c.registry.get_sample_value("baton_request_phase_seconds_count", {"phase": phase}) for phase in PHASES]
+        assert dict(zip(PHASES, counts, strict=True)) == dict.fromkeys(PHASES, 0) | {
+            "placement": 1,
+            "prefill": 1,
+            "decode": 1,
+        }  # what stubs tell

@@ -1,0 +1,76 @@
+"""The span of a request: over all its attempts, ended once, whatever happens."""
+
+import asyncio
+
+import pytest
+
+from baton.core.cluster import Rejection
+from baton.core.errors import Reason, Refused
+from tests.recorded_spans import RecordedTracing
+from tests.unit.gateway.fakes import StubWorker, cluster
+from tests.unit.gateway.virtual import virtual
+
+
+@virtual
+async def test_everything_that_leaves_for_a_request_goes_below_its_span() -> None:
+    tracing = RecordedTracing()
+    async with cluster(("p0", "prefill"), ("d0", "decode"), tracing=tracing) as c:
+        got = await c.ask("hello", max_tokens=12)
+        span = tracing.only("request")
+        assert span.parent == ""
+        assert {query.trace_context for query in c.scheduler.queries} == {span.context}
+        assert {job.trace_context for worker in c.scheduler.workers for job in worker.jobs} == {span.context}
+        assert span.attributes["gen_ai.usage.input_tokens"] == 5
+        assert span.attributes["gen_ai.usage.output_tokens"] == len(got.token_ids[0]) == 12
+        assert (span.attributes["baton.attempts"], span.attributes["baton.outcome"], span.problem) == (1, "finished", "")
+        (placed, placed_s), (first, first_s) = span.events
+        assert (placed, first) == ("placed", "first token")
+        assert span.started_s <= placed_s < first_s < (span.ended_s or 0)
+
+
+@virtual
+async def test_a_lost_attempt_is_an_event_of_it() -> None:
+    tracing = RecordedTracing()
+    async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode"), tracing=tracing) as c:
+
+        def die(worker: StubWorker, _job: object, _sample: int, index: int) -> None:
+            if index == 3:
+                worker.die()
+
+        c.scheduler.workers[1].before_token = die
+        await c.ask("hello", max_tokens=12)
+        span = tracing.only("request")
+        assert span.attributes["baton.attempts"] == 2
+        assert [name for name, _ in span.events if name == "attempt lost"] == ["attempt lost"]
+        assert {query.trace_context for query in c.scheduler.queries} == {span.context}
+
+
+@virtual
+async def test_each_prompt_of_a_call_has_a_span() -> None:
+    tracing = RecordedTracing()
+    async with cluster(("h0", "hybrid"), tracing=tracing) as c:
+        await c.ask(["one", "two"], max_tokens=4)
+        assert len({span.context for span in tracing.named("request")}) == 2
+
+
+@virtual
+async def test_a_refused_request_names_the_reason() -> None:
+    tracing = RecordedTracing()
+    async with cluster(("h0", "hybrid"), tracing=tracing) as c:
+        c.scheduler.answer = lambda _: Rejection(reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0)
+        with pytest.raises(Refused):
+            await c.ask("hello")
+        span = tracing.only("request")
+        assert (span.attributes["baton.outcome"], span.problem) == ("ttft_slo", "ttft_slo")
+
+
+@virtual
+async def test_a_client_that_leaves_is_no_problem() -> None:
+    tracing = RecordedTracing()
+    async with cluster(("h0", "hybrid"), tracing=tracing) as c:
+        asking = asyncio.create_task(c.ask("hello", max_tokens=200))
+        await asyncio.sleep(0.5)
+        asking.cancel()
+        await asyncio.wait((asking,))
+        span = tracing.only("request")
+        assert (span.attributes["baton.outcome"], span.problem) == ("cancelled", "")

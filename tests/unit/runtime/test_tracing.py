@@ -1,0 +1,171 @@
+"""Spans that are made, sent and lost; and that nothing of it is there while tracing is off."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from baton.core.errors import ConfigError
+from baton.runtime.otlp import FLUSH_S, MAX_WAITING_SPANS, OtlpTracing
+from baton.runtime.settings import GatewayConfig, TracingSettings
+from baton.runtime.tracing import NO_SPAN, OFF, is_traceparent, open_tracing
+from tests.otlp_collector import Collector
+
+TRACE, SPAN = "ab" * 16, "cd" * 8
+CONTEXT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest_asyncio.fixture
+async def collector() -> AsyncIterator[Collector]:
+    made = Collector()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def tracing_to(endpoint: str, sample: float = 1.0) -> OtlpTracing:
+    return OtlpTracing(endpoint, sample, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        (CONTEXT, True),
+        (f"01-{TRACE}-{SPAN}-00", True),
+        (f"ff-{TRACE}-{SPAN}-01", False),
+        (f"00-{'0' * 32}-{SPAN}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (CONTEXT.upper(), False),
+        (CONTEXT + "-more", False),
+        (CONTEXT + "\n", False),
+        ("", False),
+    ],
+)
+def test_a_traceparent(text: str, is_one: bool) -> None:
+    assert is_traceparent(text) is is_one
+
+
+def test_without_a_collector_there_are_no_spans_and_contexts_pass_through() -> None:
+    tracing = open_tracing(GatewayConfig(), "gateway", "g0")
+    assert tracing is OFF
+    assert not tracing.is_on
+    assert tracing.start("request") is NO_SPAN
+    span = tracing.start("request", CONTEXT)
+    span.event("something", 1.0)
+    span.end({"baton.outcome": "finished"}, problem="none", at_s=2.0)
+    assert (span.context, span.is_recorded) == (CONTEXT, False)
+
+
+def test_services_load_the_exporter_only_when_they_trace() -> None:
+    code = (
+        "import json, sys\n"
+        "import baton.gateway.main, baton.scheduler.main, baton.worker.main\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith(('baton.runtime.otlp', 'opentelemetry.exporter'))]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []  # the SDK is loaded by redis, which looks for it
+
+
+async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: Collector) -> None:
+    tracing = open_tracing(TracingSettings(otlp_endpoint=collector.endpoint), "worker", "d0", {"baton.role": "decode"})
+    now_s = asyncio.get_running_loop().time()
+    outer = tracing.start("decode", CONTEXT, at_s=now_s - 2.0)
+    inner = tracing.start("kv pull", outer.context, kind="client")
+    inner.end({"baton.bytes": 3, "baton.transport": None}, problem="transfer_timeout", at_s=now_s + 0.5)
+    outer.event("first token", now_s - 1.0)
+    outer.end({"baton.outcome": "finished"}, at_s=now_s)
+    outer.end({"baton.outcome": "too late"})
+    await tracing.aclose()
+    await tracing.aclose()
+    spans = collector.of_trace(TRACE)
+    assert spans.keys() == {"decode", "kv pull"}
+    decode, pull = spans["decode"], spans["kv pull"]
+    assert (decode.parent_id, pull.parent_id) == (SPAN, decode.span_id)
+    assert outer.context == f"00-{TRACE}-{decode.span_id}-01"
+    assert (decode.service, decode.instance) == ("baton-worker", "d0")
+    assert (decode.attributes, decode.problem) == ({"baton.outcome": "finished"}, "")
+    assert (pull.attributes, pull.problem) == ({"baton.bytes": 3}, "transfer_timeout")
+    assert decode.end_s - decode.start_s == pytest.approx(2.0, abs=1e-6)
+    assert decode.end_s - decode.events["first token"] == pytest.approx(1.0, abs=1e-6)
+
+
+async def test_no_span_ends_before_it_begins(collector: Collector) -> None:
+    """Whatever the loop's clock, which stands still between its turns, says in between."""
+    tracing = tracing_to(collector.endpoint)
+    for _ in range(50):
+        span = tracing.start("placement")
+        span.event("something", asyncio.get_running_loop().time() - 0.01)
+        span.end()
+    late = tracing.start("kv pull")
+    late.end(at_s=asyncio.get_running_loop().time() - 1.0)
+    await tracing.aclose()
+    assert len(collector.spans) == 51
+    assert all(span.start_s <= min(span.events.values(), default=span.end_s) <= span.end_s for span in collector.spans)
+
+
+async def test_a_trace_without_a_beginning_begins_here(collector: Collector) -> None:
+    tracing = tracing_to(collector.endpoint)
+    for context in ("", "garbage", f"00-{'0' * 32}-{SPAN}-01"):
+        tracing.start("request", context).end()
+    await tracing.aclose()
+    assert [span.parent_id for span in collector.spans] == ["", "", ""]
+    assert len({span.trace_id for span in collector.spans}) == 3
+
+
+async def test_what_is_recorded_is_decided_where_a_trace_begins(collector: Collector) -> None:
+    tracing = tracing_to(collector.endpoint, sample=0.0)
+    own = tracing.start("request")
+    below = tracing.start("placement", own.context)
+    elsewhere = tracing.start("request", CONTEXT)
+    for span in (own, below, elsewhere):
+        span.end()
+    await tracing.aclose()
+    assert [span.trace_id for span in collector.spans] == [TRACE]
+    assert not own.is_recorded
+    assert not below.is_recorded
+    assert is_traceparent(own.context)
+    assert not int(own.context[-2:], 16) & 1
+    assert below.context.split("-")[1] == own.context.split("-")[1]
+
+
+async def test_a_part_of_traces(collector: Collector) -> None:
+    tracing = tracing_to(collector.endpoint, sample=0.25)
+    recorded = sum(tracing.start("request").is_recorded for _ in range(2000))
+    await tracing.aclose()
+    assert 380 < recorded < 620  # six standard deviations
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_collector_that_takes_nothing_holds_nobody_up(collector: Collector, is_there: bool) -> None:
+    """Also not the end of the process: not there at all, or there and silent."""
+    loop = asyncio.get_running_loop()
+    collector.answers = False
+    if not is_there:
+        await collector.stop()
+    tracing = tracing_to(collector.endpoint)
+    began_s = loop.time()
+    for _ in range(2 * MAX_WAITING_SPANS):
+        tracing.start("request").end()
+    assert loop.time() - began_s < 5.0
+    began_s = loop.time()
+    await tracing.aclose()
+    assert loop.time() - began_s < FLUSH_S + 1.0
+
+
+@pytest.mark.parametrize(
+    "url", ["collector:4317", "grpc://c:4317", "http://c", "http://:4317", "http://c:x", "http://c:4318/v1/traces", ""]
+)
+def test_an_endpoint_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint: expected http://HOST:PORT"):
+        GatewayConfig(otlp_endpoint=url)
+
+
+@pytest.mark.parametrize("settings", [{"trace_sample": 1.1}, {"trace_sample": -0.1}])
+def test_a_part_that_is_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="trace_sample"):
+        GatewayConfig(**settings)

@@ -1,0 +1,71 @@
+"""The span of a placement: what was asked, what was answered, and why not."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from baton.core.cluster import Placement, Rejection, StillWaiting
+from baton.core.errors import Reason, Refused
+from baton.scheduler.service import Scheduler
+from baton.scheduler.traced import TracedScheduler
+from tests import builders
+from tests.recorded_spans import RecordedTracing
+from tests.unit.scheduler.costed import costed, queued
+from tests.unit.scheduler.one_scheduler import a_scheduler, join, settle
+
+REQUEST = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+
+
+def traced(scheduler: Scheduler) -> tuple[TracedScheduler, RecordedTracing]:
+    tracing = RecordedTracing()
+    return TracedScheduler(scheduler, tracing), tracing
+
+
+async def test_a_placement_says_who_and_what_was_predicted() -> None:
+    async with a_scheduler("kv_centric") as (scheduler, network):
+        service, tracing = traced(scheduler)
+        await join(network, costed("h0", "hybrid"))
+        answer = await service.place(replace(builders.query(), trace_context=REQUEST))
+        assert isinstance(answer, Placement)
+        span = tracing.only("placement")
+        assert span.parent == REQUEST
+        assert span.attributes["baton.outcome"] == "placed"
+        assert (span.attributes["baton.policy"], span.attributes["baton.decode"]) == ("kv_centric", "h0")
+        assert span.attributes["baton.predicted_ttft_s"] == answer.ttft_s
+        assert "baton.prefill" not in span.attributes
+        assert span.ended_s is not None
+
+
+async def test_a_rejection_says_why() -> None:
+    async with a_scheduler() as (scheduler, _):
+        service, tracing = traced(scheduler)
+        answer = await service.place(builders.query())
+        assert isinstance(answer, Rejection)
+        span = tracing.only("placement")
+        assert (span.attributes["baton.reason"], span.attributes["baton.term"]) == ("no_workers", answer.term)
+        assert span.problem == Reason.NO_WORKERS.value
+
+
+async def test_who_waits_has_a_span_a_question() -> None:
+    async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
+        service, tracing = traced(scheduler)
+        await join(network, costed("h0", "hybrid", **queued(1_000_000)))
+        query = replace(builders.query(), answer_within_s=0.05, trace_context=REQUEST)
+        for _ in range(2):
+            assert isinstance(await service.place(query), StillWaiting)
+        assert [span.attributes["baton.outcome"] for span in tracing.named("placement")] == ["waits", "waits"]
+
+
+async def test_a_scheduler_that_leaves_and_a_question_that_is_given_up() -> None:
+    async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
+        service, tracing = traced(scheduler)
+        await join(network, costed("h0", "hybrid", **queued(1_000_000)))
+        asking = asyncio.create_task(service.place(builders.query()))
+        await settle()
+        asking.cancel()
+        await asyncio.wait((asking,))
+        await scheduler.aclose()
+        with pytest.raises(Refused):
+            await service.place(builders.query())
+        assert [span.problem for span in tracing.named("placement")] == ["cancelled", "draining"]

@@ -1,0 +1,106 @@
+"""The spans of a worker's jobs, pulls and leases: one each, ended once, below the right one."""
+
+import asyncio
+from dataclasses import replace
+
+from baton.core.errors import Reason
+from baton.core.jobs import Cancel
+from tests.recorded_spans import RecordedTracing
+from tests.unit.worker.harness import cluster, pair
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.trio import trio
+from tests.unit.worker.virtual import virtual
+
+REQUEST = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+SETTINGS = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+
+
+@virtual
+async def test_prefill_pull_and_decode_hang_together() -> None:
+    tracing = RecordedTracing()
+    async with pair(tracing=tracing) as both:
+        _, job = both.send(num_tokens=30, trace_context=REQUEST)
+        await both.to_d.ended(job.job)
+        await both.until_clean()
+        prefill, decode, pull, lease = (tracing.only(name) for name in ("prefill", "decode", "kv pull", "kv lease"))
+        assert prefill.parent == decode.parent == REQUEST
+        assert (pull.parent, lease.parent) == (decode.context, pull.context)
+        assert (pull.kind, lease.kind) == ("client", "server")
+        assert (prefill.attributes["baton.output_tokens"], decode.attributes["baton.output_tokens"]) == (1, 8)
+        assert pull.attributes["baton.outcome"] == "landed"
+        assert pull.attributes["baton.blocks"] == 8
+        assert lease.attributes["baton.outcome"] == "released"
+        assert all(span.ended_s is not None and not span.problem for span in tracing.spans)
+        assert [name for name, _ in prefill.events] == ["admitted"]
+        assert [name for name, _ in pull.events] == ["first ready", "final ready"]
+        ((_, first_token_s),) = decode.events
+        assert pull.ended_s is not None
+        assert decode.ended_s is not None
+        assert pull.ended_s <= first_token_s < decode.ended_s
+
+
+@virtual
+async def test_a_prefix_pull_is_below_the_prefill_that_wants_it() -> None:
+    tracing = RecordedTracing()
+    async with trio(tracing=tracing) as made:
+        await made.hold()
+        tracing.spans.clear()
+        await made.answered(*made.send(trace_context=REQUEST))
+        (prefix,) = (span for span in tracing.named("kv pull") if span.attributes.get("baton.pulls") == "prefix")
+        assert prefix.parent == tracing.only("prefill").context
+        assert prefix.attributes["baton.bytes"] > 0
+        assert {span.parent for span in tracing.named("kv lease")} == {span.context for span in tracing.named("kv pull")}
+
+
+@virtual
+async def test_a_job_that_is_cancelled_or_refused_ends_its_spans() -> None:
+    tracing = RecordedTracing()
+    async with pair(tracing=tracing) as both:
+        _, cancelled = both.jobs(num_tokens=30, trace_context=REQUEST)
+        both.to_d.send(cancelled)  # without its prefill job: it waits
+        await both.settle()
+        both.to_d.send(Cancel(job=cancelled.job, reason=Reason.CANCELLED))
+        refused = replace(decode_job(30, request=b"refused", trace_context=REQUEST), sample_indices=(1, 1))
+        both.to_d.send(refused)
+        await both.to_d.until(lambda: both.to_d.failures[refused.job])
+        await both.until_clean()
+        first, second = tracing.named("decode")
+        assert (first.attributes["baton.outcome"], first.problem) == ("cancelled", "")
+        assert (second.attributes["baton.outcome"], second.problem) == ("invalid_request", "invalid_request")
+        assert (tracing.only("kv pull").attributes["baton.outcome"], tracing.only("kv pull").problem) == ("cancelled", "")
+        assert all(span.ended_s is not None for span in tracing.spans)
+
+
+@virtual
+async def test_a_job_that_comes_twice_has_one_span() -> None:
+    tracing = RecordedTracing()
+    async with cluster(tracing=tracing) as made:
+        node = made.start("h", **SETTINGS)
+        gateway = made.gateway(node)
+        await gateway.connect()
+        job = decode_job(30, trace_context=REQUEST)
+        gateway.send(job)
+        gateway.send(job)
+        await gateway.ended(job.job)
+        await asyncio.sleep(0.1)
+        decode = tracing.only("decode")
+        assert [name for name, _ in decode.events] == ["first token", "admitted"]
+        assert decode.attributes["baton.output_tokens"] == 8
+
+
+@virtual
+async def test_tokens_of_every_sample_count_and_replayed_ones_do_not() -> None:
+    tracing = RecordedTracing()
+    async with cluster(tracing=tracing) as made:
+        node = made.start("h", **SETTINGS)
+        gateway = made.gateway(node)
+        await gateway.connect()
+        both = decode_job(30, trace_context=REQUEST, sample_indices=(0, 1))
+        gateway.send(both)
+        await gateway.ended(both.job)
+        later = replace(decode_job(30, request=b"later", attempt=1, trace_context=REQUEST), num_prompt_tokens=27)  # 3 were delivered
+        gateway.send(later)
+        await gateway.ended(later.job)
+        first, second = tracing.named("decode")
+        assert first.attributes["baton.output_tokens"] == 16
+        assert (second.attributes["baton.output_tokens"], second.attributes["baton.replayed_tokens"]) == (5, 3)

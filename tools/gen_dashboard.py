@@ -1,0 +1,434 @@
+"""Write the Grafana dashboard that the chart brings, from the rows and panels below.
+
+    python tools/gen_dashboard.py            write it
+    python tools/gen_dashboard.py --check    exit 1 if the file is not what this writes
+
+Only metrics of Baton's own are asked for (`services/baton/runtime/metrics.py`). Every query is limited to the namespaces chosen above;
+where series have no such label, that is all of them. Worker metrics are told apart by role with `baton_worker_info`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).resolve().parent.parent / "helm/baton/files/dashboards/baton.json"
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH = 24
+ROLE = "on (namespace, instance) group_left (role) baton_worker_info"
+SERVICE = "on (namespace, instance) group_left (service) baton_build_info"
+_METRIC = re.compile(r"\b((?:baton|process)_\w+)(\{([^}]*)\})?")
+
+
+def in_namespace(query: str) -> str:
+    """The query with each of its metrics limited to the chosen namespaces."""
+    return _METRIC.sub(lambda m: f'{m[1]}{{{m[3] + ", " if m[3] else ""}namespace=~"$namespace"}}', query)
+
+
+def rate(metric: str, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}[$__rate_interval]))"
+
+
+def share(part: str, whole: str, by: str = "") -> str:
+    return f"{rate(part, by)} / {rate(whole, by)}"
+
+
+def quantile(q: float, histogram: str, by: str = "") -> str:
+    return f"histogram_quantile({q:g}, {rate(f'{histogram}_bucket', f'{by}, le' if by else 'le')})"
+
+
+def by_role(query: str, by: str = "role") -> str:
+    """Of a worker's metrics."""
+    return f"sum by ({by}) ({query} * {ROLE})"
+
+
+KEPT = share('baton_slo_promises_total{outcome="kept"}', "baton_slo_promises_total", "term")
+ASKED = 'baton_prefix_hit_tokens_total{kind="asked"}'
+RATIOS = "baton_predicted_over_actual_ratio_count"
+RATIO_TO_80 = 'baton_predicted_over_actual_ratio_bucket{le="0.8"}'
+RATIO_TO_125 = 'baton_predicted_over_actual_ratio_bucket{le="1.25"}'
+STEPS = by_role("rate(baton_step_seconds_bucket[$__rate_interval])", "role, le")
+LAG = f"sum by (service, instance, le) (rate(baton_event_loop_lag_seconds_bucket[$__rate_interval]) * {SERVICE})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """`queries`: legend → query."""
+
+    title: str
+    queries: dict[str, str]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 8
+    height: int = 8
+    text: str = ""
+    stacked: bool = False
+    most: float | None = None
+
+    def drawn(self, number: int, x: int, y: int) -> dict[str, Any]:
+        is_heatmap = self.kind == "heatmap"
+        custom: dict[str, Any] = {"fillOpacity": 20 if self.stacked else 5, "showPoints": "never"}
+        if self.stacked:
+            custom["stacking"] = {"mode": "normal"}
+        defaults: dict[str, Any] = {"unit": self.unit, "min": 0, "custom": {} if self.kind != "timeseries" else custom}
+        if self.most is not None:
+            defaults["max"] = self.most
+        return {
+            "id": number,
+            "type": self.kind,
+            "title": self.title,
+            "description": self.text,
+            "datasource": DATASOURCE,
+            "gridPos": {"x": x, "y": y, "w": self.width, "h": self.height},
+            "fieldConfig": {"defaults": defaults, "overrides": []},
+            "options": _OPTIONS[self.kind] | ({"yAxis": {"unit": self.unit}} if is_heatmap else {}),
+            "targets": [
+                {
+                    "refId": chr(ord("A") + index),
+                    "datasource": DATASOURCE,
+                    "expr": in_namespace(query),
+                    "legendFormat": legend,
+                    "format": "heatmap" if is_heatmap else "time_series",
+                }
+                for index, (legend, query) in enumerate(self.queries.items())
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    title: str
+    panels: list[Panel] = field(default_factory=list)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
+    "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"},
+    "heatmap": {"calculate": False, "color": {"mode": "scheme", "scheme": "Oranges"}, "cellGap": 1},
+}
+
+ROWS = [
+    Row(
+        title="Requests and promises",
+        panels=[
+            Panel(title="Requests", queries={"": rate("baton_requests_total")}, unit="reqps", kind="stat", width=4, height=4),
+            Panel(
+                title="Ended well",
+                queries={"": share('baton_requests_total{code="200"}', "baton_requests_total")},
+                unit="percentunit",
+                kind="stat",
+                width=4,
+                height=4,
+                most=1,
+            ),
+            Panel(title="Open requests", queries={"": "sum(baton_open_requests)"}, kind="stat", width=4, height=4),
+            Panel(
+                title="Promises kept",
+                text="Of requests that ended well and had such a promise.",
+                queries={"{{term}}": KEPT},
+                unit="percentunit",
+                kind="stat",
+                width=6,
+                height=4,
+                most=1,
+            ),
+            Panel(
+                title="Ready workers",
+                queries={"{{role}}": 'max by (role) (baton_workers{state="ready"})'},
+                kind="stat",
+                width=6,
+                height=4,
+            ),
+            Panel(
+                title="Requests by status",
+                queries={"{{code}} {{reason}}": rate("baton_requests_total", "code, reason")},
+                unit="reqps",
+                stacked=True,
+            ),
+            Panel(
+                title="Refused by schedulers, by reason",
+                text="Before any prefill was spent.",
+                queries={"{{reason}}": rate("baton_rejections_total", "reason")},
+                unit="reqps",
+                stacked=True,
+            ),
+            Panel(
+                title="SLO attainment",
+                queries={"{{term}}": KEPT},
+                unit="percentunit",
+                most=1,
+            ),
+        ],
+    ),
+    Row(
+        title="Latency, as clients see it",
+        panels=[
+            Panel(title="TTFT", queries={"{{le}}": rate("baton_ttft_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
+            Panel(title="TPOT", queries={"{{le}}": rate("baton_tpot_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
+            Panel(title="TTFT", queries={f"p{q * 100:g}": quantile(q, "baton_ttft_seconds") for q in (0.5, 0.9, 0.99)}, unit="s"),
+            Panel(title="TPOT", queries={f"p{q * 100:g}": quantile(q, "baton_tpot_seconds") for q in (0.5, 0.9, 0.99)}, unit="s"),
+            Panel(
+                title="Where a request's seconds go (mean)",
+                text="Placement and waiting for it; queue; prefill; KV that came after it; the wait for a decode step; decode.",
+                queries={"{{phase}}": share("baton_request_phase_seconds_sum", "baton_request_phase_seconds_count", "phase")},
+                unit="s",
+                stacked=True,
+            ),
+            Panel(
+                title="Attempts lost, by reason",
+                queries={"{{reason}}": rate("baton_attempts_total", "reason")},
+                unit="reqps",
+                stacked=True,
+                width=12,
+            ),
+            Panel(
+                title="Pauses around lost workers, p99", queries={"p99": quantile(0.99, "baton_resume_pause_seconds")}, unit="s", width=12
+            ),
+        ],
+    ),
+    Row(
+        title="Queues",
+        panels=[
+            Panel(
+                title="Waiting at the scheduler",
+                queries={"requests": "sum(baton_waiting_requests)", "p99 wait (s)": quantile(0.99, "baton_waiting_seconds")},
+            ),
+            Panel(
+                title="Prompt tokens that wait, by worker (P queue)",
+                queries={"{{role}} {{instance}}": f"baton_waiting_prefill_tokens * {ROLE}"},
+            ),
+            Panel(
+                title="Sequences that run, by worker (D batch)",
+                queries={"{{role}} {{instance}}": f"baton_running_seqs * {ROLE}"},
+            ),
+            Panel(title="Sequences that wait, by role", queries={"{{role}}": by_role("baton_waiting_seqs")}),
+            Panel(
+                title="Step duration, p50 and p99 by role",
+                queries={f"p{q * 100:g} {{{{role}}}}": f"histogram_quantile({q:g}, {STEPS})" for q in (0.5, 0.99)},
+                unit="s",
+            ),
+            Panel(
+                title="Tokens computed, by role",
+                queries={"{{role}}": by_role("rate(baton_step_tokens_total[$__rate_interval])")},
+            ),
+        ],
+    ),
+    Row(
+        title="KV flow",
+        panels=[
+            Panel(title="KV read, by transport", queries={"{{transport}}": rate("baton_transfer_bytes_total", "transport")}, unit="Bps"),
+            Panel(
+                title="Speed while reading, by transport",
+                text="Bytes over the seconds in which a read of a transfer ran.",
+                queries={"{{transport}}": share("baton_transfer_bytes_total", "baton_transfer_read_seconds_total", "transport")},
+                unit="Bps",
+            ),
+            Panel(
+                title="Transfers by outcome",
+                queries={"{{transport}} {{outcome}}": rate("baton_transfers_total", "transport, outcome")},
+                unit="ops",
+                stacked=True,
+            ),
+            Panel(
+                title="Measured speed of links",
+                queries={"{{instance}} reads {{peer}} ({{transport}})": "baton_link_bytes_per_second"},
+                unit="Bps",
+            ),
+            Panel(
+                title="Transfers, p50 and p99",
+                queries={f"p{q * 100:g}": quantile(q, "baton_transfer_seconds") for q in (0.5, 0.99)},
+                unit="s",
+            ),
+            Panel(
+                title="Leases",
+                queries={"open": "sum(baton_open_leases)", "{{outcome}}/s": rate("baton_leases_ended_total", "outcome")},
+            ),
+            Panel(
+                title="What must not be",
+                queries={
+                    "broken links": "sum(baton_broken_links)",
+                    "blocks disproved/s ({{field}})": rate("baton_proof_failures_total", "field"),
+                    "notices dropped/s ({{kind}})": rate("baton_dropped_notices_total", "kind"),
+                },
+            ),
+        ],
+    ),
+    Row(
+        title="Cache and memory",
+        panels=[
+            Panel(
+                title="Prompt tokens from a cache",
+                text="As clients are told; beside it, of placed requests, what the scheduler predicted and what was found.",
+                queries={
+                    "told": share("baton_cached_tokens_total", "baton_prompt_tokens_total"),
+                    "predicted": share('baton_prefix_hit_tokens_total{kind="predicted"}', ASKED),
+                    "actual": share('baton_prefix_hit_tokens_total{kind="actual"}', ASKED),
+                },
+                unit="percentunit",
+                most=1,
+            ),
+            Panel(
+                title="Blocks by tier and state",
+                queries={"{{role}} {{tier}} {{state}}": by_role("baton_kv_blocks", "role, tier, state")},
+                stacked=True,
+            ),
+            Panel(
+                title="Evictions, preemptions",
+                queries={
+                    "evicted/s {{role}}": by_role("rate(baton_evictions_total[$__rate_interval])"),
+                    "preempted/s {{role}}": by_role("rate(baton_preemptions_total[$__rate_interval])"),
+                },
+            ),
+            Panel(
+                title="Blocks held for others",
+                queries={"{{role}} {{instance}}": f"baton_kv_blocks_held_for_others * {ROLE}"},
+            ),
+            Panel(
+                title="Prefix index",
+                queries={
+                    "blocks": "max(baton_prefix_index_claims)",
+                    "workers behind": "max(baton_prefix_workers_behind)",
+                    "workers that lag in telling": "sum(baton_kv_publisher_behind)",
+                    "told anew/s": rate("baton_kv_resets_total"),
+                },
+            ),
+            Panel(
+                title="Tokens in and out",
+                queries={"prompt/s": rate("baton_prompt_tokens_total"), "output/s": rate("baton_output_tokens_total")},
+            ),
+        ],
+    ),
+    Row(
+        title="Predictions and decisions",
+        panels=[
+            Panel(
+                title="Predicted over actual, by term",
+                text="1 is right. Above: it was faster than predicted.",
+                queries={f"p{q * 100:g} {{{{term}}}}": quantile(q, "baton_predicted_over_actual_ratio", "term") for q in (0.1, 0.5, 0.9)},
+            ),
+            Panel(
+                title="Within a quarter of what happened",
+                queries={"{{term}}": f"{share(RATIO_TO_125, RATIOS, 'term')} - {share(RATIO_TO_80, RATIOS, 'term')}"},
+                unit="percentunit",
+                most=1,
+            ),
+            Panel(
+                title="Median by worker",
+                queries={"{{term}} {{worker}}": quantile(0.5, "baton_predicted_over_actual_ratio", "term, worker")},
+            ),
+            Panel(title="Decisions", queries={"{{policy}}": rate("baton_decisions_total", "policy")}, unit="ops", width=12),
+            Panel(title="Time to decide, p99", queries={"p99": quantile(0.99, "baton_decision_seconds")}, unit="s", width=12),
+        ],
+    ),
+    Row(
+        title="Processes",
+        panels=[
+            Panel(
+                title="Event loop late, p99",
+                queries={"{{service}} {{instance}}": f"histogram_quantile(0.99, {LAG})"},
+                unit="s",
+            ),
+            Panel(title="Tasks", queries={"{{service}} {{instance}}": f"baton_event_loop_tasks * {SERVICE}"}),
+            Panel(
+                title="Workers by role and state",
+                queries={"{{role}} {{state}}": "max by (role, state) (baton_workers)"},
+                stacked=True,
+            ),
+            Panel(
+                title="Lives of workers in the last hour",
+                text="More than one at an instance: it was started again.",
+                queries={
+                    "{{instance}}": "count by (instance) (count by (instance, epoch) (last_over_time(baton_worker_info[1h])))",
+                },
+            ),
+            Panel(
+                title="Memory",
+                queries={"{{service}} {{instance}}": f"process_resident_memory_bytes * {SERVICE}"},
+                unit="bytes",
+            ),
+            Panel(
+                title="CPU",
+                queries={"{{service}} {{instance}}": f"rate(process_cpu_seconds_total[$__rate_interval]) * {SERVICE}"},
+            ),
+            Panel(
+                title="Redis, as schedulers see it",
+                queries={"records not written": "max(baton_store_degraded)", "block events not read": "max(baton_kv_events_degraded)"},
+                most=1,
+            ),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    return {
+        "uid": "baton",
+        "title": "Baton",
+        "tags": ["baton", "llm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+                {
+                    "name": "namespace",
+                    "type": "query",
+                    "datasource": DATASOURCE,
+                    "query": {"query": "label_values(baton_build_info, namespace)", "refId": "namespace"},
+                    "refresh": 2,
+                    "multi": True,
+                    "includeAll": True,
+                    "allValue": ".*",
+                    "current": {"text": "All", "value": "$__all"},
+                },
+            ]
+        },
+        "panels": list(_panels()),
+    }
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    number, y = 1, 0
+    for row in ROWS:
+        yield {
+            "id": number,
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+            "panels": [],
+        }
+        number, y, x, line_height = number + 1, y + 1, 0, 0
+        for panel in row.panels:
+            if x + panel.width > WIDTH:
+                x, y, line_height = 0, y + line_height, 0
+            yield panel.drawn(number, x, y)
+            number, x, line_height = number + 1, x + panel.width, max(line_height, panel.height)
+        y += line_height
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="say whether the file is what this writes, and change nothing")
+    if parser.parse_args().check:
+        is_fresh = FILE.exists() and FILE.read_text(encoding="utf-8") == text()
+        if not is_fresh:
+            print(f"{FILE} is stale; run: python tools/gen_dashboard.py", file=sys.stderr)
+        return 0 if is_fresh else 1
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    FILE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
