@@ -3,7 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -16,6 +17,7 @@ from baton.core.cluster import DecisionRecord
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.front import ClusterStatus, WorkerStatus
 from baton.core.plain import to_plain
+from baton.runtime.network import host_of, own_addresses
 from baton.runtime.settings import FrontDoorSettings
 from baton.runtime.tls import machine_authorities
 
@@ -25,6 +27,9 @@ WATCH_S = 1.0
 WAIT_POLL_S = 0.25
 SILENCE_S = 30.0
 """How long a wait for a drain goes on without an answer of the gateway; it may be restarted meanwhile."""
+DRAIN_LIMIT_S = 300.0
+NOT_GONE_EXIT_CODE = 3
+"""Of `baton drain --wait` whose workers are still there after --limit-s."""
 LAST = "last"
 SYSTEM = "system"
 """Instead of a file of authorities: those that the machine trusts."""
@@ -142,15 +147,26 @@ def explain(request_id: str, where: Where) -> None:
 @click.argument("worker", required=False)
 @click.option("--here", is_flag=True, help="Drain the workers of this machine (of this pod) instead of one by name.")
 @click.option("--wait", is_flag=True, help="Return when they have left, instead of when they have been told.")
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DRAIN_LIMIT_S,
+    help=f"With --wait, seconds after which whoever is still there is named, and the exit code is {NOT_GONE_EXIT_CODE}. "
+    f"Default: {DRAIN_LIMIT_S:g}.",
+)
 @_gateway_option
-def drain(worker: str | None, here: bool, wait: bool, where: Where) -> None:
+def drain(worker: str | None, here: bool, wait: bool, limit_s: float, where: Where) -> None:
     """Let a worker finish what it runs, take nothing new, and leave.
 
-    WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest.
+    WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest. Of a fleet on a Ray cluster of others
+    its place is then filled on another node.
     """
     if here == (worker is not None):
         raise click.UsageError("give the name of a worker, or --here")
-    _ask(where, lambda gateway: _drain(gateway, worker, wait))
+    left = _ask(where, lambda gateway: _drain(gateway, worker, limit_s if wait else None))
+    if left:
+        click.echo(f"baton: not gone within {limit_s:g} s: {', '.join(left)}", err=True)
+        sys.exit(NOT_GONE_EXIT_CODE)
 
 
 COMMANDS = (status, explain, drain)
@@ -201,21 +217,23 @@ async def _watch(where: Where, as_json: bool) -> None:
                 await asyncio.sleep(WATCH_S)
 
 
-async def _drain(gateway: Gateway, worker_id: str | None, wait: bool) -> None:
-    """Ask one worker, or for None those of this machine; with `wait`, return when those lives of theirs are gone."""
+async def _drain(gateway: Gateway, worker_id: str | None, wait_s: float | None) -> list[str]:
+    """Ask one worker, or for None those of this machine; with `wait_s`, return when those lives of theirs are gone, or after as long.
+    Returns the names of those that are not."""
     found = await gateway.status()
-    leaving = drained(found, worker_id, socket.gethostname())
+    leaving = drained(found, worker_id, socket.gethostname(), own_addresses())
     for worker in leaving:
         await gateway.drain(worker.worker.worker_id)
         click.echo(f"{worker.worker.worker_id} ({worker.role.value}, pid {worker.pid}) finishes {_work(worker)} and leaves")
-    if wait:
-        await _until_gone(gateway, leaving)
+    return [] if wait_s is None else await _until_gone(gateway, leaving, wait_s)
 
 
-def drained(found: ClusterStatus, worker_id: str | None, host: str) -> tuple[WorkerStatus, ...]:
-    """The workers meant: the one of that name, or for None all on `host`. Raises BatonError, naming those there are, when it is nobody."""
+def drained(found: ClusterStatus, worker_id: str | None, host: str, addresses: Collection[str]) -> tuple[WorkerStatus, ...]:
+    """The workers meant: the one of that name, or for None all of this machine, those that serve at one of its `addresses`, or, where none
+    does, those that say that they are on `host`. Raises BatonError, naming those there are, when it is nobody."""
     if worker_id is None:
-        leaving = tuple(worker for worker in found.workers if worker.host == host)
+        leaving = tuple(worker for worker in found.workers if host_of(worker.worker.address) in addresses)
+        leaving = leaving or tuple(worker for worker in found.workers if worker.host == host)
         what = f"no worker on this machine ({host})"
     else:
         leaving = tuple(worker for worker in found.workers if worker.worker.worker_id == worker_id)
@@ -231,12 +249,13 @@ def _work(worker: WorkerStatus) -> str:
     return f"{count} sequence{'' if count == 1 else 's'}"
 
 
-async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...]) -> None:
-    """Bounded by the workers' own `drain_s`, and by `SILENCE_S` where the gateway does not answer."""
+async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...], limit_s: float) -> list[str]:
+    """Who is not after `limit_s`. Raises StreamBroken where the gateway does not answer for `SILENCE_S`."""
     loop = asyncio.get_running_loop()
     left = {worker.worker.worker_id: worker.worker for worker in leaving}
     heard_s = loop.time()
-    while left:
+    end_s = heard_s + limit_s
+    while left and loop.time() < end_s:
         await asyncio.sleep(WAIT_POLL_S)
         try:
             found = await gateway.status()
@@ -249,3 +268,4 @@ async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...]) -> No
             if not any(life.is_same_life(worker.worker) for worker in found.workers):
                 click.echo(f"{worker_id} has left")
                 del left[worker_id]
+    return list(left)

@@ -18,10 +18,18 @@ class WorkerSpec:
 
 
 def plan_workers(settings: FleetSettings, cores: Sequence[int]) -> list[WorkerSpec]:
-    """Workers `w0`, `w1`, …: prefill, then decode, then hybrid. `cores` (empty: do not pin) are split between them."""
+    """Prefill workers, then decode, then hybrid. `cores` (empty: do not pin) are split between them.
+
+    On a Ray of our own they are `w0`, `w1`, …; on a cluster of others, where they may outlive who asked for them, `prefill-0`, `decode-0`,
+    …, so that a name means the same worker when there are more or fewer of another role.
+    """
     roles = [WorkerRole.PREFILL] * settings.prefill + [WorkerRole.DECODE] * settings.decode + [WorkerRole.HYBRID] * settings.hybrid
     shares = share_cores(cores, len(roles))
-    return [WorkerSpec(worker_id=f"w{i}", role=role, cores=share) for i, (role, share) in enumerate(zip(roles, shares, strict=True))]
+    if settings.ray_address is None:
+        names = [f"w{i}" for i in range(len(roles))]
+    else:
+        names = [f"{role.value}-{roles[:i].count(role)}" for i, role in enumerate(roles)]
+    return [WorkerSpec(worker_id=name, role=role, cores=share) for name, role, share in zip(names, roles, shares, strict=True)]
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_ex
 from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, plan_workers
 from baton.fleet.progress import Progress, Say
-from baton.fleet.ray_fleet import RayFleet
+from baton.fleet.ray_fleet import Joined, RayFleet
 from baton.fleet.run_dir import RunDir
 from baton.fleet.supervisor import Child, ChildSpec, baton_command
 from baton.fleet.worker_actor import WorkerFacts
@@ -45,9 +45,10 @@ class Cluster:
         self._progress = Progress(say)
         self._say = say
         self._children: list[Child] = []
-        self._fleet = RayFleet(
-            ray_dir=run.path / "ray", ray_address=config.ray_address, log_dir=log_dir, detached=False, on_change=self._worker_changed
-        )
+        joined = None
+        if config.ray_address is not None:
+            joined = Joined(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement)
+        self._fleet = RayFleet(ray_dir=run.path / "ray", log_dir=log_dir, joined=joined, on_change=self._worker_changed, say=say)
         self._serving = False
         self.http_url = ""
         self.grpc_address = ""
@@ -63,9 +64,18 @@ class Cluster:
         model = await self._model()
         async with asyncio.TaskGroup() as group:
             ray = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
+            if self._is_joined:
+                await ray  # which says at what address the workers' nodes reach us
             redis_url = config.redis_url or await self._start_redis()
+            host = self._fleet.node_address
             scheduler = derive(
-                SchedulerConfig, config, host=LOOPBACK, redis_url=redis_url, rpc_port=self._free_port(), log_dir=self._log_dir
+                SchedulerConfig,
+                config,
+                host=host,
+                advertise_host=self._advertise_host,
+                redis_url=redis_url,
+                rpc_port=choose_port(host, 0, flag="--rpc-port"),
+                log_dir=self._log_dir,
             )
             group.create_task(self._start_child("scheduler", scheduler, config.policy))
             gateway = derive(
@@ -75,12 +85,14 @@ class Cluster:
                 grpc_port=grpc_port,
                 model=model,
                 served_model_name=config.model_name,
+                advertise_host=None,
                 redis_url=redis_url,
                 log_dir=self._log_dir,
             )
             group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
             await ray
-            for spec in plan_workers(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []):
+            cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and not self._is_joined else []
+            for spec in plan_workers(config, cores):
                 group.create_task(self._start_worker(spec, self._worker_config(spec, model, redis_url)))
         await self._progress.phase("link", self._until_ready(), str)
         self._serving = True
@@ -107,6 +119,9 @@ class Cluster:
 
     async def _model(self) -> str:
         """The directory that every process loads without the network; a hub id is fetched now, once."""
+        if self._is_joined:  # each node has the model, or fetches it; this one needs it for its tokenizer
+            await model_directory(self._config.model)
+            return self._config.model
         began_s = asyncio.get_running_loop().time()
         directory = await model_directory(self._config.model)
         if directory != self._config.model and self._config.model != DEMO:
@@ -114,7 +129,10 @@ class Cluster:
         return directory
 
     async def _start_redis(self) -> str:
-        command = redis_command(self._run.path / "redis")
+        if self._is_joined:
+            command = redis_command(self._run.path / "redis", host=self._fleet.node_address, advertise_host=self._advertise_host)
+        else:
+            command = redis_command(self._run.path / "redis")
         child = Child(self._spec("redis", command.argv, START_S, command.wait_until_ready), on_restart=self._child_is_back)
         self._children.append(child)
         await self._progress.phase("redis", child.start(), lambda _: command.description)
@@ -130,22 +148,24 @@ class Cluster:
 
     async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
         def describe(facts: WorkerFacts) -> str:
-            return f"{spec.role.value:<8} pid {facts.pid}  {facts.summary}"
+            return f"{spec.role.value:<8} pid {facts.pid}{f' on {facts.host}' if self._is_joined else ''}  {facts.summary}"
 
-        await self._progress.phase(f"worker {spec.worker_id}", self._fleet.start(spec, settings), describe)
+        name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
+        await self._progress.phase(name, self._fleet.start(spec, settings), describe)
 
     def _worker_config(self, spec: WorkerSpec, model: str, redis_url: str) -> WorkerConfig:
         config = self._config
         return derive(
             WorkerConfig,
             config,
-            host=LOOPBACK,
+            host=LOOPBACK,  # on nodes of a cluster, the node's own address
+            advertise_host=None,
             worker_id=spec.worker_id,
             role=spec.role.value,
             model=model,
             served_model_name=config.model_name,
             redis_url=redis_url,
-            threads_per_worker=config.threads_per_worker or max(1, len(spec.cores)),
+            threads_per_worker=config.threads_per_worker or len(spec.cores) or (None if self._is_joined else 1),
             workers_on_host=config.prefill + config.decode + config.hybrid,
             log_dir=self._log_dir,
         )
@@ -187,8 +207,13 @@ class Cluster:
         if self._serving:
             self._say(f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}")
 
-    def _free_port(self) -> int:
-        return choose_port(LOOPBACK, 0, flag="--rpc-port")
+    @property
+    def _is_joined(self) -> bool:
+        return self._config.ray_address is not None
+
+    @property
+    def _advertise_host(self) -> str | None:
+        return self._config.advertise_host if self._is_joined else None
 
 
 async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:

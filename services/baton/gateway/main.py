@@ -148,7 +148,7 @@ def _membership(config: GatewayConfig, stack: AsyncExitStack) -> Membership | No
         return None
     connection = RedisConnection(config.redis_url)
     stack.push_async_callback(connection.aclose)
-    return RedisMembership(connection, Keys())
+    return RedisMembership(connection, Keys(cluster=config.cluster))
 
 
 @asynccontextmanager

@@ -5,6 +5,9 @@ import socket
 
 from baton.core.errors import ConfigError
 
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
+"""What a service listens on to be reached at every address of its machine."""
+_OF_THIS_MACHINE_ALONE = ("127.", "::1", "fe80:")
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address reserved for documentation: asking for the way there sends nothing."""
 
@@ -36,7 +39,7 @@ def advertised_host(host: str, advertise_host: str | None) -> str:
     address", the one this machine would use towards other networks."""
     if advertise_host:
         return advertise_host
-    return outward_address() if host in ("", "0.0.0.0", "::") else host
+    return outward_address() if host in EVERY_ADDRESS else host
 
 
 def outward_address() -> str:
@@ -53,6 +56,23 @@ def outward_address() -> str:
 def join_address(host: str, port: int) -> str:
     """`host:port`, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of `join_address`'s `host:port`."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def own_addresses() -> frozenset[str]:
+    """The addresses of this machine at which others may reach it: not those of the loopback."""
+    import psutil  # takes a while, and only few ask
+
+    return frozenset(
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith(_OF_THIS_MACHINE_ALONE)
+    )
 
 
 def _bind(host: str, port: int, flag: str) -> socket.socket:

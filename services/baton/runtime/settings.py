@@ -4,6 +4,7 @@ Every field is a flag, a `BATON_` variable and a key of the config file; see `co
 production; tests run with those of `tests/times.py`, about a tenth.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -18,7 +19,10 @@ from baton.runtime.tls_settings import FrontTlsSettings, TlsSettings
 
 C = TypeVar("C", bound=Config)
 
+_CLUSTER = re.compile(r"[A-Za-z0-9._-]{1,63}")
+
 MIB = 2**20
+RayPlacement = Literal["auto", "role", "spread"]
 
 
 @config
@@ -104,6 +108,12 @@ class StoreSettings(Config):
     """Read by who keeps membership, block events or decisions."""
 
     redis_url: str | None = setting(None, help="Redis to share state through; without it, `baton up` starts a private one", secret=True)
+    cluster: str = setting("default", help="name of the cluster; those of other names share neither Redis keys nor Ray actors with it")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _CLUSTER.fullmatch(self.cluster):
+            raise ConfigError(f"cluster: expected up to 63 letters, digits, dots, dashes and underscores, got {self.cluster!r}")
 
 
 @config
@@ -269,7 +279,14 @@ class FleetSettings(Config):
     prefill: int = setting(1, help="prefill workers", minimum=0)
     decode: int = setting(1, help="decode workers", minimum=0)
     hybrid: int = setting(0, help="workers that prefill and decode", minimum=0)
-    ray_address: str | None = setting(None, help="Ray cluster to place workers on; without it, a Ray of our own on this machine")
+    ray_address: str | None = setting(
+        None, help="Ray cluster to place workers on, HOST:PORT of its head, or auto; without it, a Ray of our own on this machine"
+    )
+    ray_placement: RayPlacement = setting(
+        "auto",
+        help="nodes of a Ray cluster that get a worker: role is those that offer baton_prefill, baton_decode or baton_hybrid, whichever it "
+        "is; spread is any with a CPU, in turn; auto is role where any node offers that",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,6 +294,11 @@ class FleetSettings(Config):
             raise ConfigError(
                 f"prefill {self.prefill}, decode {self.decode}, hybrid {self.hybrid}: nobody could "
                 f"{'decode' if self.prefill or self.hybrid else 'prefill'}; give both roles a worker, or --hybrid 1"
+            )
+        if self.ray_address is not None and "://" in self.ray_address:
+            raise ConfigError(
+                f"ray_address: {self.ray_address} is an address of Ray Client, whose driver ends when its connection does; start a node "
+                "here (`ray start --address HEAD:PORT --num-cpus 0`) and give HEAD:PORT"
             )
 
 
@@ -373,7 +395,13 @@ class ClusterConfig(
 ):
     """`baton up`: every service of one machine; each gets its own settings with `derive`."""
 
-    host: str = setting("127.0.0.1", help="address that clients reach; the services call each other on the loopback")
+    host: str = setting(
+        "127.0.0.1",
+        help="address that clients reach; the services call each other on the loopback, or with --ray-address at their nodes' addresses",
+    )
+    advertise_host: str | None = setting(
+        None, help="with --ray-address, address at which workers reach this machine; without it, what Ray knows it by"
+    )
     log_dir: Path | None = setting(Path("~/.cache/baton/logs"), help="directory of the logs; each run makes one of its own in it")
     first_prompt: str | None = setting(None, help="prompt to send, and to show the answer of, once the cluster is ready")
     once: bool = setting(False, help="stop after the answer to --first-prompt")

@@ -121,5 +121,5 @@ def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership,
     connection, events = RedisConnection(config.redis_url), RedisConnection(config.redis_url)
     stack.push_async_callback(connection.aclose)
     stack.push_async_callback(events.aclose)
-    keys = Keys()
+    keys = Keys(cluster=config.cluster)
     return RedisMembership(connection, keys), RedisDecisionStore(connection, keys), RedisKvEventFeed(events, keys)

@@ -79,7 +79,7 @@ class RedisCommand:
         return f"private {self.server.name}"
 
     async def wait_until_ready(self, timeout_s: float = START_S) -> str:
-        """Its URL, once it answers. Raises StoreUnavailable when it does not in time."""
+        """Where it is, once it answers; without the password, since logs say it. Raises StoreUnavailable when it does not in time."""
         connection = RedisConnection(self.url, timeout_s=min(1.0, timeout_s))
         last = "it was not asked"
         try:
@@ -91,18 +91,21 @@ class RedisCommand:
                         last = str(error)
                         await asyncio.sleep(_ASK_AGAIN_S)
                     else:
-                        return self.url
+                        return connection.where
         except TimeoutError:
             raise StoreUnavailable(f"the private Redis ({self.server}) did not answer within {timeout_s:g} s: {last}") from None
         finally:
             await connection.aclose()
 
 
-def redis_command(directory: Path, *, host: str | None = None, max_memory_bytes: int = MAX_MEMORY_BYTES) -> RedisCommand:
+def redis_command(
+    directory: Path, *, host: str | None = None, advertise_host: str | None = None, max_memory_bytes: int = MAX_MEMORY_BYTES
+) -> RedisCommand:
     """Write a configuration into `directory`, which is made, for us alone, and must be the server's own.
 
     Without `host` the server listens on a socket in that directory; with it on a free port there, behind a random password, for clusters of
-    several machines. Raises ConfigError when there is no server, or the directory's name is too long for a socket.
+    several machines, which know it by `advertise_host` if that is another address. Raises ConfigError when there is no server, or the
+    directory's name is too long for a socket.
     """
     server = find_server()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,7 +130,7 @@ def redis_command(directory: Path, *, host: str | None = None, max_memory_bytes:
     else:
         password, port = secrets.token_urlsafe(24), choose_port(host, 0, flag="--redis-url")
         lines += [f"bind {host}", f"port {port}", f"requirepass {password}"]
-        url = f"redis://:{password}@{join_address(host, port)}/0"
+        url = f"redis://:{password}@{join_address(advertise_host or host, port)}/0"
     file = directory / "redis.conf"
     file.touch(mode=0o600)
     file.write_text("\n".join(lines) + "\n")

@@ -252,7 +252,7 @@ def _stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
     """In Redis, or without a URL in this process alone: then the schedulers' addresses are given, and nobody asks what it holds."""
     if config.redis_url is None:
         return _Stores(membership=MemoryMembership(), feed=None, costs=MemoryCostStore())
-    connection, keys = RedisConnection(config.redis_url), Keys()
+    connection, keys = RedisConnection(config.redis_url), Keys(cluster=config.cluster)
     stack.push_async_callback(connection.aclose)
     return _Stores(
         membership=RedisMembership(connection, keys),

@@ -4,11 +4,10 @@ from random import Random
 
 import pytest
 
-from baton.core.blocks import token_ids
 from baton.core.request import Sampling
-from baton.engine.content import extend, slots_of, token_after
 from tests.cluster import process_cluster
 from tests.integration.cluster.clients import Ask, Client, Got
+from tests.paced_answer import paced_answer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -21,18 +20,11 @@ def ask(number: int, num_prompt_tokens: int = 700) -> Ask:
     return Ask(prompt=prompt, sampling=Sampling(max_tokens=NUM_TOKENS, temperature=1.0, seed=number, num_logprobs=1))
 
 
-def right(asked: Ask) -> list[int]:
-    """The only right answer, computed without any cluster."""
-    content, answer = int(slots_of(token_ids(asked.prompt))[-1]), list[int]()
-    for position in range(len(asked.prompt), len(asked.prompt) + asked.sampling.max_tokens):
-        answer.append(token_after(content, asked.sampling.seed, 0, position, VOCAB_SIZE))
-        content = extend(content, answer[-1])
-    return answer
-
-
 def check(got: Got) -> None:
     assert got.is_whole, got.failure
-    assert got.tokens[0] == right(got.ask)
+    sampling = got.ask.sampling
+    right = paced_answer(got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE)
+    assert got.tokens[0] == right
 
 
 async def test_answers_follow_from_kv_that_was_pulled_cached_or_computed_and_take_their_time() -> None:

@@ -15,7 +15,8 @@ import pytest
 from baton.core.cluster import WorkerRole
 from baton.engine.model.hub import DEMO_DIR
 from baton.fleet.plan import WorkerSpec
-from baton.fleet.ray_fleet import RayFleet, WorkerFailed
+from baton.fleet.ray_calls import the_ray
+from baton.fleet.ray_fleet import Joined, RayFleet, WorkerFailed
 from baton.runtime.process import tethered
 from baton.runtime.settings import WorkerConfig
 
@@ -55,7 +56,7 @@ def ray_address() -> Iterator[str]:
 @asynccontextmanager
 async def driver(address: str, log_dir: Path) -> AsyncIterator[RayFleet]:
     """What one `baton fleet --ray-address` has of Ray."""
-    fleet = RayFleet(ray_dir=log_dir, ray_address=address, log_dir=log_dir, detached=True)
+    fleet = RayFleet(ray_dir=log_dir, log_dir=log_dir, joined=Joined(address=address, cluster="test", is_detached=True))
     await fleet.connect()
     try:
         yield fleet
@@ -95,3 +96,9 @@ async def test_a_worker_that_could_not_load_makes_room_for_the_next_try(ray_addr
             await fleet.start(*worker("w2", str(model)))
         model.symlink_to(DEMO_DIR)
         assert (await fleet.start(*worker("w2", str(model)))).worker_id == "w2"
+        actor = fleet._workers["w2"].actor
+        await fleet.let_go_of_others()
+        assert await fleet._call("wait", lambda: the_ray().get(actor.wait.remote(0.1))) is None, "it is wanted"
+        del fleet._workers["w2"]  # as a fleet is that was told to have fewer
+        await fleet.let_go_of_others()
+        assert await fleet._call("wait", lambda: the_ray().get(actor.wait.remote(20.0))) == "", "it was drained"

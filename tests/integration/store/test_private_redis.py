@@ -50,8 +50,10 @@ async def test_only_we_can_reach_it(directory: Path) -> None:
 
 
 async def test_over_tcp_it_wants_the_password(directory: Path) -> None:
-    redis = await PrivateRedis.start(redis_command(directory, host="127.0.0.1"))
+    command = redis_command(directory, host="127.0.0.1")
+    redis = await PrivateRedis.start(command)
     port = redis.url.rsplit(":", 1)[1].split("/")[0]
+    assert await command.wait_until_ready() == f"127.0.0.1:{port}", "which is logged, so without the password"
     stranger = RedisConnection(f"redis://127.0.0.1:{port}/0")
     with pytest.raises(StoreUnavailable, match="uthentication"):
         await stranger.ping()

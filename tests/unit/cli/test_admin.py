@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,23 @@ def test_drain_here_means_the_workers_of_this_machine(monkeypatch: pytest.Monkey
     gateway = StandIn(cluster_status(*on(socket.gethostname(), "w0", "w2"), *on("elsewhere", "w1")))
     assert asked(monkeypatch, gateway, "drain", "--here").exit_code == 0
     assert gateway.drained == ["w0", "w2"]
+
+
+def test_drain_here_goes_by_the_address_where_two_machines_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "own_addresses", lambda: {"10.0.0.1", "fd00::1"})
+    ours, theirs = on(socket.gethostname(), "w0", "w1"), on(socket.gethostname(), "w2")
+    addresses = {"w0": "10.0.0.1:7", "w1": "[fd00::1]:7", "w2": "10.0.0.2:7"}
+    reports = [replace(r, worker=replace(r.worker, address=addresses[r.worker.worker_id])) for r in (*ours, *theirs)]
+    gateway = StandIn(cluster_status(*reports))
+    assert asked(monkeypatch, gateway, "drain", "--here").exit_code == 0
+    assert gateway.drained == ["w0", "w1"]
+
+
+def test_waiting_has_a_limit_and_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = StandIn(cluster_status(*on("a", "w0", "w1")))
+    done = asked(monkeypatch, gateway, "drain", "w1", "--wait", "--limit-s", "0.01")
+    assert done.exit_code == admin.NOT_GONE_EXIT_CODE == 3
+    assert done.stderr == "baton: not gone within 0.01 s: w1\n"
 
 
 def test_waiting_ends_when_that_life_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

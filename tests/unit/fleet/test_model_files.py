@@ -82,6 +82,8 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
         async def start(self, spec: WorkerSpec, config: WorkerConfig) -> None:
             started.append(config)
 
+        async def let_go_of_others(self) -> None: ...
+
         async def supervise(self) -> None:
             await asyncio.Event().wait()
 
@@ -94,5 +96,5 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
     await main.serve(FleetConfig(model="owner/name", prefill=2, ray_address=ray_address), stop, lambda _: stop.request())
     assert fetched == fetches
     assert [(config.worker_id, config.model, config.model_name) for config in started] == [
-        (name, loaded, "owner/name") for name in ("w0", "w1", "w2")
+        (name, loaded, "owner/name") for name in (("w0", "w1", "w2") if ray_address is None else ("prefill-0", "prefill-1", "decode-0"))
     ]

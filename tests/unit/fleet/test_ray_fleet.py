@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from baton.fleet import ray_fleet
-from baton.fleet.ray_fleet import RayFailed, RayFleet
+from baton.fleet.ray_calls import RayFailed
+from baton.fleet.ray_fleet import Joined, RayFleet
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> RayFleet:
-    return RayFleet(ray_dir=tmp_path, ray_address="h:1", log_dir=None, detached=False)
+    return RayFleet(ray_dir=tmp_path, log_dir=None, joined=Joined(address="h:1", cluster="default"))
 
 
 async def test_closing_what_was_never_connected_is_nothing(fleet: RayFleet) -> None:
@@ -21,7 +22,7 @@ async def test_closing_what_was_never_connected_is_nothing(fleet: RayFleet) -> N
 
 async def test_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
     never = threading.Event()
-    monkeypatch.setattr(fleet, "_init", never.wait)
+    monkeypatch.setattr(fleet, "_join_ray", never.wait)
     monkeypatch.setattr(ray_fleet, "CONNECT_LIMIT_S", 0.05)
     async with asyncio.timeout(5):
         with pytest.raises(RayFailed, match=r"could not be joined at h:1: no answer within 0.05 s"):
@@ -35,13 +36,14 @@ async def test_what_ray_raises_is_said(monkeypatch: pytest.MonkeyPatch, fleet: R
     def refuse() -> str:
         raise ConnectionError("no such cluster")
 
-    monkeypatch.setattr(fleet, "_init", refuse)
-    with pytest.raises(RayFailed, match="joined at h:1: no such cluster"):
+    monkeypatch.setattr(fleet, "_join_ray", refuse)
+    with pytest.raises(RayFailed, match=r"joined at h:1: no such cluster; this machine .* `ray start --address h:1 --num-cpus 0`"):
         await fleet.connect()
 
 
-async def test_calls_come_one_after_the_other_from_one_thread(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
-    monkeypatch.setattr(fleet, "_init", lambda: threading.current_thread().name)
+async def test_calls_come_one_after_the_other_from_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fleet = RayFleet(ray_dir=tmp_path, log_dir=None)
+    monkeypatch.setattr(fleet, "_start_ray", lambda: threading.current_thread().name)
     assert await fleet.connect() == "ray"
     order: list[int] = []
     await asyncio.gather(*(fleet._call("count", lambda i=i: order.append(i)) for i in range(5)))  # type: ignore[misc]

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.runtime.network import advertised_host, choose_port, join_address, listen, outward_address
+from baton.runtime.network import advertised_host, choose_port, host_of, join_address, listen, outward_address, own_addresses
 
 
 def test_listen_on_a_free_port_accepts() -> None:
@@ -32,6 +32,17 @@ def test_choose_port_keeps_the_given_and_finds_a_free_one() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0 \(--http-port\)"):
         listen("192.0.2.1", 0, flag="--http-port")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "node-7", "fd00::1"])
+def test_the_host_of_an_address_is_the_one_it_was_made_of(host: str) -> None:
+    assert host_of(join_address(host, 80)) == host
+
+
+def test_own_addresses_are_those_that_others_reach() -> None:
+    found = own_addresses()
+    assert not {"127.0.0.1", "::1"} & found
+    assert outward_address() in found | {"127.0.0.1"}
 
 
 def test_advertised_host() -> None:

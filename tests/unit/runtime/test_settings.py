@@ -37,7 +37,7 @@ def test_a_name_means_one_thing_in_every_service() -> None:
 
 
 def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"advertise_host", "admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host"}
+    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
 
 
@@ -69,6 +69,8 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"slo": "latency=1s"}, "expected TERM=DURATION with a term of ttft, tpot"),
         ({"slo": "tpot=0ms"}, "expected durations above 0"),
         ({"once": True}, "once needs first_prompt"),
+        ({"cluster": "a/b"}, "cluster: expected up to 63 letters"),
+        ({"ray_address": "ray://h:10001"}, "ray://h:10001 is an address of Ray Client.*--num-cpus 0"),
     ],
 )
 def test_rules_between_settings(values: dict[str, object], message: str) -> None:

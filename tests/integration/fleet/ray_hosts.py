@@ -1,0 +1,176 @@
+"""Machines of a Ray cluster on this one: each with a network, processes, a name and shared memory of its own. Needs root; Linux only."""
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from baton.runtime.process import tethered
+
+T = TypeVar("T")
+
+GCS_PORT = 6379
+START_S = 60.0
+TOOLS = ("ip", "unshare", "nsenter")
+_CLONE_NEWNET = 0x40000000
+_BECOME = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && echo up && exec sleep infinity'
+
+
+def why_not() -> str:
+    """Why there can be no such machines here; empty if there can be."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, TOOLS)):
+        return f"needs root, {', '.join(TOOLS)}"
+    done = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False)
+    return "namespaces cannot be made here" if done.returncode else ""
+
+
+class Host:
+    """One machine: what is started on it ends with it."""
+
+    def __init__(self, name: str, netns: str, address: str, directory: Path, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.address = address
+        self.directory = directory
+        self._netns = netns
+        self._environ = environ
+        namespaces = "--uts --ipc --pid --mount --mount-proc --fork --kill-child".split()
+        self._unshare = subprocess.Popen(
+            tethered([_tool("ip"), "netns", "exec", netns, "unshare", *namespaces, "sh", "-c", _BECOME, name]),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._unshare.stdout is not None
+        assert self._unshare.stdout.readline() == "up\n"
+        (init,) = psutil.Process(self._unshare.pid).children()
+        self._init_pid = init.pid
+
+    def popen(self, *argv: str, log: Path, **environ: str) -> subprocess.Popen[bytes]:
+        """Start a command on this machine; its output goes to `log`."""
+        enter = [_tool("nsenter"), "--target", str(self._init_pid), "--net", "--uts", "--ipc", "--pid", "--mount", "--"]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                tethered([*enter, *argv]),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environ, **environ},
+                start_new_session=True,
+            )
+
+    def ray(self, *flags: str, **environ: str) -> subprocess.Popen[bytes]:
+        """Let it be a node: `ray start` with these flags."""
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address", self.address]
+        fixed = ["--object-store-memory", str(80 * 2**20), "--temp-dir", str(self.directory / "ray")]
+        return self.popen(*ray, *fixed, *flags, log=self.directory / "ray.out", **environ)
+
+    def until_node(self) -> None:
+        """Until it is one. Raises AssertionError with what Ray has said."""
+        out, end_s = self.directory / "ray.out", time.monotonic() + START_S
+        while "Ray runtime started" not in out.read_text():
+            assert time.monotonic() < end_s, out.read_text()
+            time.sleep(0.1)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """In a thread of ours on this machine's network."""
+        with ThreadPoolExecutor(1, initializer=_enter_network, initargs=(f"/var/run/netns/{self._netns}",)) as thread:
+            return thread.submit(function).result()
+
+    def close(self) -> None:
+        """Everything on it ends, at once."""
+        self._unshare.kill()
+        self._unshare.wait()
+        assert self._unshare.stdout is not None
+        self._unshare.stdout.close()
+
+
+class Hosts:
+    """Machines on one network. `head` has the head of Ray, with no CPUs: it is for services and drivers."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self._stack = stack
+        self._number = os.getpid() % 60_000
+        token = directory / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self.environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+        self.hosts: list[Host] = []
+        self.head = self.add("head")
+        self.ray_address = f"{self.head.address}:{GCS_PORT}"
+        self.head.ray("--head", "--port", str(GCS_PORT), "--num-cpus", "0", "--include-dashboard", "false")
+
+    def add(self, name: str) -> Host:
+        """One more machine, that others reach at `address`."""
+        index = len(self.hosts)
+        netns, bridge = f"bh{self._number}-{index}", f"bh{self._number}-0"
+        address = f"10.{200 + self._number // 256 % 50}.{self._number % 256}.{index + 1}"
+        _ip("netns", "add", netns)
+        self._stack.callback(subprocess.run, ["ip", "netns", "del", netns], capture_output=True, check=False)
+        _ip("-n", netns, "link", "set", "lo", "up")
+        if index == 0:
+            _ip("-n", netns, "link", "add", "net0", "type", "bridge")
+            _ip("-n", netns, "addr", "add", f"{address}/24", "dev", "net0")
+            _ip("-n", netns, "link", "set", "net0", "up")
+        else:
+            _ip("-n", bridge, "link", "add", f"to{index}", "type", "veth", "peer", "name", "net0", "netns", netns)
+            _ip("-n", bridge, "link", "set", f"to{index}", "master", "net0", "up")
+            _ip("-n", netns, "addr", "add", f"{address}/24", "dev", "net0")
+            _ip("-n", netns, "link", "set", "net0", "up")
+        directory = self.directory / name
+        directory.mkdir()
+        host = Host(name, netns, address, directory, self.environ)
+        self._stack.callback(host.close)
+        self.hosts.append(host)
+        return host
+
+    def join(self, host: Host, *flags: str, **environ: str) -> subprocess.Popen[bytes]:
+        """Let a machine be a worker node of the cluster."""
+        return host.ray("--address", self.ray_address, *flags, **environ)
+
+
+@contextmanager
+def ray_hosts() -> Iterator[Hosts]:
+    """The machine of the head; others can be added."""
+    directory = Path(tempfile.mkdtemp(prefix="bh-", dir="/tmp"))  # a short path, for Ray's sockets
+    try:
+        with ExitStack() as stack:
+            yield Hosts(directory, stack)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def pid_below(process: subprocess.Popen[bytes]) -> int:
+    """Of the command that was started on a machine, as it is called on this one."""
+    return psutil.Process(process.pid).children()[0].pid
+
+
+def terminate(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    """SIGTERM to the command, not to what took it onto the machine; its exit code."""
+    os.kill(pid_below(process), signal.SIGTERM)
+    return process.wait(limit_s)
+
+
+def _enter_network(netns: str) -> None:
+    with open(netns) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _tool(name: str) -> str:
+    return shutil.which(name) or name
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], capture_output=True, check=True)
