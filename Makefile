@@ -13,7 +13,7 @@ STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 
-.PHONY: setup run test test-long check proto bench clean
+.PHONY: setup run test test-long check check-deploy chart proto bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -34,10 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
-test: setup check
+test: setup check chart
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-long: setup check
+test-long: setup check chart
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
 
 check: setup
@@ -45,6 +45,14 @@ check: setup
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The chart's tests, which `make test` runs, too. The first time it builds what renders the chart, where there is no helm.
+check-deploy: chart
+	$(BIN)/python tools/gen_chart.py --check
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy $(ARGS)
+
+chart: setup
+	@$(BIN)/python -m tests.deploy.renderer
 
 proto: setup
 	$(BIN)/python tools/gen_proto.py

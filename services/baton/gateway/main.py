@@ -61,7 +61,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
-        tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model)))
+        tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
         stack.callback(tokenizer.close)
         tls = between_services(config)
         network = GrpcNetwork(heartbeat_s=config.heartbeat_s, dial_s=config.detection_s, call_s=config.detection_s, tls=tls)

@@ -9,12 +9,14 @@ from baton.core.errors import ModelError
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[2] / "demo"
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-_WANTED = ["*.json", "*.jinja", "model*.safetensors"]
+_TEXTS = ["*.json", "*.jinja"]
+_WEIGHTS = ["model*.safetensors"]
 """Some repositories hold the weights a second time, as pickles or under other names."""
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of `demo`, of a directory's path, or of a hub id (`owner/name`, `owner/name@revision`).
+def resolve_model(model: str, *, weights: bool = True) -> Path:
+    """The directory of `demo`, of a directory's path, or of a hub id (`owner/name`, `owner/name@revision`). Without `weights` a hub's are
+    left where they are: tokenizer, chat template and configuration are all that a gateway reads.
 
     A hub id is downloaded, with a progress bar, unless the cache has it; token, cache directory, endpoint and offline mode are those of the
     hub's own tools (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE). Call it once, before any worker starts, and give the workers the
@@ -28,16 +30,16 @@ def resolve_model(model: str) -> Path:
     match = _HUB_ID.fullmatch(model)
     if match is None or path.exists() or model.startswith((".", "/", "~")):
         raise ModelError(f"--model {model}: there is no such directory, and it is not a hub id such as Qwen/Qwen3-0.6B or demo")
-    return _fetch(match["id"], match["revision"])
+    return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())])
 
 
-def _fetch(repo_id: str, revision: str | None) -> Path:
+def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, or set HF_TOKEN to that account's token"

@@ -42,6 +42,19 @@ def test_hub_ids(tmp_path: Path, asked: list[tuple[str, str | None]]) -> None:
     assert asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
 
 
+def test_a_gateway_leaves_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted: list[list[str]] = []
+
+    def download(repo_id: str, *, allow_patterns: list[str], **_: Any) -> str:
+        wanted.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("owner/name")
+    resolve_model("owner/name", weights=False)
+    assert wanted == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
+
+
 @pytest.mark.parametrize("model", ["/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@"])
 def test_neither_directory_nor_hub_id(model: str, asked: list[tuple[str, str | None]]) -> None:
     with pytest.raises(ModelError, match="no such directory"):

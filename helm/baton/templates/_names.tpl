@@ -1,0 +1,120 @@
+{{/* Names, labels and images. */}}
+
+{{- define "baton.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* What all objects begin with. 35 characters: the longest name made of it is -worker-POOL, and it is a label's value. */}}
+{{- define "baton.fullname" -}}
+{{- $name := include "baton.name" . -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- default $full .Values.fullnameOverride | trunc 35 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* What a pod is selected by, in every mode. root, component, pool? */}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: {{ include "baton.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+baton.internal/pool: {{ .name }}
+{{- end }}
+{{- end -}}
+
+{{/* Of a pod: nothing that changes with the chart's version, or every release would start all workers anew. root, component, pool? */}}
+{{- define "baton.podLabels" -}}
+{{ include "baton.selector" . }}
+{{- with .pool }}
+baton.internal/role: {{ .role }}
+{{- end }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* root, component, pool? */}}
+{{- define "baton.labels" -}}
+{{ include "baton.podLabels" . }}
+app.kubernetes.io/part-of: baton
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* An object's metadata. root, component, name, pool?, annotations?, labels? */}}
+{{- define "baton.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "baton.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* A map of registry, repository, tag, digest. */}}
+{{- define "baton.imageReference" -}}
+{{- $name := ternary .repository (printf "%s/%s" .registry .repository) (empty .registry) -}}
+{{- if .digest }}{{ $name }}@{{ .digest }}{{ else }}{{ $name }}:{{ .tag }}{{ end -}}
+{{- end -}}
+
+{{/* Baton's image. root, image? (what differs) */}}
+{{- define "baton.image" -}}
+{{- $image := mergeOverwrite (deepCopy .root.Values.image) (deepCopy (default dict .image)) -}}
+{{- $tag := default (printf "%s-%s" .root.Chart.AppVersion $image.variant) $image.tag -}}
+{{- include "baton.imageReference" (mergeOverwrite $image (dict "tag" $tag)) -}}
+{{- end -}}
+
+{{- define "baton.pullPolicy" -}}
+{{- (mergeOverwrite (deepCopy .root.Values.image) (deepCopy (default dict .image))).pullPolicy -}}
+{{- end -}}
+
+{{- define "baton.serviceAccountName" -}}
+{{- if .root.Values.serviceAccounts.create }}{{ include "baton.fullname" .root }}-{{ .component }}{{ else }}default{{ end -}}
+{{- end -}}
+
+{{/* Names of Secrets: yours, or ours. */}}
+{{- define "baton.secret.apiKeys" -}}
+{{- default (printf "%s-api-keys" (include "baton.fullname" .)) .Values.apiKeys.existingSecret -}}
+{{- end -}}
+{{- define "baton.secret.tls" -}}
+{{- default (printf "%s-tls" (include "baton.fullname" .)) .Values.tls.existingSecret -}}
+{{- end -}}
+{{- define "baton.secret.frontTls" -}}
+{{- default (printf "%s-front-tls" (include "baton.fullname" .)) .Values.frontTls.existingSecret -}}
+{{- end -}}
+{{- define "baton.secret.ray" -}}
+{{- default (printf "%s-ray" (include "baton.fullname" .)) .Values.ray.existingSecret -}}
+{{- end -}}
+
+{{/* "true" where the bundled Redis is used. */}}
+{{- define "baton.redis.isBundled" -}}
+{{- if not (or .Values.redis.url .Values.redis.existingSecret) }}true{{ end -}}
+{{- end -}}
+
+{{/* The pools, each with its defaults: {pools: […]}. */}}
+{{- define "baton.pools" -}}
+{{- $pools := list -}}
+{{- $names := dict -}}
+{{- range .Values.pools -}}
+{{- if hasKey $names .name }}{{ fail (printf "pools: two pools are called %q" .name) }}{{ end -}}
+{{- $_ := set $names .name true -}}
+{{- $pools = append $pools (mergeOverwrite (deepCopy $.Values.poolDefaults) (deepCopy .)) -}}
+{{- end -}}
+{{- toYaml (dict "pools" $pools) -}}
+{{- end -}}
+
+{{/* Where Ray's head is found. */}}
+{{- define "baton.ray.address" -}}
+{{- $service := ternary "head-svc" "ray-head" (eq .Values.runtime.mode "kuberay") -}}
+{{ include "baton.fullname" . }}-{{ $service }}:{{ int .Values.ray.port }}
+{{- end -}}
+
+{{/* Seconds, as a whole number, of a duration that may have a part. */}}
+{{- define "baton.seconds" -}}
+{{- ceil . | int -}}
+{{- end -}}

@@ -1,0 +1,221 @@
+"""The services accept what the chart gives them: files with their own loaders, commands with their own command line, keys with the
+gateway's own parser."""
+
+import base64
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from baton.fleet.nodes import ROLE_RESOURCES
+
+import baton
+from baton.cli.main import cli
+from baton.core.errors import ConfigError
+from baton.fleet.worker_actor import OF_THE_NODE
+from baton.gateway.keys import digest_of, parse_keys
+from baton.runtime.config import settings_of
+from baton.runtime.settings import SERVICES, WorkerConfig, load_settings
+from tests.deploy.conftest import Rendered
+from tests.deploy.objects import named, of_kind, workloads
+from tests.deploy.renderer import CHART, ROOT, Renderer
+from tests.deploy.value_sets import SETS
+
+POD_IP = "10.1.2.3"
+PLAIN = {"status.podIP": POD_IP}
+
+
+def files_of(rendered: Rendered, name: str) -> Mapping[str, str]:
+    """The config files of the three services, by their names."""
+    (config,) = (doc for doc in of_kind(rendered(name), "ConfigMap") if doc["metadata"]["name"].endswith("-config"))
+    return config["data"]
+
+
+def environment_of(container: Mapping[str, Any]) -> dict[str, str]:
+    """The container's variables as its process has them; each Secret's value is `secret`."""
+    found: dict[str, str] = {}
+    for variable in container.get("env", ()):
+        source = variable.get("valueFrom", {})
+        value = variable.get("value", "")
+        if "fieldRef" in source:
+            value = PLAIN[source["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            value = "redis://:secret@redis:6379/0" if variable["name"] == "BATON_REDIS_URL" else "secret"
+        for known, its_value in found.items():
+            value = value.replace(f"$({known})", its_value)
+        found[variable["name"]] = value
+    return found
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: str) -> None:
+    for file, text in files_of(rendered, name).items():
+        service = file.removesuffix(".yaml")
+        (tmp_path / file).write_text(text)
+        workload = next(workload for workload in workloads(rendered(name)) if workload.component == service)
+        loaded = load_settings(SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / file)
+        written = yaml.safe_load(text)
+        known = {item.name for item in settings_of(SERVICES[service])}
+
+        assert loaded.warnings == ()
+        assert set(written) - known <= {"model", "host", "slo", "served_model_name"}  # of `config`, which is for all
+        assert getattr(loaded.config, "redis_url", None)
+        for key in set(written) & known:
+            assert loaded.sources[key] == f"{tmp_path / file}: {key}", "a variable of the pod goes before the file"
+
+
+def test_a_service_says_what_it_needs_to_be_reached(rendered: Rendered, tmp_path: Path) -> None:
+    for file, text in files_of(rendered, "default").items():
+        (tmp_path / file).write_text(text)
+    for service in ("gateway", "scheduler"):
+        workload = next(workload for workload in workloads(rendered("default")) if workload.component == service)
+        config: Any = load_settings(
+            SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / f"{service}.yaml"
+        ).config
+
+        assert (config.host, config.advertise_host, config.admin_port) == ("0.0.0.0", POD_IP, 9000)
+
+
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "fleet"])
+def test_a_renamed_setting_would_be_noticed(rendered: Rendered, tmp_path: Path, service: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(files_of(rendered, "default")[f"{service}.yaml"].replace("drain_s:", "drain_seconds:"))
+
+    with pytest.raises(ConfigError, match="drain_seconds"):
+        load_settings(SERVICES[service], flags={}, environ={}, file=file)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_commands_are_baton_s_own(rendered: Rendered, name: str) -> None:
+    seen = set()
+    for workload in workloads(rendered(name)):
+        for container in workload.containers:
+            stop = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+            for command in ([*container.get("command", ()), *container.get("args", ())], stop):
+                if command[:1] == ["baton"]:
+                    parse_command(command[1:])
+                    seen.add(command[1])
+
+    assert seen == {"gateway", "scheduler", "fleet", "drain"}
+
+
+def parse_command(arguments: list[str]) -> None:
+    """Raises click.UsageError where there is no such command or flag."""
+    command = cli.commands[arguments[0]]
+    assert isinstance(command, click.Command)
+    command.make_context(arguments[0], list(arguments[1:]))
+
+
+def test_a_command_that_is_none_would_be_noticed() -> None:
+    with pytest.raises(click.UsageError):
+        parse_command(shlex.split("drain --there"))
+
+
+def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Rendered) -> None:
+    for workload in workloads(rendered("default")):
+        if workload.component == "worker":
+            environment = environment_of(workload.container("worker"))
+            items = {item.variable: item for item in settings_of(WorkerConfig)}
+            for variable in environment.keys() & items.keys():
+                assert items[variable].name in OF_THE_NODE
+                assert items[variable].problem(items[variable].parse(environment[variable])) == ""
+            assert environment.keys() >= {"BATON_HOST", "BATON_RPC_PORT", "BATON_ADMIN_PORT"}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: str) -> None:
+    fleet = yaml.safe_load(files_of(rendered, name)["fleet.yaml"])
+    joins = [workload.container("ray-node")["args"] for workload in workloads(rendered(name)) if workload.component == "fleet"]
+    assert [f"--address={fleet['ray_address']}" in arguments for arguments in joins] == [True]
+    assert fleet["ray_placement"] == "role"
+    asked = {role: fleet[role] for role in ROLE_RESOURCES if fleet[role]}
+    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["maxReplicaCount"] for doc in of_kind(rendered(name), "ScaledObject")}
+    offered: dict[str, int] = {}
+    for workload in workloads(rendered(name)):
+        if workload.component == "worker":
+            role = workload.labels["baton.internal/role"]
+            if workload.kind == "Deployment":
+                assert f'--resources={{"{ROLE_RESOURCES[role]}":1}}' in workload.container("worker")["args"]
+                offered[role] = offered.get(role, 0) + (workload.replicas or scaled[workload.name])
+    for cluster in of_kind(rendered(name), "RayCluster"):
+        for group in cluster["spec"]["workerGroupSpecs"]:
+            role = group["template"]["metadata"]["labels"]["baton.internal/role"]
+            assert group["rayStartParams"]["resources"] == f"'{{\"{ROLE_RESOURCES[role]}\":1}}'"
+            offered[role] = offered.get(role, 0) + group["maxReplicas"]
+
+    assert offered == asked
+
+
+def test_nothing_runs_where_no_worker_is_meant_to(rendered: Rendered) -> None:
+    for name in ("default", "8p8d-rdma"):
+        for workload in workloads(rendered(name)):
+            for container in workload.containers:
+                if container["command"] == ["ray"]:
+                    has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+                    assert "--num-cpus=0" in container["args"]
+                    assert f"--num-gpus={int(has_gpu)}" in container["args"]
+
+
+def test_generated_keys_are_the_gateway_s(rendered: Rendered) -> None:
+    secret = named(rendered("default"), "Secret", "rel-baton-api-keys")["stringData"]
+    keys = parse_keys(yaml.safe_load(secret["keys.yaml"]))
+
+    assert not keys[digest_of(secret["api-key"])].is_admin
+    assert keys[digest_of(secret["admin-key"])].is_admin
+    assert len(keys) == 2
+    assert secret["api-key"] not in secret["keys.yaml"]
+
+
+def test_each_release_has_keys_of_its_own(helm: Renderer) -> None:
+    first, second = (named(helm.docs({}), "Secret", "rel-baton-api-keys")["stringData"] for _ in range(2))
+
+    assert not set(first.values()) & set(second.values())
+    assert first["keys.yaml"].splitlines()[0] != second["keys.yaml"].splitlines()[0]
+
+
+def test_an_upgrade_keeps_what_an_install_generated(chartrender: Renderer, rendered: Rendered, tmp_path: Path) -> None:
+    installed = [stored(secret) for secret in of_kind(rendered("default"), "Secret")]
+    there = tmp_path / "there.yaml"
+    there.write_text(yaml.safe_dump(installed))
+    upgraded = chartrender.docs({}, flags=["-lookup", str(there)])
+
+    assert [secret["data"] for secret in of_kind(upgraded, "Secret")] == [secret["data"] for secret in installed]
+    assert len(installed) == 3
+
+
+def stored(secret: Mapping[str, Any]) -> dict[str, Any]:
+    """A Secret as Kubernetes gives it back."""
+    texts = {name: base64.b64encode(text.encode()).decode() for name, text in secret.get("stringData", {}).items()}
+    return {key: secret[key] for key in ("apiVersion", "kind", "metadata")} | {"data": {**secret.get("data", {}), **texts}}
+
+
+def test_only_a_change_of_its_own_settings_makes_a_pod_anew(helm: Renderer, rendered: Rendered) -> None:
+    def checksums(docs: Any) -> dict[str, Mapping[str, str]]:
+        return {workload.name: workload.annotations for workload in workloads(docs)}
+
+    before = checksums(rendered("default"))
+    changes: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "the gateway's": ({"gateway": {"config": {"max_open_requests": 5}}}, {"rel-baton-gateway"}),
+        "everybody's": (
+            {"config": {"log_level": "debug"}},
+            {f"rel-baton-{name}" for name in ("gateway", "scheduler", "fleet", "worker-prefill", "worker-decode")},
+        ),
+        "the workers'": (
+            {"fleet": {"config": {"max_num_seqs": 5}}},
+            {"rel-baton-fleet", "rel-baton-worker-prefill", "rel-baton-worker-decode"},
+        ),
+        "more workers": ({"poolDefaults": {"replicas": 3}}, {"rel-baton-fleet"}),
+    }
+    for what, (values, expected) in changes.items():
+        after = checksums(helm.docs(values))
+        assert {name for name in before if before[name] != after[name]} == expected, what
+
+
+def test_the_versions_that_the_chart_names_are_those_of_the_code() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert chart["appVersion"] == baton.__version__
+    assert chart["annotations"]["baton.internal/ray-version"] == pins["ray"]

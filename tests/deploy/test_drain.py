@@ -1,0 +1,82 @@
+"""Kubernetes waits as long as a pod may take to drain: preStop, the process's own drain, and what follows it."""
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.conftest import Rendered
+from tests.deploy.objects import Workload, named, workloads
+from tests.deploy.value_sets import SETS
+
+HAND_OVER_S = 5
+END_S = 10
+PROPAGATION_S = 5
+
+
+def settings(rendered: Rendered, name: str, service: str) -> dict[str, Any]:
+    data = named(rendered(name), "ConfigMap", f"{fullname(rendered, name)}-config")["data"]
+    return yaml.safe_load(data[f"{service}.yaml"])
+
+
+def fullname(rendered: Rendered, name: str) -> str:
+    return next(doc["metadata"]["name"].removesuffix("-config") for doc in rendered(name) if doc["metadata"]["name"].endswith("-config"))
+
+
+def drain_s(rendered: Rendered, name: str, workload: Workload) -> float:
+    """What a drain may take, worked out from the services' settings alone."""
+    if workload.component in ("gateway", "scheduler"):
+        return settings(rendered, name, workload.component)["drain_s"]
+    fleet = settings(rendered, name, "fleet")
+    role = workload.labels["baton.internal/role"]
+    return fleet["drain_s"] + (HAND_OVER_S if role != "prefill" else 0) + (fleet["lease_s"] if role != "decode" else 0)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_grace_period_is_as_long_as_a_drain(rendered: Rendered, name: str) -> None:
+    draining = [workload for workload in workloads(rendered(name)) if workload.component in ("gateway", "scheduler", "worker")]
+    assert len(draining) >= 3
+    for workload in draining:
+        needed_s = PROPAGATION_S + drain_s(rendered, name, workload) + END_S
+
+        assert needed_s <= workload.spec["terminationGracePeriodSeconds"] <= math.ceil(needed_s) + 2, workload.name
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_ends(rendered: Rendered, name: str) -> None:
+    for workload in workloads(rendered(name)):
+        if workload.component in ("gateway", "scheduler"):
+            (container,) = workload.containers
+            assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PROPAGATION_S)]
+        if workload.component == "worker":
+            container = workload.container("worker")
+            *command, limit_s = container["lifecycle"]["preStop"]["exec"]["command"]
+            assert command == ["baton", "drain", "--here", "--wait", "--limit-s"]
+            assert drain_s(rendered, name, workload) <= int(limit_s) <= workload.spec["terminationGracePeriodSeconds"] - END_S
+            assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in container["env"]
+            assert any(variable["name"] == "BATON_GATEWAY" for variable in container["env"])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_pool_never_has_more_pods_than_workers(rendered: Rendered, name: str) -> None:
+    for doc in rendered(name):
+        if doc["kind"] == "Deployment" and doc["metadata"]["labels"]["app.kubernetes.io/component"] == "worker":
+            assert doc["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered, name: str) -> None:
+    for workload in workloads(rendered(name)):
+        if workload.component == "worker":
+            probe = workload.container("worker")["startupProbe"]
+            budget_s = probe["periodSeconds"] * probe["failureThreshold"]
+
+            assert budget_s in {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,)}.get(name, (300,))
+
+
+def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
+    for workload in workloads(rendered("default")):
+        for container in workload.containers:
+            probe = container.get("livenessProbe", {})
+            assert probe.get("httpGet", {}).get("path", "/health") == "/health", workload.name

@@ -1,0 +1,176 @@
+"""The image: what it is built from fits, everywhere; and it is built and run where something is installed that can.
+
+`BASE` and `TORCH_INDEX_URL` in the environment go to the build, for machines without the defaults.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.renderer import ROOT
+from tests.deploy.test_config import parse_command
+from tests.scale import IS_LONG
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+COMPOSE = ROOT / "deploy" / "compose.yaml"
+TAG = "baton-test:cpu"
+BUILD_LIMIT_S, RUN_LIMIT_S = 3000.0, 600.0
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) with continued lines joined and comments left out."""
+    lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    text = "\n".join(lines).replace("\\\n", " ")
+    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines()) if word]
+
+
+def stages() -> list[tuple[str, list[tuple[str, str]]]]:
+    """(what it is from, its instructions) of each stage."""
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for word, rest in instructions():
+        if word == "FROM":
+            found.append((rest, []))
+        elif found:
+            found[-1][1].append((word, rest))
+    return found
+
+
+def test_every_stage_has_a_known_base() -> None:
+    names = {"${BASE}", "${VARIANT}"}
+    for source, _ in stages():
+        base, *named = source.split(" AS ")
+        assert base in names, source
+        names |= set(named)
+    defaults = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG" and "=" in rest)
+    assert {"cpu", "cuda"} <= names
+    assert defaults["VARIANT"] == "cpu"
+    assert re.fullmatch(r"python:3\.1[123]-slim-\w+", defaults["BASE"])
+
+
+def test_what_is_copied_is_there_and_not_left_out() -> None:
+    left_in = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")}
+    copied = set()
+    for _, steps in stages():
+        for word, rest in steps:
+            if word == "COPY" and "--from=" not in rest:
+                *sources, _ = [part for part in rest.split() if not part.startswith("--")]
+                copied |= set(sources)
+    assert copied == left_in
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_nobody_is_root_and_layers_are_small() -> None:
+    _, last = stages()[-1]
+    said = dict(last)
+    assert said["USER"] == "10001:10001"
+    assert json.loads(said["ENTRYPOINT"]) == ["tini", "--", "baton"]
+    assert "HEALTHCHECK" in said
+    parse_command(json.loads(said["CMD"]))
+    for _, steps in stages():
+        for word, rest in steps:
+            assert word != "ADD"
+            if "apt-get install" in rest:
+                assert "--no-install-recommends" in rest
+                assert "rm -rf /var/lib/apt/lists" in rest
+            if "pip install" in rest:
+                assert "--no-cache-dir" in rest
+                assert "--constraint constraints.txt" in rest
+
+
+def test_the_places_that_pods_write_to_are_the_image_s_volumes() -> None:
+    _, last = stages()[-1]
+
+    assert json.loads(dict(last)["VOLUME"]) == ["/tmp", "/var/cache/baton"]
+
+
+def test_compose_starts_what_there_is() -> None:
+    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    for name, service in services.items():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        if name != "redis":
+            parse_command(service["command"])
+    assert {service["command"][0] for service in services.values()} == {"valkey-server", "scheduler", "worker", "gateway"}
+    assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
+    assert [name for name, service in services.items() if "ports" in service] == ["gateway"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """`docker` with a running engine, or `buildah`."""
+
+    program: str
+
+    @property
+    def is_buildah(self) -> bool:
+        return Path(self.program).name == "buildah"
+
+    def build(self) -> None:
+        arguments = [f"--build-arg={name}={os.environ[name]}" for name in ("BASE", "TORCH_INDEX_URL") if name in os.environ]
+        isolation = ["--isolation", "chroot", "--network", "host"] if self.is_buildah else []
+        self._call(["build", *isolation, *arguments, "-f", str(DOCKERFILE), "-t", TAG, str(ROOT)], BUILD_LIMIT_S)
+
+    def run(self, *command: str, entrypoint: str = "") -> str:
+        """What it prints, started read-only, without a network, as the image's own user."""
+        if not self.is_buildah:
+            own = ["--entrypoint", entrypoint] if entrypoint else []
+            return self._call(["run", "--rm", "--read-only", "--network", "none", "--shm-size", "1g", *own, TAG, *command], RUN_LIMIT_S)
+        container = self._call(["from", TAG], RUN_LIMIT_S).strip()
+        try:
+            program = [entrypoint] if entrypoint else ["tini", "--", "baton"]
+            return self._call(
+                ["run", "--isolation", "chroot", "--network", "none", "--user", "10001:10001", container, "--", *program, *command],
+                RUN_LIMIT_S,
+            )
+        finally:
+            self._call(["rm", container], RUN_LIMIT_S)
+
+    def _call(self, arguments: list[str], limit_s: float) -> str:
+        done = subprocess.run([self.program, *arguments], capture_output=True, text=True, timeout=limit_s)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+
+def _engine() -> Engine | None:
+    if buildah := shutil.which("buildah"):
+        return Engine(program=buildah)
+    docker = shutil.which("docker")
+    if docker and subprocess.run([docker, "version"], capture_output=True, timeout=30).returncode == 0:
+        return Engine(program=docker)
+    return None
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    found = _engine()
+    if found is None:
+        pytest.skip("image: no buildah, and no docker with a running engine")
+    if not IS_LONG:
+        pytest.skip("image: it is built by `make test-long` alone, which takes minutes")
+    found.build()
+    return found
+
+
+@pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
+def test_the_image_answers_without_network_root_or_a_writable_disk(engine: Engine) -> None:
+    answer = engine.run("up", "--first-prompt", "What does os.path.join do?", "--once")
+
+    assert "os.path.join" in answer
+
+
+@pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
+def test_the_image_has_no_root_and_nothing_that_installs(engine: Engine) -> None:
+    said = engine.run(
+        "-c",
+        "import os, shutil as s; from importlib import util; print(os.getuid(), s.which('pip'), util.find_spec('pip'), s.which('g++'))",
+        entrypoint="python3",
+    )
+
+    assert said.split() == ["10001", "None", "None", "/usr/bin/g++"]

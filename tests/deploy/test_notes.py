@@ -1,0 +1,68 @@
+"""What `helm install` prints, and what `helm test` runs."""
+
+import ast
+
+import pytest
+import yaml
+
+from tests.deploy.conftest import Rendered
+from tests.deploy.objects import named
+from tests.deploy.renderer import Renderer
+from tests.deploy.value_sets import SETS
+
+
+def notes(chartrender: Renderer, name: str) -> str:
+    return chartrender.text(SETS[name].values, files=SETS[name].files, flags=["-notes"])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_there_is_a_first_request(chartrender: Renderer, name: str) -> None:
+    text = notes(chartrender, name)
+
+    assert "/v1/completions" in text
+    assert "<no value>" not in text
+    assert ("BATON_API_KEY=$(kubectl" in text) == (SETS[name].values.get("apiKeys", {}).get("enabled", True))
+
+
+def test_the_try_out_says_what_production_needs(chartrender: Renderer) -> None:
+    text = notes(chartrender, "default")
+    for value in (
+        "config.model",
+        "redis.existingSecret",
+        "apiKeys.existingSecret",
+        "tls.enabled",
+        "gateway.replicas",
+        "ray.gcsFaultTolerance",
+    ):
+        assert f"- {value}" in text
+
+
+def test_production_is_not_told_what_it_has(chartrender: Renderer) -> None:
+    assert "Before production" not in notes(chartrender, "8p8d-rdma")
+
+
+def test_gpus_without_rdma_are_told_so(chartrender: Renderer) -> None:
+    assert "KV goes over TCP" in notes(chartrender, "gpu-node")
+    assert "KV goes over TCP" not in notes(chartrender, "8p8d-rdma")
+
+
+def test_the_helm_test_is_a_program(rendered: Rendered) -> None:
+    pod = named(rendered("front-tls"), "Pod", "rel-baton-test")
+    (container,) = pod["spec"]["containers"]
+    ast.parse(container["args"][0])
+    names = {variable["name"] for variable in container["env"]}
+
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert names >= {"URL", "MODEL", "BATON_API_KEY", "BATON_GATEWAY_CA"}
+    assert next(variable["value"] for variable in container["env"] if variable["name"] == "URL").startswith(
+        "https://rel-baton-gateway:8000/"
+    )
+
+
+def test_clients_ask_for_the_served_name(rendered: Rendered) -> None:
+    (container,) = named(rendered("8p8d-rdma"), "Pod", "rel-baton-test")["spec"]["containers"]
+    model = next(variable["value"] for variable in container["env"] if variable["name"] == "MODEL")
+    config = yaml.safe_load(named(rendered("8p8d-rdma"), "ConfigMap", "rel-baton-config")["data"]["gateway.yaml"])
+
+    assert model == config["served_model_name"] == "llama3-8b"

@@ -1,0 +1,92 @@
+"""Who may reach whom: the NetworkPolicies let in each way that the services need, and no other."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.deploy.conftest import Rendered
+from tests.deploy.objects import Workload, of_kind, selects, workloads
+from tests.deploy.renderer import Doc
+from tests.deploy.value_sets import SETS
+
+ANYBODY, METRICS = "anybody", "metrics"
+RAY = ("ray-head", "fleet", "worker")
+RAY_PORTS = [(6380, 6386), (10002, 10101)]
+NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
+    "gateway": {ANYBODY: [(8000, 8000), (8001, 8001)]},
+    "scheduler": {"gateway": [(8100, 8100)], "worker": [(8100, 8100)]},
+    "worker": {"gateway": [(8101, 8101)], "worker": [(8101, 8101), (20000, 20099), *RAY_PORTS], "ray-head": RAY_PORTS, "fleet": RAY_PORTS},
+    "ray-head": dict.fromkeys(RAY, RAY_PORTS),
+    "fleet": dict.fromkeys(RAY, RAY_PORTS),
+    "redis": {name: [(6379, 6379)] for name in ("gateway", "scheduler", "fleet", "worker")},
+}
+"""By who is reached: who may, at which ports."""
+
+
+def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, int]]]:
+    """Who reaches these pods at which ports, as a network plugin would have it. ANYBODY alone where no policy is about them."""
+    policies = [policy for policy in of_kind(docs, "NetworkPolicy") if selects(policy["spec"]["podSelector"]["matchLabels"], target.labels)]
+    if not policies:
+        return {ANYBODY: [(1, 65535)]}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for policy in policies:
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for rule in policy["spec"]["ingress"]:
+            ports = [(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]]
+            for who in _sources(rule, docs):
+                found[who] = sorted({*found.get(who, ()), *ports})
+    return found
+
+
+def _sources(rule: Mapping[str, Any], docs: Sequence[Doc]) -> Iterator[str]:
+    if "from" not in rule:
+        yield ANYBODY
+    for peer in rule.get("from", ()):
+        if "podSelector" in peer:
+            components = {
+                workload.component for workload in workloads(docs) if selects(peer["podSelector"]["matchLabels"], workload.labels)
+            }
+            assert len(components) == 1, peer
+            yield components.pop()
+        else:
+            yield METRICS
+
+
+@pytest.mark.parametrize("name", ["default", "kuberay", "hybrid", "two-kinds", "long-name", "redis-secret"])
+def test_each_way_that_is_needed_is_open_and_no_other(rendered: Rendered, name: str) -> None:
+    docs = rendered(name)
+    for workload in workloads(docs):
+        if workload.component != "test":
+            needed = {who: sorted(ports) for who, ports in NEEDED[workload.component].items()}
+
+            assert allowed(docs, workload) == needed, workload.name
+
+
+def test_clients_that_are_named_are_the_only_ones(rendered: Rendered) -> None:
+    docs = rendered("clients")
+    (gateway,) = (workload for workload in workloads(docs) if workload.component == "gateway")
+    (prefill,) = (workload for workload in workloads(docs) if workload.labels.get("baton.internal/role") == "prefill")
+
+    front = [(8000, 8000), (8001, 8001)]
+    assert allowed(docs, gateway) == {METRICS: [*front, (9000, 9000)], "worker": front, "test": front}
+    assert allowed(docs, prefill)[METRICS] == [(9000, 9000)]
+
+
+def test_switched_off_there_are_none(rendered: Rendered) -> None:
+    assert of_kind(rendered("no-policies"), "NetworkPolicy") == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_port_that_a_pod_opens_is_in_its_policy_or_for_probes(rendered: Rendered, name: str) -> None:
+    docs = rendered(name)
+    if not of_kind(docs, "NetworkPolicy"):
+        return
+    for workload in workloads(docs):
+        if workload.component == "test":
+            continue
+        ranges = [ports for open_to in allowed(docs, workload).values() for ports in open_to]
+        for container in workload.containers:
+            for port in container.get("ports", ()):
+                number = port["containerPort"]
+                assert port["name"] == "admin" or any(low <= number <= high for low, high in ranges), (workload.name, port)

@@ -1,0 +1,219 @@
+"""`values.yaml`, its schema, its table in the README and the templates say the same."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.objects import of_kind
+from tests.deploy.renderer import CHART, Renderer, RenderError
+from tests.deploy.value_sets import ALL_ON, EXAMPLES, KUBERAY, PROMETHEUS, RDMA, SCALED
+from tools import gen_chart
+
+SECRETS: dict[str, Any] = {
+    "apiKeys": {"existingSecret": "keys"},
+    "ray": {"existingSecret": "token"},
+    "redis": {"bundled": {"existingSecret": "password"}},
+}
+"""Nothing is generated, so that two renderings are the same text."""
+FT = {"gcsFaultTolerance": {"enabled": True, "redisAddress": "other:6379"}}
+TLS = {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "mine"}}}
+BASES: tuple[Mapping[str, Any], ...] = (
+    {
+        "gateway": {"replicas": 2},
+        "poolDefaults": {"replicas": 2, "gpu": {"count": 1}, "image": {"variant": "cuda"}, **RDMA},
+        "tls": TLS,
+        "frontTls": TLS,
+    },
+    {"model": {"source": "hub", "hub": {"claimName": "cache"}}, "runtime": KUBERAY, "networkPolicy": {"clients": [{"podSelector": {}}]}},
+    {"model": {"source": "pvc", "pvc": {"claimName": "models"}}, "config": {"model": "/models/some"}, "redis": {"existingSecret": "url"}},
+    {
+        "gateway": {"service": {"type": "LoadBalancer"}, "autoscaling": SCALED},
+        "poolDefaults": {"autoscaling": SCALED},
+        "keda": PROMETHEUS,
+        "ray": FT,
+    },
+    {
+        "gateway": {name: ALL_ON["gateway"][name] for name in ("ingress", "httpRoute", "grpcRoute")},
+        "metrics": ALL_ON["metrics"],
+        "pools": [{"name": "a", "role": "hybrid"}],
+    },
+)
+"""Between them each value matters somewhere."""
+DESCRIBED = {path: default for path, default, _ in gen_chart.described_values()}
+OTHER: Mapping[str, Any] = {
+    "config.model": "/models/other",
+    "config.host": "::",
+    "config.log_level": "debug",
+    "image.variant": "cuda",
+    "image.digest": "sha256:" + "1" * 64,
+    "image.pullPolicy": "Always",
+    "image.pullSecrets": ["registry"],
+    "model.source": "image",
+    "model.pvc.mountPath": "/models/",
+    "tls.certManager.duration": "100h",
+    "tls.certManager.renewBefore": "10h",
+    "tls.certManager.issuerRef": {"name": "other"},
+    "frontTls.certManager.issuerRef": {"name": "other"},
+    "frontTls.certManager.dnsNames": ["other.example.com"],
+    "redis.url": "redis://other:6379/0",
+    "redis.bundled.image.digest": "sha256:" + "2" * 64,
+    "redis.bundled.maxmemory": "128mb",
+    "runtime.mode": "kuberay",
+    "ray.gcsFaultTolerance.redisAddress": "another:6379",
+    "kuberay.apiLevel": "1.6",
+    "gateway.service.type": "NodePort",
+    "gateway.service.loadBalancerSourceRanges": ["10.0.0.0/8"],
+    "gateway.ingress.hosts": ["other.example.com"],
+    "gateway.ingress.tls": [{"secretName": "web"}],
+    "gateway.httpRoute.parentRefs": [{"name": "other"}],
+    "gateway.httpRoute.hostnames": ["other.example.com"],
+    "gateway.grpcRoute.parentRefs": [{"name": "other"}],
+    "gateway.grpcRoute.hostnames": ["other.example.com"],
+    "fleet.config.kv_port_range": "30000-30001",
+    "fleet.config.kv_memory": "1GiB",
+    "pools": [{"name": "other", "role": "hybrid"}],
+    "poolDefaults.image": {"tag": "other", "variant": "cuda"},
+    "poolDefaults.gpu.count": 0,
+    "poolDefaults.autoscaling.minReplicas": 3,
+    "poolDefaults.gpu.resource": "amd.com/gpu",
+    "poolDefaults.rdma.resource": "rdma/other",
+    "poolDefaults.pdb.maxUnavailable": 2,
+    "topologySpread.whenUnsatisfiable": "DoNotSchedule",
+    "networkPolicy.clients": [{"podSelector": {}}],
+    "networkPolicy.metricsFrom": [{"podSelector": {}}],
+    "securityContext.pod": {"runAsUser": 4711},
+    "securityContext.container": {"privileged": False},
+    "metrics.interval": "5s",
+    "keda.prometheusAddress": "http://other:9090",
+    "extraObjects": [{"kind": "Some", "apiVersion": "v1"}],
+}
+"""Another value than the default, where its type alone does not say one."""
+NEEDS_FILES = ("metrics.prometheusRule", "metrics.dashboards")
+"""Tested below, with files."""
+
+
+def other_than(path: str, default: Any) -> Any:
+    """A value of the same kind."""
+    if path in OTHER:
+        return OTHER[path]
+    if isinstance(default, int):
+        return default + 1
+    if path.rpartition(".")[2] in ("extraEnv",):
+        return [{"name": "OTHER", "value": "1"}]
+    if isinstance(default, list):
+        return [
+            {"name": "other", "emptyDir": {}}
+            if "Volumes" in path
+            else {"name": "other", "mountPath": "/other"}
+            if "Mounts" in path
+            else {"key": "other"}
+        ]
+    if path.endswith(("resources", "Resources")):
+        return {"limits": {"memory": "77Gi"}}
+    if isinstance(default, dict):
+        return {"other": "other"} if not path.endswith("affinity") else {"nodeAffinity": {"other": "other"}}
+    return f"7{default}" if default[-2:] in ("Gi", "Mi") else "other"
+
+
+def merged(base: Any, over: Any) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return copy.deepcopy(over)
+    return {key: merged(base.get(key), over[key]) if key in over else copy.deepcopy(base[key]) for key in {**base, **over}}
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def leaves(values: Any, path: str = "") -> Iterator[str]:
+    """Each value that has no values under it; a list, and an empty mapping, is one."""
+    for name, value in values.items():
+        below = f"{path}.{name}" if path else name
+        if isinstance(value, dict) and value and below not in DESCRIBED:
+            yield from leaves(value, below)
+        else:
+            yield below
+
+
+def test_the_generated_parts_are_fresh() -> None:
+    assert (CHART / "values.schema.json").read_text(encoding="utf-8") == gen_chart.schema_text(), "run: python tools/gen_chart.py"
+    assert (CHART / "README.md").read_text(encoding="utf-8") == gen_chart.readme_text(), "run: python tools/gen_chart.py"
+
+
+def test_each_value_has_its_row() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+
+    assert list(leaves(values)) == list(DESCRIBED)
+
+
+@pytest.mark.parametrize("path", [path for path in DESCRIBED if not path.startswith(NEEDS_FILES)])
+def test_no_value_is_dead(helm: Renderer, path: str, base_texts: dict[int, str]) -> None:
+    default = DESCRIBED[path]
+    values = (True, False) if isinstance(default, bool) else (other_than(path, default),)
+    for number, base in enumerate(BASES):
+        if number not in base_texts:
+            base_texts[number] = helm.text(merged(SECRETS, base))
+        for value in values:
+            try:
+                if helm.text(merged(merged(SECRETS, base), at(path, value))) != base_texts[number]:
+                    return
+            except RenderError as refused:  # a value that only another base can have, or a switch that has to be on
+                if isinstance(default, bool) and path in str(refused):
+                    return
+    pytest.fail(f"{path} changes nothing")
+
+
+@pytest.fixture(scope="session")
+def base_texts() -> dict[int, str]:
+    return {}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_says_nothing_that_is_the_default(example: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    said = yaml.safe_load((CHART / f"values-{example}.yaml").read_text(encoding="utf-8"))
+    same = [path for path in leaves_of(said) if path in DESCRIBED and value_at(said, path) == value_at(values, path)]
+
+    assert same == []
+
+
+def leaves_of(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        below = f"{path}.{name}" if path else name
+        if isinstance(value, dict):
+            yield from leaves_of(value, below)
+        else:
+            yield below
+
+
+def value_at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values[name]
+    return values
+
+
+def test_alerts_and_dashboards_are_files(helm: Renderer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    import shutil
+
+    chart = tmp_path_factory.mktemp("chart") / "baton"
+    shutil.copytree(CHART, chart)
+    for kind, name, text in (
+        ("rules", "some.yaml", 'groups:\n  - name: some\n    rules:\n      - alert: Some\n        expr: "baton_open_requests > {{ 1 }}"\n'),
+        ("dashboards", "some.json", '{"title": "{{ $labels.worker }}"}\n'),
+    ):
+        (chart / "files" / kind).mkdir(parents=True, exist_ok=True)
+        (chart / "files" / kind / name).write_text(text)
+    on = {name: {"enabled": True, "labels": {"some": "label"}} for name in ("prometheusRule", "dashboards")}
+    docs = helm.docs({"metrics": on}, chart=chart)
+    rule = next(doc for doc in of_kind(docs, "PrometheusRule") if doc["metadata"]["name"] == "rel-baton-some")
+    board = next(doc for doc in of_kind(docs, "ConfigMap") if doc["metadata"]["name"] == "rel-baton-dashboard-some")
+
+    assert rule["spec"]["groups"][0]["rules"] == [{"alert": "Some", "expr": "baton_open_requests > {{ 1 }}"}]
+    assert board["data"]["some.json"].strip() == '{"title": "{{ $labels.worker }}"}'
+    assert rule["metadata"]["labels"]["some"] == board["metadata"]["labels"]["some"] == "label"
+    assert of_kind(helm.docs({}, chart=chart), "PrometheusRule") == []
