@@ -1,10 +1,9 @@
-"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is built once into a cache.
+"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is built once.
 
 `python -m tests.deploy.renderer` builds it ahead of the tests, and says which of the two there is.
 """
 
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -83,10 +82,10 @@ def find() -> Renderer | str:
 
 
 def _built() -> Path:
-    """The program of these sources, built where it is not in the cache yet; one process builds, the others wait for it."""
+    """The program of these sources, built beside the project's Python where it is not there yet; one process builds, the others wait."""
     files = sorted(SOURCE.iterdir())
     version = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "chartrender"
+    cache = Path(sys.prefix) / "chartrender"
     program = cache / version
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:

@@ -10,11 +10,11 @@ from typing import Any
 import click
 import pytest
 import yaml
-from baton.fleet.nodes import ROLE_RESOURCES
 
 import baton
 from baton.cli.main import cli
 from baton.core.errors import ConfigError
+from baton.fleet.nodes import ROLE_RESOURCES
 from baton.fleet.worker_actor import OF_THE_NODE
 from baton.gateway.keys import digest_of, parse_keys
 from baton.runtime.config import settings_of
