@@ -36,6 +36,11 @@ def why_not() -> str:
     return "namespaces cannot be made here" if done.returncode else ""
 
 
+def _own_environ() -> dict[str, str]:
+    """This process's, less what a NIXL backend of an earlier test has told UCX in it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+
+
 class Host:
     """One machine: what is started on it ends with it."""
 
@@ -65,7 +70,7 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environ, **environ},
+                env={**_own_environ(), **self._environ, **environ},
                 start_new_session=True,
             )
 

@@ -32,7 +32,12 @@ from tests.paced_answer import paced_answer
 from tests.times import TEST_TIMES
 
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made"),
+]
 
 VOCAB_SIZE = 4096
 START_S = 90.0
