@@ -95,9 +95,10 @@ class WorkerActor:
         return why
 
     def drain(self) -> None:
-        """Finish what runs, take nothing new, then end. Nothing for one that has not been started."""
-        if self._worker is not None:
-            self._worker.drain()
+        """Finish what runs, take nothing new, then end. One that has not been started ends at once: nobody else would ever end it."""
+        if self._worker is None:
+            os._exit(0)
+        self._worker.drain()
 
     def stop(self) -> None:
         """End now."""

@@ -3,6 +3,9 @@
 # Usage: build.sh OUT_FILE      needs: Debian with apt lists (apt-get update), and Go or python3 with pip. Takes about half a minute.
 # Where a real helm binary is on the PATH, use that instead.
 set -euo pipefail
+for tool in apt-get apt-cache dpkg; do
+  command -v "$tool" > /dev/null || { echo "no $tool: chartrender is made of Debian's packages of Go's libraries" >&2; exit 1; }
+done
 out=$(realpath -m "${1:?usage: build.sh OUT_FILE}")
 here=$(cd "$(dirname "$0")" && pwd)
 tmp=$(mktemp -d); trap 'rm -rf "$tmp"' EXIT

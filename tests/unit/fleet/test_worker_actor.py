@@ -70,8 +70,23 @@ def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_question_for_the_release_is_understood_where_there_is_no_baton() -> None:
-    from ray import cloudpickle
-
-    ask = "import sys; sys.modules['baton'] = None; from ray import cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())())"
-    done = subprocess.run([sys.executable, "-c", ask], input=cloudpickle.dumps(release_probe()), capture_output=True, check=True)
+    """In other processes: one that has loaded Ray cannot start one with a token any more."""
+    ask = """
+import sys
+from ray import cloudpickle
+from baton.fleet.releases import release_probe
+sys.stdout.buffer.write(cloudpickle.dumps(release_probe()))
+"""
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True).stdout
+    answer = "import sys; sys.modules['baton'] = None; from ray import cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())())"
+    done = subprocess.run([sys.executable, "-c", answer], input=asked, capture_output=True, check=True)
     assert done.stdout == b"{}\n"
+
+
+def test_one_that_was_never_started_ends_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(worker_actor.os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        WorkerActor(()).drain()
