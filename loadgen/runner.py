@@ -101,6 +101,7 @@ class Runner:
             num_bytes += 8 * (self._plan.num_prompt_tokens(request) or 1000)
         num_first = self._schedule.num_due(CONNECT_AHEAD_S)
         self._client.expect(num_first, at_most=num_first)
+        gc.collect()  # takes a second where much is loaded: `run` may be called just before the first request is due
 
     async def run(self, start_s: float) -> None:
         """From `start_s`, a time of the clock, until the last request has ended. Raises LoadgenError if records cannot be written."""
@@ -302,11 +303,10 @@ class Runner:
 
 
 class _NoGarbageCollection:
-    """A full collection takes tens of milliseconds, in which nothing is sent."""
+    """A full collection takes tens of milliseconds and more, in which nothing is sent. The last one was `prepare`'s."""
 
     def __enter__(self) -> None:
         self._was_enabled = gc.isenabled()
-        gc.collect()
         gc.freeze()
         gc.disable()
 
