@@ -135,6 +135,7 @@ def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float)
     else answers already. It is stopped whatever happens, and nothing of its process group is left."""
     if probe() is not None:
         raise LoadgenError("something answers there already: end it, or let --command take {port}, which is a free one")
+    patience = PATIENCE_S[signal.getsignal(signal.SIGINT) is signal.SIG_IGN :]  # what we ignore (under nohup, say) so does who we start
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -146,7 +147,7 @@ def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float)
             _wait_until_ready(process, probe, log, ready_s)
             yield
         finally:
-            _stop(process)
+            _stop(process, patience)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], probe: Probe, log: Path, ready_s: float) -> None:
@@ -159,10 +160,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], probe: Probe, log: Path,
         time.sleep(POLL_S)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends its process group. A second Ctrl-C meanwhile makes it harsher at once, and does not get lost."""
+def _stop(process: subprocess.Popen[bytes], patience: Sequence[tuple[signal.Signals, float]]) -> None:
+    """Ends its process group, by one signal after the other. A second Ctrl-C meanwhile makes it harsher at once, and does not get lost."""
     was_interrupted = False
-    for number, patience_s in PATIENCE_S:
+    for number, patience_s in patience:
         if not _signal_group(process.pid, number):
             break
         try:
