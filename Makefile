@@ -46,7 +46,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# The chart's tests, which `make test` runs, too. The first time it builds what renders the chart, where there is no helm.
+# The chart's tests, which `make test` runs, too. The first time it builds what renders the chart.
 check-deploy: chart
 	$(BIN)/python tools/gen_chart.py --check
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy $(ARGS)

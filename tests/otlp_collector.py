@@ -31,10 +31,11 @@ class ReceivedSpan:
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """`spans` in order of arrival. `answers` False: it takes every call and says nothing."""
+    """`spans` in order of arrival, `num_calls` of those who bring them. `answers` False: it takes every call and says nothing."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
+        self.num_calls = 0
         self.answers = True
         self.port = 0
         self._server: grpc.aio.Server | None = None
@@ -56,6 +57,7 @@ class Collector(pb_grpc.TraceServiceServicer):
             self._server = None
 
     async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:  # noqa: N802
+        self.num_calls += 1
         if not self.answers:
             await asyncio.Event().wait()
         for of_process in request.resource_spans:

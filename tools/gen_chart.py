@@ -1,4 +1,4 @@
-"""Bring what the chart says of Baton's settings up to date: `python tools/gen_chart.py` after a change in `runtime/settings.py` or of
+"""Bring what the chart says of Baton's settings up to date: `python tools/gen_chart.py` after a change of a setting or of
 `values.yaml`. `--check` changes nothing and ends with 1 where something is out of date.
 
 In `helm/baton/values.schema.json` the definitions of `GENERATED` come from the services' own settings, the rest is kept by hand; in

@@ -41,6 +41,11 @@ def quantile(q: float, histogram: str, by: str = "") -> str:
     return f"histogram_quantile({q:g}, {rate(f'{histogram}_bucket', f'{by}, le' if by else 'le')})"
 
 
+def quantiles(histogram: str, *qs: float, by: str = "") -> dict[str, str]:
+    """Legend → query."""
+    return {f"p{q * 100:g}" + (f" {{{{{by}}}}}" if by else ""): quantile(q, histogram, by) for q in qs}
+
+
 def by_role(query: str, by: str = "role") -> str:
     """Of a worker's metrics."""
     return f"sum by ({by}) ({query} * {ROLE})"
@@ -105,6 +110,17 @@ class Row:
     panels: list[Panel] = field(default_factory=list)
 
 
+def counted(title: str, counter: str, by: str, *, unit: str, text: str = "", width: int = 8) -> Panel:
+    """How much of a counter comes a second, one part over the other by its labels."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+    return Panel(title=title, queries={legend: rate(counter, by)}, unit=unit, text=text, width=width, stacked=True)
+
+
+def part(title: str, queries: dict[str, str], *, text: str = "", kind: str = "timeseries", width: int = 8, height: int = 8) -> Panel:
+    """Parts of a whole, from 0 to 1."""
+    return Panel(title=title, queries=queries, text=text, kind=kind, width=width, height=height, unit="percentunit", most=1)
+
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
     "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"},
@@ -116,25 +132,15 @@ ROWS = [
         title="Requests and promises",
         panels=[
             Panel(title="Requests", queries={"": rate("baton_requests_total")}, unit="reqps", kind="stat", width=4, height=4),
-            Panel(
-                title="Ended well",
-                queries={"": share('baton_requests_total{code="200"}', "baton_requests_total")},
-                unit="percentunit",
-                kind="stat",
-                width=4,
-                height=4,
-                most=1,
-            ),
+            part("Ended well", {"": share('baton_requests_total{code="200"}', "baton_requests_total")}, kind="stat", width=4, height=4),
             Panel(title="Open requests", queries={"": "sum(baton_open_requests)"}, kind="stat", width=4, height=4),
-            Panel(
-                title="Promises kept",
+            part(
+                "Promises kept",
+                {"{{term}}": KEPT},
                 text="Of requests that ended well and had such a promise.",
-                queries={"{{term}}": KEPT},
-                unit="percentunit",
                 kind="stat",
                 width=6,
                 height=4,
-                most=1,
             ),
             Panel(
                 title="Ready workers",
@@ -143,25 +149,11 @@ ROWS = [
                 width=6,
                 height=4,
             ),
-            Panel(
-                title="Requests by status",
-                queries={"{{code}} {{reason}}": rate("baton_requests_total", "code, reason")},
-                unit="reqps",
-                stacked=True,
+            counted("Requests by status", "baton_requests_total", "code, reason", unit="reqps"),
+            counted(
+                "Refused by schedulers, by reason", "baton_rejections_total", "reason", unit="reqps", text="Before any prefill was spent."
             ),
-            Panel(
-                title="Refused by schedulers, by reason",
-                text="Before any prefill was spent.",
-                queries={"{{reason}}": rate("baton_rejections_total", "reason")},
-                unit="reqps",
-                stacked=True,
-            ),
-            Panel(
-                title="SLO attainment",
-                queries={"{{term}}": KEPT},
-                unit="percentunit",
-                most=1,
-            ),
+            part("SLO attainment", {"{{term}}": KEPT}),
         ],
     ),
     Row(
@@ -169,8 +161,8 @@ ROWS = [
         panels=[
             Panel(title="TTFT", queries={"{{le}}": rate("baton_ttft_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
             Panel(title="TPOT", queries={"{{le}}": rate("baton_tpot_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
-            Panel(title="TTFT", queries={f"p{q * 100:g}": quantile(q, "baton_ttft_seconds") for q in (0.5, 0.9, 0.99)}, unit="s"),
-            Panel(title="TPOT", queries={f"p{q * 100:g}": quantile(q, "baton_tpot_seconds") for q in (0.5, 0.9, 0.99)}, unit="s"),
+            Panel(title="TTFT", queries=quantiles("baton_ttft_seconds", 0.5, 0.9, 0.99), unit="s"),
+            Panel(title="TPOT", queries=quantiles("baton_tpot_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(
                 title="Where a request's seconds go (mean)",
                 text="Placement and waiting for it; queue; prefill; KV that came after it; the wait for a decode step; decode.",
@@ -178,16 +170,8 @@ ROWS = [
                 unit="s",
                 stacked=True,
             ),
-            Panel(
-                title="Attempts lost, by reason",
-                queries={"{{reason}}": rate("baton_attempts_total", "reason")},
-                unit="reqps",
-                stacked=True,
-                width=12,
-            ),
-            Panel(
-                title="Pauses around lost workers, p99", queries={"p99": quantile(0.99, "baton_resume_pause_seconds")}, unit="s", width=12
-            ),
+            counted("Attempts lost, by reason", "baton_attempts_total", "reason", unit="reqps", width=12),
+            Panel(title="Pauses around lost workers, p99", queries=quantiles("baton_resume_pause_seconds", 0.99), unit="s", width=12),
         ],
     ),
     Row(
@@ -227,22 +211,13 @@ ROWS = [
                 queries={"{{transport}}": share("baton_transfer_bytes_total", "baton_transfer_read_seconds_total", "transport")},
                 unit="Bps",
             ),
-            Panel(
-                title="Transfers by outcome",
-                queries={"{{transport}} {{outcome}}": rate("baton_transfers_total", "transport, outcome")},
-                unit="ops",
-                stacked=True,
-            ),
+            counted("Transfers by outcome", "baton_transfers_total", "transport, outcome", unit="ops"),
             Panel(
                 title="Measured speed of links",
                 queries={"{{instance}} reads {{peer}} ({{transport}})": "baton_link_bytes_per_second"},
                 unit="Bps",
             ),
-            Panel(
-                title="Transfers, p50 and p99",
-                queries={f"p{q * 100:g}": quantile(q, "baton_transfer_seconds") for q in (0.5, 0.99)},
-                unit="s",
-            ),
+            Panel(title="Transfers, p50 and p99", queries=quantiles("baton_transfer_seconds", 0.5, 0.99), unit="s"),
             Panel(
                 title="Leases",
                 queries={"open": "sum(baton_open_leases)", "{{outcome}}/s": rate("baton_leases_ended_total", "outcome")},
@@ -260,16 +235,14 @@ ROWS = [
     Row(
         title="Cache and memory",
         panels=[
-            Panel(
-                title="Prompt tokens from a cache",
-                text="As clients are told; beside it, of placed requests, what the scheduler predicted and what was found.",
-                queries={
+            part(
+                "Prompt tokens from a cache",
+                {
                     "told": share("baton_cached_tokens_total", "baton_prompt_tokens_total"),
                     "predicted": share('baton_prefix_hit_tokens_total{kind="predicted"}', ASKED),
                     "actual": share('baton_prefix_hit_tokens_total{kind="actual"}', ASKED),
                 },
-                unit="percentunit",
-                most=1,
+                text="As clients are told; beside it, of placed requests, what the scheduler predicted and what was found.",
             ),
             Panel(
                 title="Blocks by tier and state",
@@ -308,20 +281,18 @@ ROWS = [
             Panel(
                 title="Predicted over actual, by term",
                 text="1 is right. Above: it was faster than predicted.",
-                queries={f"p{q * 100:g} {{{{term}}}}": quantile(q, "baton_predicted_over_actual_ratio", "term") for q in (0.1, 0.5, 0.9)},
+                queries=quantiles("baton_predicted_over_actual_ratio", 0.1, 0.5, 0.9, by="term"),
             ),
-            Panel(
-                title="Within a quarter of what happened",
-                queries={"{{term}}": f"{share(RATIO_TO_125, RATIOS, 'term')} - {share(RATIO_TO_80, RATIOS, 'term')}"},
-                unit="percentunit",
-                most=1,
+            part(
+                "Within a quarter of what happened",
+                {"{{term}}": f"{share(RATIO_TO_125, RATIOS, 'term')} - {share(RATIO_TO_80, RATIOS, 'term')}"},
             ),
             Panel(
                 title="Median by worker",
                 queries={"{{term}} {{worker}}": quantile(0.5, "baton_predicted_over_actual_ratio", "term, worker")},
             ),
             Panel(title="Decisions", queries={"{{policy}}": rate("baton_decisions_total", "policy")}, unit="ops", width=12),
-            Panel(title="Time to decide, p99", queries={"p99": quantile(0.99, "baton_decision_seconds")}, unit="s", width=12),
+            Panel(title="Time to decide, p99", queries=quantiles("baton_decision_seconds", 0.99), unit="s", width=12),
         ],
     ),
     Row(
@@ -358,6 +329,13 @@ ROWS = [
                 title="Redis, as schedulers see it",
                 queries={"records not written": "max(baton_store_degraded)", "block events not read": "max(baton_kv_events_degraded)"},
                 most=1,
+            ),
+            counted(
+                "Spans of traces",
+                "baton_trace_spans_total",
+                "outcome",
+                unit="ops",
+                text="Not taken: by the collector. Dropped: too many waited for it. None at all where tracing is off.",
             ),
         ],
     ),

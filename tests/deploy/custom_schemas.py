@@ -77,8 +77,7 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
                 headGroupSpec=_object("rayStartParams template", **RAY_GROUP),
                 workerGroupSpecs=_list(
                     _object(
-                        "groupName minReplicas maxReplicas rayStartParams template",
-                        "replicas",
+                        "groupName replicas minReplicas maxReplicas rayStartParams template",
                         replicas=NUMBER,
                         minReplicas=NUMBER,
                         maxReplicas=NUMBER,

@@ -199,14 +199,15 @@ CHECKS: Sequence[Callable[[Workload], Problems]] = (
 
 def _of_references(workload: Workload, there: set[tuple[str, str]]) -> Problems:
     """`there`: (kind, name), and (kind, name, key) of what we make ourselves, whose keys are known."""
-    for kind, name, keys in _references(workload):
+    for kind, name, keys in references(workload):
         if (kind, name) not in there:
             yield f"there is no {kind} {name}"
         known = {entry[2] for entry in there if len(entry) == 3 and entry[:2] == (kind, name)}
         yield from (f"{kind} {name} has no key {key}" for key in keys if known and key not in known)
 
 
-def _references(workload: Workload) -> Iterator[tuple[str, str, list[str]]]:
+def references(workload: Workload) -> Iterator[tuple[str, str, list[str]]]:
+    """(kind, name, keys) of what its pods are given; no keys: all of them."""
     for volume in workload.spec["volumes"]:
         if "configMap" in volume:
             yield "config map", volume["configMap"]["name"], [item["key"] for item in volume["configMap"].get("items", ())]
@@ -224,9 +225,6 @@ def _references(workload: Workload) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _of_accounts(workload: Workload, docs: Sequence[Doc]) -> Problems:
-    scales = any(doc["spec"]["enableInTreeAutoscaling"] for doc in of_kind(docs, "RayCluster"))
-    if scales and workload.component == "ray-head" and workload.kind == "RayCluster":
-        return  # KubeRay makes its account
     if workload.spec.get("automountServiceAccountToken") is not False:
         yield "has a token of the Kubernetes API"
     account = workload.spec.get("serviceAccountName")

@@ -41,10 +41,12 @@ def named(docs: Iterable[Doc], kind: str, name: str) -> Doc:
 
 
 def workloads(docs: Iterable[Doc]) -> Iterator[Workload]:
-    """Deployments, pods, and the groups of a RayCluster."""
+    """Deployments, Jobs, pods, and the groups of a RayCluster."""
     for doc in docs:
         name = doc["metadata"]["name"]
-        if doc["kind"] == "Deployment":
+        if doc["kind"] == "Job":
+            yield _workload("Job", name, doc["spec"]["template"], None, 1)
+        elif doc["kind"] == "Deployment":
             selector = doc["spec"]["selector"]["matchLabels"]
             yield _workload("Deployment", name, doc["spec"]["template"], selector, doc["spec"].get("replicas"))
         elif doc["kind"] == "Pod":
@@ -53,7 +55,7 @@ def workloads(docs: Iterable[Doc]) -> Iterator[Workload]:
             head, *groups = (doc["spec"]["headGroupSpec"], *doc["spec"]["workerGroupSpecs"])
             yield _workload("RayCluster", f"{name}-head", head["template"], None, 1)
             for group in groups:
-                yield _workload("RayCluster", f"{name}-worker-{group['groupName']}", group["template"], None, group["minReplicas"])
+                yield _workload("RayCluster", f"{name}-worker-{group['groupName']}", group["template"], None, group["replicas"])
 
 
 def _workload(kind: str, name: str, template: Mapping[str, Any], selector: Mapping[str, str] | None, replicas: int | None) -> Workload:

@@ -1,6 +1,7 @@
-"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is built once.
+"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is built once; notes and what
+`lookup` finds, for which helm wants a cluster, always with the latter.
 
-`python -m tests.deploy.renderer` builds it, ahead of the tests, and says which of the two there is.
+`python -m tests.deploy.renderer` builds it, ahead of the tests, and says what there is.
 """
 
 import fcntl
@@ -75,17 +76,22 @@ def find() -> Renderer | str:
     """The renderer, or why there is none."""
     if helm := shutil.which("helm"):
         return Renderer(program=Path(helm), is_helm=True)
+    return own()
+
+
+@lru_cache
+def own() -> Renderer | str:
+    """`chartrender/`, or why there is none."""
     if (program := _program()).exists():
         return Renderer(program=program, is_helm=False)
-    return "helm: not on the PATH, and no chartrender: `make chart` builds it, or says why it cannot"
+    return "helm: no chartrender in its place: `make chart` builds it, or says why it cannot"
 
 
 def build() -> str:
-    """Build what renders these charts, where nothing does yet; what there is then, or why there is nothing. One process builds, the others
-    wait for it."""
-    if not isinstance(found := find(), str):
-        return str(found.program)
+    """Build `chartrender/` where it is not yet; where it is then, or why it is not. One process builds, the others wait for it."""
     program = _program()
+    if program.exists():
+        return str(program)
     program.parent.mkdir(parents=True, exist_ok=True)
     with (program.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -96,7 +102,7 @@ def build() -> str:
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return f"none, so the chart's tests are skipped: {said[-1]}"
+            return f"no chartrender, so tests that need it are skipped: {said[-1]}"
         unfinished.rename(program)
     return str(program)
 

@@ -20,6 +20,7 @@ from baton.gateway.keys import digest_of, parse_keys
 from baton.runtime.config import settings_of
 from baton.runtime.settings import SERVICES, WorkerConfig, load_settings
 from tests.deploy.conftest import Rendered
+from tests.deploy.lint import references
 from tests.deploy.objects import named, of_kind, workloads
 from tests.deploy.renderer import CHART, ROOT, Renderer
 from tests.deploy.value_sets import SETS
@@ -99,19 +100,47 @@ def test_commands_are_baton_s_own(rendered: Rendered, name: str) -> None:
                     parse_command(command[1:])
                     seen.add(command[1])
 
-    assert seen == {"gateway", "scheduler", "fleet", "drain"}
+    assert seen - {"model"} == {"gateway", "scheduler", "fleet", "drain"}
 
 
 def parse_command(arguments: list[str]) -> None:
     """Raises click.UsageError where there is no such command or flag."""
-    command = cli.commands[arguments[0]]
-    assert isinstance(command, click.Command)
-    command.make_context(arguments[0], list(arguments[1:]))
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        name, *arguments = arguments
+        if name not in command.commands:
+            raise click.UsageError(f"no command {name}")
+        command = command.commands[name]
+    command.make_context(command.name, arguments)
 
 
 def test_a_command_that_is_none_would_be_noticed() -> None:
-    with pytest.raises(click.UsageError):
-        parse_command(shlex.split("drain --there"))
+    for command in ("drain --there", "model fetch", "model get o/m", "drained"):
+        with pytest.raises(click.UsageError):
+            parse_command(shlex.split(command))
+
+
+def test_what_is_fetched_is_what_pods_look_for(rendered: Rendered) -> None:
+    """By a Job before all others, in the same claim; it alone asks the hub, and needs nothing that is not there yet."""
+    docs = rendered("hub-claim")
+    (job,) = of_kind(docs, "Job")
+    (fetch,) = (workload for workload in workloads(docs) if workload.component == "fetch")
+    (container,) = fetch.containers
+    environment = environment_of(container)
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert container["args"] == ["model", "fetch", yaml.safe_load(files_of(rendered, "hub-claim")["gateway.yaml"])["model"]]
+    assert (environment["HF_TOKEN"], "HF_HUB_OFFLINE" in environment) == ("secret", False)
+    assert fetch.spec["serviceAccountName"] == "default"
+    made = {doc["metadata"]["name"] for doc in docs}
+    assert not {name for _, name, _ in references(fetch)} & made
+    places = {
+        (workload.component, environment_of(one)["HF_HOME"], next(m["mountPath"] for m in one["volumeMounts"] if m["name"] == "model"))
+        for workload in workloads(docs)
+        for one in workload.containers
+        if "HF_HOME" in environment_of(one)
+    }
+    assert {where for where, *_ in places} == {"fetch", "gateway", "worker"}
+    assert {at for _, *at in map(tuple, places) for at in at} == {"/var/cache/baton/huggingface"}
 
 
 def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Rendered) -> None:
@@ -144,7 +173,9 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
         for group in cluster["spec"]["workerGroupSpecs"]:
             role = group["template"]["metadata"]["labels"]["baton.internal/role"]
             assert group["rayStartParams"]["resources"] == f"'{{\"{ROLE_RESOURCES[role]}\":1}}'"
-            offered[role] = offered.get(role, 0) + group["maxReplicas"]
+            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"], "Ray's autoscaler would go to the maximum at once"
+            offered[role] = offered.get(role, 0) + group["replicas"]
+        assert cluster["spec"]["enableInTreeAutoscaling"] is False
 
     assert offered == asked
 
@@ -167,6 +198,29 @@ def test_generated_keys_are_the_gateway_s(rendered: Rendered) -> None:
     assert keys[digest_of(secret["admin-key"])].is_admin
     assert len(keys) == 2
     assert secret["api-key"] not in secret["keys.yaml"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_pod_has_a_key_that_it_does_not_use(rendered: Rendered, name: str) -> None:
+    """The gateway has hashes, `helm test` a client's key; an admin's is for people."""
+    given = {
+        (workload.component, key)
+        for workload in workloads(rendered(name))
+        for kind, secret, keys in references(workload)
+        if kind == "secret" and secret in (f"{fullname_of(rendered, name)}-api-keys", "keys", "baton-keys")
+        for key in keys or ["all"]
+    }
+    expected = {("gateway", "keys.yaml"), ("test", "api-key")} if name != "no-keys" else set()
+
+    assert given == expected
+    for workload in workloads(rendered(name)):
+        if workload.component == "worker":
+            assert not {"BATON_API_KEY", "BATON_GATEWAY", "BATON_GATEWAY_CA"} & environment_of(workload.container("worker")).keys()
+
+
+def fullname_of(rendered: Rendered, name: str) -> str:
+    (config,) = (doc for doc in of_kind(rendered(name), "ConfigMap") if doc["metadata"]["name"].endswith("-config"))
+    return str(config["metadata"]["name"]).removesuffix("-config")
 
 
 def test_each_release_has_keys_of_its_own(helm: Renderer) -> None:

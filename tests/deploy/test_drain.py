@@ -1,6 +1,7 @@
 """Kubernetes waits as long as a pod may take to drain: preStop, the process's own drain, and what follows it."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_en
             assert command == ["baton", "drain", "--here", "--wait", "--limit-s"]
             assert drain_s(rendered, name, workload) <= int(limit_s) <= workload.spec["terminationGracePeriodSeconds"] - END_S
             assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in container["env"]
-            assert any(variable["name"] == "BATON_GATEWAY" for variable in container["env"])
+            values = {variable["name"]: variable.get("value") for variable in container["env"]}
+            assert str(Path(values["BATON_DRAIN_SOCKET"]).parent) in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 @pytest.mark.parametrize("name", SETS)

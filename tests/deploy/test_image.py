@@ -16,7 +16,6 @@ import yaml
 
 from tests.deploy.renderer import ROOT
 from tests.deploy.test_config import parse_command
-from tests.scale import IS_LONG
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 COMPOSE = ROOT / "deploy" / "compose.yaml"
@@ -152,12 +151,11 @@ def engine() -> Engine:
     found = _engine()
     if found is None:
         pytest.skip("image: no buildah, and no docker with a running engine")
-    if not IS_LONG:
-        pytest.skip("image: it is built by `make test-long` alone, which takes minutes")
     found.build()
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
 def test_the_image_answers_without_network_root_or_a_writable_disk(engine: Engine) -> None:
     answer = engine.run("up", "--first-prompt", "What does os.path.join do?", "--once")
@@ -165,6 +163,7 @@ def test_the_image_answers_without_network_root_or_a_writable_disk(engine: Engin
     assert "os.path.join" in answer
 
 
+@pytest.mark.long
 @pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
 def test_the_image_has_no_root_and_nothing_that_installs(engine: Engine) -> None:
     said = engine.run(

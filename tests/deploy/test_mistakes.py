@@ -42,6 +42,10 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {"poolDefaults": {"autoscaling": {"enabled": True, "minReplicas": 9}}, "keda": {"prometheusAddress": "http://p:9090"}},
         ("autoscaling.minReplicas",),
     ),
+    "Ray's autoscaler": (
+        {"runtime": KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True}}},
+        ("pools: prefill", "autoscaling.enabled", "kuberay", "maxReplicas at once", "replicas"),
+    ),
     "TLS without certificates": ({"tls": {"enabled": True}}, ("tls.existingSecret", "certManager")),
     "front TLS without an issuer": ({"frontTls": {"enabled": True, "certManager": {"enabled": True}}}, ("frontTls.certManager.issuerRef",)),
     "a password in values": ({"redis": {"url": "redis://:secret@redis:6379/0"}}, ("redis.url",)),
@@ -51,6 +55,7 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         ("config.model", "/models"),
     ),
     "offline without a cache": ({"model": {"source": "hub", "hub": {"offline": True}}}, ("model.hub.claimName",)),
+    "nowhere to fetch a model to": ({"model": {"source": "hub", "hub": {"prefetch": True}}}, ("model.hub.prefetch", "model.hub.claimName")),
     "fault tolerance without its Redis": ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, ("ray.gcsFaultTolerance.redisAddress",)),
     "an Ingress without hosts": ({"gateway": {"ingress": {"enabled": True}}}, ("gateway.ingress.hosts",)),
     "a route without a parent": ({"gateway": {"httpRoute": {"enabled": True}}}, ("gateway.httpRoute.parentRefs",)),

@@ -69,7 +69,7 @@ def test_clients_that_are_named_are_the_only_ones(rendered: Rendered) -> None:
     (prefill,) = (workload for workload in workloads(docs) if workload.labels.get("baton.internal/role") == "prefill")
 
     front = [(8000, 8000), (8001, 8001)]
-    assert allowed(docs, gateway) == {METRICS: [*front, (9000, 9000)], "worker": front, "test": front}
+    assert allowed(docs, gateway) == {METRICS: [*front, (9000, 9000)], "test": front}
     assert allowed(docs, prefill)[METRICS] == [(9000, 9000)]
 
 

@@ -27,7 +27,11 @@ BASES: tuple[Mapping[str, Any], ...] = (
         "tls": TLS,
         "frontTls": TLS,
     },
-    {"model": {"source": "hub", "hub": {"claimName": "cache"}}, "runtime": KUBERAY, "networkPolicy": {"clients": [{"podSelector": {}}]}},
+    {
+        "model": {"source": "hub", "hub": {"claimName": "cache", "prefetch": True}},
+        "runtime": KUBERAY,
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+    },
     {"model": {"source": "pvc", "pvc": {"claimName": "models"}}, "config": {"model": "/models/some"}, "redis": {"existingSecret": "url"}},
     {
         "gateway": {"service": {"type": "LoadBalancer"}, "autoscaling": SCALED},
@@ -57,7 +61,7 @@ OTHER: Mapping[str, Any] = {
     "tls.certManager.renewBefore": "10h",
     "tls.certManager.issuerRef": {"name": "other"},
     "frontTls.certManager.issuerRef": {"name": "other"},
-    "frontTls.certManager.dnsNames": ["other.example.com"],
+    "frontTls.dnsNames": ["other.example.com"],
     "redis.url": "redis://other:6379/0",
     "redis.bundled.image.digest": "sha256:" + "2" * 64,
     "redis.bundled.maxmemory": "128mb",

@@ -43,7 +43,8 @@ ALL_ON: dict[str, Any] = {
     "tls": {"enabled": True, "certManager": {"enabled": True}},
     "frontTls": {
         "enabled": True,
-        "certManager": {"enabled": True, "issuerRef": {"kind": "ClusterIssuer", "name": "public"}, "dnsNames": ["llm.example.com"]},
+        "dnsNames": ["llm.example.com"],
+        "certManager": {"enabled": True, "issuerRef": {"kind": "ClusterIssuer", "name": "public"}},
     },
     "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "ray-redis:6379", "existingSecret": "ray-redis"}},
     "gateway": {
@@ -81,6 +82,7 @@ ALL_ON: dict[str, Any] = {
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more", "namespace": "{{ .Release.Namespace }}"}}
     ],
 }
+FIXED_POOLS = [{name: value for name, value in pool.items() if name != "autoscaling"} for pool in ALL_ON["pools"]]
 IN_ALL_ON = frozenset({"registry", "models", "ray-redis", "web"})
 
 SETS: Mapping[str, ValueSet] = {
@@ -92,8 +94,7 @@ SETS: Mapping[str, ValueSet] = {
     "kuberay": ValueSet(values={"runtime": KUBERAY}),
     "kuberay-8p8d": ValueSet(example="8p8d-rdma", values={"runtime": KUBERAY}, external=IN_8P8D),
     "kuberay-1.6": ValueSet(values={"runtime": KUBERAY, "kuberay": {"apiLevel": "1.6"}}),
-    "kuberay-scaled": ValueSet(values={"runtime": KUBERAY, "poolDefaults": {"autoscaling": SCALED}}),
-    "kuberay-all-on": ValueSet(values={**ALL_ON, "runtime": KUBERAY}, external=IN_ALL_ON),
+    "kuberay-all-on": ValueSet(values={**ALL_ON, "runtime": KUBERAY, "pools": FIXED_POOLS}, external=IN_ALL_ON),
     "redis-url": ValueSet(values={"redis": {"url": "redis://redis.data:6379/0"}}),
     "redis-secret": ValueSet(values={"redis": {"existingSecret": "mine"}}, external=frozenset({"mine"})),
     "redis-image": ValueSet(
@@ -113,11 +114,14 @@ SETS: Mapping[str, ValueSet] = {
         values={"tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}}}},
     ),
     "front-tls": ValueSet(values={"frontTls": {"enabled": True, "existingSecret": "front"}}, external=frozenset({"front"})),
+    "front-issuer": ValueSet(
+        values={"frontTls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}}}}
+    ),
     "hub": ValueSet(values={"config": {"model": "Qwen/Qwen3-0.6B"}, "model": {"source": "hub"}}),
     "hub-claim": ValueSet(
         values={
             "config": {"model": "o/m"},
-            "model": {"source": "hub", "hub": {"claimName": "cache", "offline": True, "existingSecret": "hf"}},
+            "model": {"source": "hub", "hub": {"claimName": "cache", "offline": True, "existingSecret": "hf", "prefetch": True}},
         },
         external=frozenset({"cache", "hf"}),
     ),

@@ -74,7 +74,8 @@ annotations:
 {{- end -}}
 
 {{- define "baton.serviceAccountName" -}}
-{{- if .root.Values.serviceAccounts.create }}{{ include "baton.fullname" .root }}-{{ .component }}{{ else }}default{{ end -}}
+{{- /* What fetches the model comes before the accounts. */ -}}
+{{- if and .root.Values.serviceAccounts.create (ne .component "fetch") }}{{ include "baton.fullname" .root }}-{{ .component }}{{ else }}default{{ end -}}
 {{- end -}}
 
 {{/* Names of Secrets: yours, or ours. */}}
@@ -89,6 +90,18 @@ annotations:
 {{- end -}}
 {{- define "baton.secret.ray" -}}
 {{- default (printf "%s-ray" (include "baton.fullname" .)) .Values.ray.existingSecret -}}
+{{- end -}}
+
+{{/* Names in the certificate of the gateway's ports: {names: […]}. */}}
+{{- define "baton.front.names" -}}
+{{- $service := printf "%s-gateway" (include "baton.fullname" .) -}}
+{{- $ofService := list $service (printf "%s.%s" $service .Release.Namespace) (printf "%s.%s.svc" $service .Release.Namespace) -}}
+{{- toYaml (dict "names" (default $ofService .Values.frontTls.dnsNames)) -}}
+{{- end -}}
+
+{{/* The name that a client inside asks the certificate for. */}}
+{{- define "baton.front.name" -}}
+{{- (include "baton.front.names" . | fromYaml).names | first | replace "*." "any." -}}
 {{- end -}}
 
 {{/* "true" where the bundled Redis is used. */}}

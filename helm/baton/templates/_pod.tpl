@@ -1,13 +1,13 @@
 {{/*
 Parts of pods. `uses` says what a container needs, and both its volumes and its mounts follow from it:
-config, api-keys, tls, front-tls, model, shm. Every container has /tmp and the cache.
+config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp and the cache.
 */}}
 
 {{/* What a service's pod uses. root, uses */}}
 {{- define "baton.uses" -}}
 {{- $uses := .uses -}}
 {{- if not .root.Values.tls.enabled }}{{ $uses = without $uses "tls" }}{{ end -}}
-{{- if not .root.Values.frontTls.enabled }}{{ $uses = without $uses "front-tls" }}{{ end -}}
+{{- if not .root.Values.frontTls.enabled }}{{ $uses = without $uses "front-tls" "front-ca" }}{{ end -}}
 {{- if not .root.Values.apiKeys.enabled }}{{ $uses = without $uses "api-keys" }}{{ end -}}
 {{- if or (eq .root.Values.model.source "image") (and (eq .root.Values.model.source "hub") (not .root.Values.model.hub.claimName)) }}{{ $uses = without $uses "model" }}{{ end -}}
 {{- toYaml (dict "uses" $uses) -}}
@@ -47,6 +47,8 @@ config, api-keys, tls, front-tls, model, shm. Every container has /tmp and the c
   secret:
     secretName: {{ include "baton.secret.frontTls" .root }}
     items: [{key: ca.crt, path: ca.crt}]
+    # What a public authority signed has none.
+    optional: true
 {{- end }}
 {{- if has "model" $uses }}
 - name: model
@@ -131,30 +133,22 @@ config, api-keys, tls, front-tls, model, shm. Every container has /tmp and the c
 {{- end -}}
 
 {{/* Where the hub's own tools keep and find models. */}}
-{{- define "baton.env.model" -}}
-{{- if eq .Values.model.source "hub" }}
+{{- define "baton.env.hub" -}}
 - {name: HF_HOME, value: /var/cache/baton/huggingface}
-{{- if .Values.model.hub.offline }}
-- {name: HF_HUB_OFFLINE, value: "1"}
-{{- end }}
 {{- with .Values.model.hub.existingSecret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
 {{- end }}
-{{- else }}
-- {name: HF_HUB_OFFLINE, value: "1"}
-{{- end }}
 {{- end -}}
 
-{{/* How `baton drain` and `baton status` in a pod find the gateway. */}}
-{{- define "baton.env.admin" -}}
-- {name: BATON_GATEWAY, value: "{{ include "baton.fullname" . }}-gateway:{{ int .Values.gateway.config.grpc_port }}"}
-{{- if .Values.frontTls.enabled }}
-- {name: BATON_GATEWAY_CA, value: /etc/baton/front-ca/ca.crt}
+{{- define "baton.env.model" -}}
+{{- if eq .Values.model.source "hub" }}
+{{ include "baton.env.hub" . }}
+{{- if .Values.model.hub.offline }}
+- {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
-{{- if .Values.apiKeys.enabled }}
-- name: BATON_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ include "baton.secret.apiKeys" . }}, key: admin-key}}
+{{- else }}
+- {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- end -}}
 
@@ -227,13 +221,11 @@ ten seconds to end. root, drain_s, after? (seconds)
 {{- add (include "baton.seconds" .root.Values.fleet.config.drain_s | int) (include "baton.afterDrain.worker" . | int) -}}
 {{- end -}}
 
-{{/* What every pod has. root, component, values, grace, pool?, needsApi?: KubeRay gives it an account, for Ray's autoscaler */}}
+{{/* What every pod has. root, component, values, grace, pool? */}}
 {{- define "baton.podSpec" -}}
 {{- $v := .root.Values -}}
-{{- if not .needsApi -}}
 serviceAccountName: {{ include "baton.serviceAccountName" . }}
 automountServiceAccountToken: false
-{{ end -}}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .grace }}
 securityContext:

@@ -105,7 +105,7 @@ volumeMounts:
 {{- end -}}
 
 {{- define "baton.ray.head.pod" -}}
-{{- include "baton.podSpec" (dict "root" .root "component" "ray-head" "values" .root.Values.ray.head "grace" 30 "needsApi" .needsApi) }}
+{{- include "baton.podSpec" (dict "root" .root "component" "ray-head" "values" .root.Values.ray.head "grace" 30) }}
 containers:
   - {{ include "baton.ray.head.container" . | nindent 4 | trim }}
 volumes:
@@ -114,7 +114,7 @@ volumes:
 
 {{/* What a worker's pod uses. */}}
 {{- define "baton.worker.uses" -}}
-{{- toYaml (dict "uses" (list "tls" "model" "shm" (ternary "front-ca" "none" .Values.frontTls.enabled))) -}}
+{{- toYaml (dict "uses" (list "tls" "model" "shm")) -}}
 {{- end -}}
 
 {{/* Limits with the pool's devices. */}}
@@ -157,7 +157,8 @@ env:
   - {name: BATON_HOST, value: {{ $v.config.host | quote }}}
   - {name: BATON_RPC_PORT, value: {{ int $config.rpc_port | quote }}}
   - {name: BATON_ADMIN_PORT, value: {{ int $config.admin_port | quote }}}
-  {{- include "baton.env.admin" .root | trim | nindent 2 }}
+  # Where preStop asks that worker to drain: in this container alone, so that it needs no gateway, and no key.
+  - {name: BATON_DRAIN_SOCKET, value: /tmp/baton-drain.sock}
   {{- with .pool.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from baton.core.cluster import DecisionRecord
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.front import ClusterStatus, WorkerStatus
 from baton.core.plain import to_plain
+from baton.runtime.drain_socket import asked_to_drain
 from baton.runtime.network import host_of, own_addresses
 from baton.runtime.settings import FrontDoorSettings
 from baton.runtime.tls import machine_authorities
@@ -28,6 +30,8 @@ WAIT_POLL_S = 0.25
 SILENCE_S = 30.0
 """How long a wait for a drain goes on without an answer of the gateway; it may be restarted meanwhile."""
 DRAIN_LIMIT_S = 300.0
+HEARD_S = 1.0
+"""Who looks after a worker hears of its end within that time; then its machine may go."""
 NOT_GONE_EXIT_CODE = 3
 """Of `baton drain --wait` whose workers are still there after --limit-s."""
 LAST = "last"
@@ -146,6 +150,12 @@ def explain(request_id: str, where: Where) -> None:
 @click.command()
 @click.argument("worker", required=False)
 @click.option("--here", is_flag=True, help="Drain the workers of this machine (of this pod) instead of one by name.")
+@click.option(
+    "--drain-socket",
+    type=click.Path(path_type=Path),
+    envvar="BATON_DRAIN_SOCKET",
+    help="With --here, the file at which the worker listens: it is asked there, and no gateway is. Default: none. [BATON_DRAIN_SOCKET]",
+)
 @click.option("--wait", is_flag=True, help="Return when they have left, instead of when they have been told.")
 @click.option(
     "--limit-s",
@@ -155,7 +165,7 @@ def explain(request_id: str, where: Where) -> None:
     f"Default: {DRAIN_LIMIT_S:g}.",
 )
 @_gateway_option
-def drain(worker: str | None, here: bool, wait: bool, limit_s: float, where: Where) -> None:
+def drain(worker: str | None, here: bool, drain_socket: Path | None, wait: bool, limit_s: float, where: Where) -> None:
     """Let a worker finish what it runs, take nothing new, and leave.
 
     WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest. Of a fleet on a Ray cluster of others
@@ -163,7 +173,10 @@ def drain(worker: str | None, here: bool, wait: bool, limit_s: float, where: Whe
     """
     if here == (worker is not None):
         raise click.UsageError("give the name of a worker, or --here")
-    left = _ask(where, lambda gateway: _drain(gateway, worker, limit_s if wait else None))
+    if here and drain_socket is not None:
+        left = _drain_at(drain_socket, limit_s if wait else None)
+    else:
+        left = _ask(where, lambda gateway: _drain(gateway, worker, limit_s if wait else None))
     if left:
         click.echo(f"baton: not gone within {limit_s:g} s: {', '.join(left)}", err=True)
         sys.exit(NOT_GONE_EXIT_CODE)
@@ -226,6 +239,19 @@ async def _drain(gateway: Gateway, worker_id: str | None, wait_s: float | None) 
         await gateway.drain(worker.worker.worker_id)
         click.echo(f"{worker.worker.worker_id} ({worker.role.value}, pid {worker.pid}) finishes {_work(worker)} and leaves")
     return [] if wait_s is None else await _until_gone(gateway, leaving, wait_s)
+
+
+def _drain_at(drain_socket: Path, wait_s: float | None) -> list[str]:
+    """The same of the one worker that listens there. Raises BatonError where none does."""
+    with asked_to_drain(drain_socket) as (name, has_ended):
+        click.echo(f"{name} finishes what it runs and leaves")
+        if wait_s is None:
+            return []
+        if not has_ended(wait_s):
+            return [name]
+    click.echo(f"{name} has left")
+    time.sleep(HEARD_S)
+    return []
 
 
 def drained(found: ClusterStatus, worker_id: str | None, host: str, addresses: Collection[str]) -> tuple[WorkerStatus, ...]:

@@ -16,6 +16,15 @@ def model() -> None:
 
 
 @model.command()
+@click.argument("name", metavar="HUB_ID")
+def fetch(name: str) -> None:
+    """Have the files of a hub's model that Baton reads in the cache (HF_HOME), and print their directory. What is there stays."""
+    from baton.engine.model.hub import resolve_model
+
+    click.echo(resolve_model(name))
+
+
+@model.command()
 @click.option("--like", "shape", required=True, type=click.Choice(SHAPES), help="Shape whose cost the model has.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="New or empty directory to write the model to.")
 def init(shape: str, out: Path) -> None:

@@ -17,7 +17,7 @@ from baton.runtime.settings import WorkerConfig
 
 LINGER_S = 10.0
 """An actor whose worker has ended ends by itself, this much later: who watches it has heard why, or is not there."""
-OF_THE_NODE = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range")
+OF_THE_NODE = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range", "drain_socket")
 """Settings that a node of a joined cluster may have its own values for, as variables in the environment of its `ray start`."""
 
 

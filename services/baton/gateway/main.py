@@ -56,8 +56,9 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     keys = KeyRing(None if followed is None else followed.value)
     rng = SystemRandom()
     registry, rules = process_registry("gateway"), rules_of(config, rng)
+    process_metrics = ProcessMetrics(registry)
     async with AsyncExitStack() as stack:
-        tracing = open_tracing(config, "gateway", rules.gateway_id)
+        tracing = open_tracing(config, process_metrics, "gateway", rules.gateway_id)
         stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
@@ -104,7 +105,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             info=(("pid", str(process.pid)), ("host", process.host)),
         )
         announcements = None if membership is None else Announcements(membership, member, heartbeat_s=config.heartbeat_s)
-        work = [watch_loop_lag(ProcessMetrics(registry).look_at_loop)]
+        work = [watch_loop_lag(process_metrics.look_at_loop)]
         if announcements is not None:
             work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
         if config.front_tls_pair is not None:

@@ -22,7 +22,7 @@ from baton.gateway.progress import Progress
 from baton.gateway.schedulers import Schedulers, SchedulerTimes
 from baton.gateway.session import SessionTimes
 from baton.gateway.tokenizer import Tokenizer
-from baton.gateway.traced import FINISHED, end_request_span, outcome_of
+from baton.gateway.traced import FINISHED, end_request_span
 from baton.gateway.validation import Validator
 from baton.gateway.view import ClusterView
 from baton.gateway.workers import Workers
@@ -30,7 +30,7 @@ from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics
 from baton.runtime.process import Background
-from baton.runtime.tracing import OFF, Tracing
+from baton.runtime.tracing import OFF, Tracing, reason_of
 
 log = get_logger(__name__)
 
@@ -265,7 +265,7 @@ class _Carried:
         try:
             await RequestRun(replace(self.request, trace_context=span.context), self.progress, self.record, self.answer, parts).run()
         except BaseException as error:
-            outcome = outcome_of(error)
+            outcome = reason_of(error).value
             raise
         finally:
             if span.is_recorded:

@@ -1,20 +1,11 @@
 """What the span of a request says: from its receipt to its last token, over all its attempts."""
 
-import asyncio
-
-from baton.core.errors import Reason, Refused
+from baton.core.errors import Reason
 from baton.core.request import GenerateRequest
 from baton.gateway.attempts import RequestRecord
 from baton.gateway.progress import Progress
 
 FINISHED = "finished"
-
-
-def outcome_of(error: BaseException) -> str:
-    """The word that metrics and logs have for it."""
-    if isinstance(error, Refused):
-        return error.failure.reason.value
-    return (Reason.CANCELLED if isinstance(error, asyncio.CancelledError) else Reason.INTERNAL).value
 
 
 def end_request_span(record: RequestRecord, request: GenerateRequest, progress: Progress, outcome: str, *, num_output_tokens: int) -> None:

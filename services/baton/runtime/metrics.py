@@ -65,6 +65,13 @@ class ProcessMetrics(_Family):
         super().__init__(registry)
         self.loop_lag_s = self._histogram("event_loop_lag_seconds", "How late the event loop ran a timer.", SHORT_BUCKETS_S)
         self.loop_tasks = self._gauge("event_loop_tasks", "Tasks of the event loop that have not ended.")
+        self.trace_spans = self._counter(
+            "trace_spans_total",
+            "Spans that ended: sent, not_taken by the collector, dropped because too many waited for it.",
+            "outcome",
+        )
+        for outcome in ("sent", "not_taken", "dropped"):
+            self.trace_spans.labels(outcome)  # there from the start, so that the first one is an increase
 
     def look_at_loop(self, lag_s: float) -> None:
         """Called from the event loop now and then; `lag_s`: how late."""

@@ -1,7 +1,7 @@
 """Spans that reach a collector: OpenTelemetry's SDK and its OTLP exporter over gRPC, behind `runtime.tracing`.
 
 Imported only where a collector was named. Spans wait in a bounded queue for a thread of the SDK's that sends them; what does not fit is
-dropped. A collector that is away costs a log line when that begins, and one when it ends.
+dropped, and counted. A collector that is away costs a log line when that begins, and one when it ends.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span as OpenSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import Counter
 
 import baton
 from baton.runtime.logging import get_logger
@@ -41,11 +42,14 @@ _PARENTS = TraceContextTextMapPropagator()
 
 
 class OtlpTracing(Tracing):
-    """Of one process. `sample`: the part of traces that is recorded, of those that begin here; who began a trace elsewhere has decided."""
+    """Of one process. `sample`: the part of traces that is recorded, of those that begin here; who began a trace elsewhere has decided.
+    `spans`: counts those that have ended, by `ProcessMetrics.trace_spans`' outcomes."""
 
     is_on = True
 
-    def __init__(self, endpoint: str, sample: float, *, service: str, instance: str, attributes: Attributes = NOTHING) -> None:
+    def __init__(
+        self, endpoint: str, sample: float, spans: Counter, *, service: str, instance: str, attributes: Attributes = NOTHING
+    ) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line for each batch; `_Told` says what there is to say
         resource = Resource.create(
             {
@@ -58,14 +62,7 @@ class OtlpTracing(Tracing):
         )
         self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S)
         self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(
-                _Told(self._exporter, endpoint),
-                max_queue_size=MAX_WAITING_SPANS,
-                max_export_batch_size=BATCH_SPANS,
-                schedule_delay_millis=SEND_EVERY_S * 1000,
-            )
-        )
+        self._provider.add_span_processor(_Queue(_Told(self._exporter, endpoint, spans), spans))
         self._tracer = self._provider.get_tracer("baton", baton.__version__)
         self._is_closed = False
 
@@ -130,21 +127,48 @@ class _OtlpSpan(Span):
         return max(self._began_ns, round(at_s * 1e9) + self._wall_less_loop_ns)
 
 
+class _Queue(BatchSpanProcessor):
+    """The SDK's, which would drop its oldest span for one that finds it full, and tell nobody: here that one is dropped, and counted.
+    Spans end on the event loop alone."""
+
+    def __init__(self, told: "_Told", spans: Counter) -> None:
+        super().__init__(
+            told,
+            max_queue_size=MAX_WAITING_SPANS,
+            max_export_batch_size=BATCH_SPANS,
+            schedule_delay_millis=SEND_EVERY_S * 1000,
+        )
+        self._told = told
+        self._dropped = spans.labels("dropped")
+        self._num_taken = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._num_taken - self._told.num_seen >= MAX_WAITING_SPANS:  # no fewer than wait, since a span is seen after it has left
+            self._dropped.inc()
+            return
+        self._num_taken += 1
+        super().on_end(span)
+
+
 class _Told(SpanExporter):
     """Says when spans begin to be lost, and when they get through again. Called by the sending thread alone."""
 
-    def __init__(self, inner: SpanExporter, endpoint: str) -> None:
+    def __init__(self, inner: SpanExporter, endpoint: str, spans: Counter) -> None:
         self._inner = inner
         self._endpoint = endpoint
+        self._sent, self._not_taken = spans.labels("sent"), spans.labels("not_taken")
         self._is_losing = False
         self._num_lost = 0
+        self.num_seen = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_seen += len(spans)
         problem = "the collector does not take them"
         try:
             result = self._inner.export(spans)
         except Exception as error:  # the SDK would only log it, each time
             result, problem = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
+        (self._sent if result is SpanExportResult.SUCCESS else self._not_taken).inc(len(spans))
         if result is not SpanExportResult.SUCCESS:
             self._num_lost += len(spans)
             if not self._is_losing:

@@ -4,10 +4,13 @@ What a service does on somebody's behalf comes with that one's context, a W3C `t
 here knows a library: where the settings name a collector, `baton.runtime.otlp` makes spans that reach it.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from baton.core.errors import Reason, Refused
+from baton.runtime.metrics import ProcessMetrics
 from baton.runtime.settings import TracingSettings
 
 Kind: TypeAlias = Literal["server", "client"]
@@ -18,6 +21,13 @@ Attributes: TypeAlias = Mapping[str, str | int | float | bool | None]
 NOTHING: Attributes = {}
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def reason_of(error: BaseException) -> Reason:
+    """The word that spans, metrics and logs have for what ended something."""
+    if isinstance(error, Refused):
+        return error.failure.reason
+    return Reason.CANCELLED if isinstance(error, asyncio.CancelledError) else Reason.INTERNAL
 
 
 def is_traceparent(text: str) -> bool:
@@ -64,11 +74,15 @@ class Tracing:
 OFF = Tracing()
 
 
-def open_tracing(settings: TracingSettings, service: str, instance: str, attributes: Attributes = NOTHING) -> Tracing:
-    """What the settings ask for. `instance` tells processes of one service apart; `attributes` are the process's. Nobody need be there to
-    take the spans. Raises ConfigError where the endpoint cannot be used."""
+def open_tracing(
+    settings: TracingSettings, metrics: ProcessMetrics, service: str, instance: str, attributes: Attributes = NOTHING
+) -> Tracing:
+    """What the settings ask for. `instance` tells processes of one service apart; `attributes` are the process's; `metrics` count its
+    spans. Nobody need be there to take the spans. Raises ConfigError where the endpoint cannot be used."""
     if settings.otlp_endpoint is None:
         return OFF
     from baton.runtime.otlp import OtlpTracing  # loads OpenTelemetry
 
-    return OtlpTracing(settings.otlp_endpoint, settings.trace_sample, service=service, instance=instance, attributes=attributes)
+    return OtlpTracing(
+        settings.otlp_endpoint, settings.trace_sample, metrics.trace_spans, service=service, instance=instance, attributes=attributes
+    )

@@ -45,10 +45,11 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
     """
     rng = Random()
     registry = process_registry("scheduler")
+    process_metrics = ProcessMetrics(registry)
     health = Health("rpc")
     scheduler_id = f"scheduler-{rng.getrandbits(32):08x}"
     async with AsyncExitStack() as stack:
-        tracing = open_tracing(config, "scheduler", scheduler_id)
+        tracing = open_tracing(config, process_metrics, "scheduler", scheduler_id)
         stack.push_async_callback(tracing.aclose)
         membership, decisions, feed = _stores(config, stack)
         scheduler = Scheduler(
@@ -83,7 +84,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         await announcements.announce()
         calm_garbage_collector()
         health.ready("rpc")
-        async with Background(announcements.repeat(), watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
+        async with Background(announcements.repeat(), watch_loop_lag(process_metrics.look_at_loop)):
             on_ready(member.address)
             await _until_drain(stop, scheduler)
         log.info("scheduler_draining", scheduler=member.member_id)

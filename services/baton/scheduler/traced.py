@@ -1,7 +1,5 @@
 """A scheduler whose placements are traced: the span of each question, below the request that asks."""
 
-import asyncio
-
 from baton.core.apis import Duplex, SchedulerService, Source
 from baton.core.cluster import (
     ClusterUpdate,
@@ -13,9 +11,8 @@ from baton.core.cluster import (
     StillWaiting,
     WorkerReport,
 )
-from baton.core.errors import Reason, Refused
 from baton.core.request import RequestActuals
-from baton.runtime.tracing import Attributes, Tracing
+from baton.runtime.tracing import Attributes, Tracing, reason_of
 
 
 class TracedScheduler(SchedulerService):
@@ -30,7 +27,7 @@ class TracedScheduler(SchedulerService):
         try:
             answer = await self._inner.place(query)
         except BaseException as error:
-            span.end(_asked(query), problem=_reason_of(error).value)
+            span.end(_asked(query), problem=reason_of(error).value)
             raise
         if span.is_recorded:
             span.end({**_asked(query), **_answered(answer)}, problem=answer.reason.value if isinstance(answer, Rejection) else "")
@@ -50,12 +47,6 @@ class TracedScheduler(SchedulerService):
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
         await self._inner.report(stream)
-
-
-def _reason_of(error: BaseException) -> Reason:
-    if isinstance(error, Refused):
-        return error.failure.reason
-    return Reason.CANCELLED if isinstance(error, asyncio.CancelledError) else Reason.INTERNAL
 
 
 def _asked(query: PlacementQuery) -> Attributes:

@@ -22,6 +22,7 @@ from baton.core.peer import OwnerMessage, ReaderMessage
 from baton.engine.step import DeviceFault
 from baton.runtime import failpoints
 from baton.runtime.admin_http import AdminServer
+from baton.runtime.drain_socket import DrainSocket
 from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import ProcessMetrics, process_registry
@@ -103,8 +104,11 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
     worker_id = config.worker_id or f"worker-{rng.getrandbits(32):08x}"
     failpoints.identify(worker=worker_id, role=config.role)
     registry, health, doorway = process_registry("worker"), Health("model"), Doorway()
-    metrics = WorkerMetrics(registry)
+    metrics, process_metrics = WorkerMetrics(registry), ProcessMetrics(registry)
     async with AsyncExitStack() as stack:
+        drain_socket = _drain_socket(config, worker_id, doorway)
+        if drain_socket is not None:
+            stack.push_async_callback(drain_socket.stop)  # last of all: who waits there hears that this process has no more to do
         server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
         server.add_worker(doorway)
         server.follow(health)
@@ -125,7 +129,9 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             address=join_address(advertised_host(config.host, config.advertise_host), port),
         )
         metrics.identify(ref, config.role)
-        tracing = open_tracing(config, "worker", worker_id, {"baton.role": config.role, "baton.worker_epoch": f"{ref.worker_epoch:016x}"})
+        tracing = open_tracing(
+            config, process_metrics, "worker", worker_id, {"baton.role": config.role, "baton.worker_epoch": f"{ref.worker_epoch:016x}"}
+        )
         stack.push_async_callback(tracing.aclose)
         device = await asyncio.to_thread(open_device, config, ref)
         stack.push_async_callback(_close_answering, device, health)
@@ -154,11 +160,13 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             )
         )
         doorway.worker = worker
+        if drain_socket is not None:
+            await drain_socket.start()
         ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=device.summary, start_s=loop.time() - began_s)
         log.info("worker_started", worker=str(ref), address=ref.address, role=config.role, device=ready.summary, start_s=ready.start_s)
         health.ready("model")
         unhealthy: WorkerUnhealthy | None = None
-        async with Background(watch_loop_lag(ProcessMetrics(registry).look_at_loop), _drain_when_asked(stop, worker)):
+        async with Background(watch_loop_lag(process_metrics.look_at_loop), _drain_when_asked(stop, worker)):
             on_ready(ready)
             try:
                 await worker.run()
@@ -226,6 +234,14 @@ class WorkerThread:
     def _on_ready(self, ready: WorkerReady) -> None:
         self._ready = ready
         self._is_ready.set()
+
+
+def _drain_socket(config: WorkerConfig, worker_id: str, doorway: Doorway) -> DrainSocket | None:
+    def drain() -> None:
+        if doorway.worker is not None:
+            doorway.worker.drain()
+
+    return None if config.drain_socket is None else DrainSocket(config.drain_socket, worker_id, drain)
 
 
 async def _drain_when_asked(stop: Stop, worker: Worker) -> None:

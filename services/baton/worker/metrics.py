@@ -51,6 +51,7 @@ class PullMetrics:
     def __init__(self, metrics: TransferMetrics) -> None:
         self._metrics = metrics
         self._transports: dict[WorkerRef, str] = {}
+        self._shown: dict[str, tuple[WorkerRef, str]] = {}  # by the peer's name: which life's speed its one series says, by which transport
         self._broken: set[WorkerRef] = set()
 
     def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
@@ -68,23 +69,27 @@ class PullMetrics:
         """Seen as quarantined blocks and as a broken link."""
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
-        before = self._transports.get(owner, transport)
-        if before != transport:
-            self._metrics.link_bytes_per_s.remove(owner.worker_id, before)
+        self._hide(owner.worker_id, unless=transport)
         self._transports[owner] = transport
+        self._shown[owner.worker_id] = (owner, transport)
         self._metrics.link_bytes_per_s.labels(owner.worker_id, transport).set(bytes_per_s)
         (self._broken.add if broken else self._broken.discard)(owner)
         self._metrics.broken_links.set(len(self._broken))
 
     def forget_gone(self, known: set[WorkerRef]) -> None:
-        """Links of workers that have left count for nothing any more."""
+        """Links of workers that have left, and of earlier lives of those that have not, count for nothing any more."""
         self._broken &= known
-        here = {owner.worker_id for owner in known}
-        for owner, transport in self._transports.items():
-            if owner.worker_id not in here:
-                self._metrics.link_bytes_per_s.remove(owner.worker_id, transport)
+        for worker_id in [worker_id for worker_id, (owner, _) in self._shown.items() if owner not in known]:
+            self._hide(worker_id)
         self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
         self._metrics.broken_links.set(len(self._broken))
+
+    def _hide(self, worker_id: str, *, unless: str | None = None) -> None:
+        """Take the peer's series away; `unless`: it is of this transport."""
+        shown = self._shown.get(worker_id)
+        if shown is not None and shown[1] != unless:
+            del self._shown[worker_id]
+            self._metrics.link_bytes_per_s.remove(worker_id, shown[1])
 
 
 class WorkerMetrics:

@@ -27,10 +27,11 @@ FLAGS = {
     "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --cluster --redis-url --log-dir --log-level --config",
     "status": "--watch --json --gateway --gateway-ca --api-key",
     "explain": "--gateway --gateway-ca --api-key",
-    "drain": "--here --wait --limit-s --gateway --gateway-ca --api-key",
+    "drain": "--here --wait --drain-socket --limit-s --gateway --gateway-ca --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",
     "model init": "--like --out",
+    "model fetch": "",
     "key new": "--name --tenant --admin --max-open-requests --requests-per-minute --min-priority",
     "key remove": "",
 }

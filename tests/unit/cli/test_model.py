@@ -19,6 +19,14 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, ["model", "init", *args])
 
 
+def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
+    fetched = CliRunner().invoke(cli, ["model", "fetch", str(tmp_path)])
+    assert (fetched.exit_code, fetched.stdout) == (0, f"{tmp_path.resolve()}\n")
+    missing = CliRunner().invoke(cli, ["model", "fetch", str(tmp_path / "missing")])
+    assert isinstance(missing.exception, BatonError)
+    assert "there is no such directory" in str(missing.exception)
+
+
 def test_the_shapes_offered_are_those_there_are() -> None:
     """Read, not imported: that loads transformers."""
     tree = ast.parse((Path(baton.engine.__file__).parent / "model" / "shapes.py").read_text())

@@ -14,8 +14,8 @@ from baton.runtime.settings import (
     SchedulerConfig,
     WorkerConfig,
     load_settings,
-    port_range,
 )
+from baton.runtime.worker_settings import port_range
 from tests.times import TEST_TIMES
 
 
@@ -37,7 +37,7 @@ def test_a_name_means_one_thing_in_every_service() -> None:
 
 
 def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host"}
+    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host", "drain_socket"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
 
 

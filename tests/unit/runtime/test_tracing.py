@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
 from baton.core.errors import ConfigError
-from baton.runtime.otlp import FLUSH_S, MAX_WAITING_SPANS, OtlpTracing
+from baton.runtime.metrics import ProcessMetrics
+from baton.runtime.otlp import BATCH_SPANS, FLUSH_S, MAX_WAITING_SPANS, SEND_S, OtlpTracing
 from baton.runtime.settings import GatewayConfig, TracingSettings
 from baton.runtime.tracing import NO_SPAN, OFF, is_traceparent, open_tracing
 from tests.otlp_collector import Collector
@@ -28,8 +30,18 @@ async def collector() -> AsyncIterator[Collector]:
     await made.stop()
 
 
-def tracing_to(endpoint: str, sample: float = 1.0) -> OtlpTracing:
-    return OtlpTracing(endpoint, sample, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None})
+def a_process() -> ProcessMetrics:
+    return ProcessMetrics(CollectorRegistry())
+
+
+def tracing_to(endpoint: str, sample: float = 1.0, metrics: ProcessMetrics | None = None) -> OtlpTracing:
+    spans = (metrics or a_process()).trace_spans
+    return OtlpTracing(endpoint, sample, spans, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None})
+
+
+def counted(metrics: ProcessMetrics) -> dict[str, float]:
+    """Spans by what became of them."""
+    return {s.labels["outcome"]: s.value for family in metrics.trace_spans.collect() for s in family.samples if s.name.endswith("_total")}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +63,7 @@ def test_a_traceparent(text: str, is_one: bool) -> None:
 
 
 def test_without_a_collector_there_are_no_spans_and_contexts_pass_through() -> None:
-    tracing = open_tracing(GatewayConfig(), "gateway", "g0")
+    tracing = open_tracing(GatewayConfig(), a_process(), "gateway", "g0")
     assert tracing is OFF
     assert not tracing.is_on
     assert tracing.start("request") is NO_SPAN
@@ -72,7 +84,9 @@ def test_services_load_the_exporter_only_when_they_trace() -> None:
 
 
 async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: Collector) -> None:
-    tracing = open_tracing(TracingSettings(otlp_endpoint=collector.endpoint), "worker", "d0", {"baton.role": "decode"})
+    metrics = a_process()
+    assert counted(metrics) == {"sent": 0, "not_taken": 0, "dropped": 0}
+    tracing = open_tracing(TracingSettings(otlp_endpoint=collector.endpoint), metrics, "worker", "d0", {"baton.role": "decode"})
     now_s = asyncio.get_running_loop().time()
     outer = tracing.start("decode", CONTEXT, at_s=now_s - 2.0)
     inner = tracing.start("kv pull", outer.context, kind="client")
@@ -84,6 +98,7 @@ async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: 
     await tracing.aclose()
     spans = collector.of_trace(TRACE)
     assert spans.keys() == {"decode", "kv pull"}
+    assert counted(metrics) == {"sent": 2, "not_taken": 0, "dropped": 0}
     decode, pull = spans["decode"], spans["kv pull"]
     assert (decode.parent_id, pull.parent_id) == (SPAN, decode.span_id)
     assert outer.context == f"00-{TRACE}-{decode.span_id}-01"
@@ -155,6 +170,27 @@ async def test_a_collector_that_takes_nothing_holds_nobody_up(collector: Collect
     began_s = loop.time()
     await tracing.aclose()
     assert loop.time() - began_s < FLUSH_S + 1.0
+
+
+async def test_spans_that_find_no_room_are_counted_and_those_that_waited_are_sent(collector: Collector) -> None:
+    metrics = a_process()
+    collector.answers = False
+    tracing = tracing_to(collector.endpoint, metrics=metrics)
+    for _ in range(BATCH_SPANS):
+        tracing.start("first").end()
+    await collector.until(lambda: collector.num_calls == 1)
+    for _ in range(MAX_WAITING_SPANS):
+        tracing.start("waits").end()
+    assert counted(metrics)["dropped"] == 0
+    for _ in range(3):
+        tracing.start("too much").end()
+    assert counted(metrics) == {"sent": 0, "not_taken": 0, "dropped": 3}
+    collector.answers = True  # the first call alone goes unanswered, until its time is over
+    await collector.until(lambda: len(collector.spans) == MAX_WAITING_SPANS, within_s=3 * SEND_S)
+    assert {span.name for span in collector.spans} == {"waits"}
+    tracing.start("there is room").end()
+    await tracing.aclose()
+    assert counted(metrics) == {"sent": MAX_WAITING_SPANS + 1, "not_taken": BATCH_SPANS, "dropped": 3}
 
 
 @pytest.mark.parametrize(

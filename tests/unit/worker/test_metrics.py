@@ -77,6 +77,34 @@ def test_a_link_that_goes_another_way_is_one_series() -> None:
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "rc_mlx5"}) == 2e10
 
 
+def test_a_new_life_that_is_reached_another_way_leaves_no_series_behind() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    before, after = builders.worker_ref("w0", 1), builders.worker_ref("w0", 2)
+
+    def speed(transport: str) -> float | None:
+        return registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": transport})
+
+    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False)
+    pulls.link_changed(after, transport="rc_mlx5", bytes_per_s=2e10, broken=False)
+    pulls.forget_gone({after})
+    assert (speed("tcp"), speed("rc_mlx5")) == (None, 2e10)
+    pulls.forget_gone(set())
+    assert speed("rc_mlx5") is None
+    pulls.link_changed(before, transport="", bytes_per_s=0.0, broken=True)  # broken before it was known how
+    pulls.forget_gone(set())
+    assert speed("") is None
+
+
+def test_the_speed_of_an_earlier_life_is_not_that_of_the_next() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    before, after = builders.worker_ref("w0", 1), builders.worker_ref("w0", 2)
+    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False)
+    pulls.forget_gone({after})  # not measured yet
+    assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "tcp"}) is None
+
+
 def test_a_worker_says_who_it_is_in_which_role_and_life() -> None:
     registry = CollectorRegistry()
     WorkerMetrics(registry).identify(builders.worker_ref("w0", 255), "decode")

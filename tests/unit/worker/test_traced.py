@@ -1,11 +1,14 @@
 """The spans of a worker's jobs, pulls and leases: one each, ended once, below the right one."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.core.errors import Reason
 from baton.core.jobs import Cancel
 from tests.recorded_spans import RecordedTracing
+from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import cluster, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.trio import trio
@@ -71,13 +74,19 @@ async def test_a_job_that_is_cancelled_or_refused_ends_its_spans() -> None:
         assert all(span.ended_s is not None for span in tracing.spans)
 
 
+@asynccontextmanager
+async def one_worker(tracing: RecordedTracing) -> AsyncIterator[Gateway]:
+    """A gateway that is connected to it."""
+    async with cluster(tracing=tracing) as made:
+        gateway = made.gateway(made.start("h", **SETTINGS))
+        await gateway.connect()
+        yield gateway
+
+
 @virtual
 async def test_a_job_that_comes_twice_has_one_span() -> None:
     tracing = RecordedTracing()
-    async with cluster(tracing=tracing) as made:
-        node = made.start("h", **SETTINGS)
-        gateway = made.gateway(node)
-        await gateway.connect()
+    async with one_worker(tracing) as gateway:
         job = decode_job(30, trace_context=REQUEST)
         gateway.send(job)
         gateway.send(job)
@@ -91,10 +100,7 @@ async def test_a_job_that_comes_twice_has_one_span() -> None:
 @virtual
 async def test_tokens_of_every_sample_count_and_replayed_ones_do_not() -> None:
     tracing = RecordedTracing()
-    async with cluster(tracing=tracing) as made:
-        node = made.start("h", **SETTINGS)
-        gateway = made.gateway(node)
-        await gateway.connect()
+    async with one_worker(tracing) as gateway:
         both = decode_job(30, trace_context=REQUEST, sample_indices=(0, 1))
         gateway.send(both)
         await gateway.ended(both.job)
