@@ -165,14 +165,16 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
 
-def stall_free_step_s(decode_step_s: float, tpot_slo_s: float, queued_s: float) -> float:
-    """How long a step with a part of a prompt may take beside sequences that decode, and whose step without it takes `decode_step_s`.
-    `tpot_slo_s`: promised to all of them, 0 for none. `queued_s`: to compute all prompts that wait. Without a promise these get the part of
-    the time with which they are done in `PATIENCE_S`: where they ask for more than what stalls nobody, stalling nobody would cost
-    throughput."""
+def stall_free_step_s(decode_step_s: float, tpot_slo_s: float, queued_s: float, num_prompts: float, num_decoding: float) -> float:
+    """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode, and whose step without it takes
+    `decode_step_s`. `tpot_slo_s`: promised to all of them, 0 for none. Without a promise the `num_prompts` that wait, `queued_s` of
+    computing, get more where stalling nobody would keep more waiting than it serves: the part of the time with which they are done in
+    `PATIENCE_S`, or what those behind the first are of all that wait for a step."""
     if tpot_slo_s:
         return SLO_PART * tpot_slo_s
-    return decode_step_s * max(STALL_TIMES, 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART)))
+    in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
+    by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
+    return decode_step_s * max(STALL_TIMES, in_time, by_heads)
 
 
 class CostCorrection:

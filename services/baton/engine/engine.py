@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.costs import StepWork, attended_tokens
+from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine.batcher import share_budget
@@ -156,7 +156,7 @@ class Engine:
             self.pace,
             decoding,
             max(begun, default=0),
-            lambda: StepWork.of(self._prefills()),
+            lambda: tuple(self._prefills()),
             at_most=most - len(decoding),
             at_least=self.config.block_size_tokens,
         )

@@ -27,7 +27,8 @@ class EngineLoop:
 
     `add`, `cancel`, `fail` and `landed` may be called at any time and take effect between steps, in the order of the calls. `deliver` is
     called after each plan (admissions, and what the inbox brought about) and each apply, never with an empty Outcome; it must not wait,
-    may call this loop's methods, and must pass over sequences that it no longer knows. If it or the engine raises, `run` ends.
+    may call this loop's methods, and must pass over sequences that it no longer knows. If it or the engine raises, `run` ends. Tokens of
+    answers that merely go on are delivered when the next step has been launched, while the device computes.
     """
 
     def __init__(
@@ -44,11 +45,15 @@ class EngineLoop:
         self.steps_done = 0
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
         self.last_step_started_s = 0.0
+        self.last_step_ended_s = 0.0
+        """Of the last step that has ended: the one whose tokens are delivered."""
         self._deliver = deliver
         self._on_step = on_step
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
+        self._held = Outcome()
+        """Not delivered yet: nobody's next move depends on it."""
         self._has_ended = False
         self._failed_in_a_row: set[int] = set()  # requests, since anything has succeeded
         engine.pool.on_room = self._wake.set
@@ -116,12 +121,17 @@ class EngineLoop:
                 plan = self.engine.plan()
                 self._hand_over(self.engine.take_outcome())  # before the step, so that a pull starts while it runs
                 if plan.is_empty:
+                    self._hand_over_held()
                     if self.draining and self.engine.is_idle and not self._inbox:
                         return
                     await self._wake.wait()
                     continue
                 result = await self._execute(plan)
-                self._hand_over(self.engine.apply(plan, result))
+                outcome = self.engine.apply(plan, result)
+                if outcome.only_goes_on:
+                    self._held = outcome
+                else:
+                    self._hand_over(outcome)
                 await asyncio.sleep(0)  # an executor that returns at once must not keep everybody else waiting
         finally:
             self._has_ended = True
@@ -138,7 +148,13 @@ class EngineLoop:
 
     def _hand_over(self, outcome: Outcome) -> None:
         if not outcome.is_empty:
+            self._hand_over_held()
             self._deliver(outcome)
+
+    def _hand_over_held(self) -> None:
+        held, self._held = self._held, Outcome()
+        if not held.is_empty:
+            self._deliver(held)
 
     async def _execute(self, plan: StepPlan) -> StepResult:
         """One step. If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on. That is so where it is
@@ -155,15 +171,21 @@ class EngineLoop:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
         if not result.failures:
-            self._on_step(plan, asyncio.get_running_loop().time() - self.last_step_started_s)
+            self._on_step(plan, self.last_step_ended_s - self.last_step_started_s)
         return result
 
     async def _execute_timed(self, plan: StepPlan) -> StepResult:
-        self.step_started_s = self.last_step_started_s = asyncio.get_running_loop().time()
+        time = asyncio.get_running_loop().time
+        self.step_started_s = started_s = time()
+        step = asyncio.ensure_future(self.executor.execute(plan))
         try:
-            result = await self.executor.execute(plan)
+            await asyncio.sleep(0)  # it has been launched now
+            self._hand_over_held()
+            result = await step
         finally:
+            step.cancel()  # ended, unless we were interrupted
             self.step_started_s = None
+            self.last_step_started_s, self.last_step_ended_s = started_s, time()
         self.steps_done += 1
         return result
 

@@ -56,6 +56,12 @@ class Outcome:
     def is_empty(self) -> bool:
         return not (self.admissions or self.progress or self.outputs)
 
+    @property
+    def only_goes_on(self) -> bool:
+        """Nothing begins or ends with it: there are tokens of samples that have had some, and will have more."""
+        begins = self.admissions or self.progress
+        return not begins and all(out.output_index and out.finish is None and out.failure is None for out in self.outputs)
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounters:

@@ -10,6 +10,9 @@ from math import sqrt
 
 from baton.core.costs import StepCostModel, StepWork, attended_tokens, stall_free_step_s
 
+Part = tuple[int, int]
+"""(tokens to compute, tokens before them)"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
@@ -20,16 +23,17 @@ class Pace:
 
 
 def tokens_beside(
-    pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: Callable[[], StepWork], *, at_most: int, at_least: int
+    pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: Callable[[], Sequence[Part]], *, at_most: int, at_least: int
 ) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out all that is left of prompts."""
+    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt."""
     costs = pace.costs()
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
     decode = StepWork.of((), decode_contexts)
-    queued_s = 0.0 if pace.tpot_slo_s else costs.step_seconds(queued()) - costs.step_s * costs.prefill_factor
-    limit_s = stall_free_step_s(costs.step_seconds(decode), pace.tpot_slo_s, queued_s)
+    prompts = () if pace.tpot_slo_s else queued()
+    queued_s = costs.step_seconds(StepWork.of(prompts)) - costs.step_s * costs.prefill_factor if prompts else 0.0
+    limit_s = stall_free_step_s(costs.step_seconds(decode), pace.tpot_slo_s, queued_s, len(prompts), len(decode_contexts))
     room_s = limit_s / costs.mixed_factor - costs.uncorrected_step_s(decode)
 
     def fits(num_tokens: int) -> bool:

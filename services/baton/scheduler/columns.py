@@ -296,7 +296,7 @@ def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
     if not seqs or not row.token_s:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    share_s = stall_free_step_s(decode_s, row.tpot_slo_s, queued_s) - decode_s
+    share_s = stall_free_step_s(decode_s, row.tpot_slo_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
     return max(share_s, row.block_tokens * row.token_s), 0.0 if row.tpot_slo_s else decode_s
 
 

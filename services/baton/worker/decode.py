@@ -35,7 +35,8 @@ class DecodeLeg(Leg):
     def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
         now_s = self._loop.time()
         if self._first_decode_s is None and self._is_of_a_decode_step(output):
-            self._first_decode_s = now_s - self._parts.engine.last_step_started_s
+            engine = self._parts.engine
+            self._first_decode_s = engine.last_step_ended_s - engine.last_step_started_s
         if self._generating_since_s is None:
             self._generating_since_s = now_s
             usage, timeline = self._usage_of(output), self._owner_timeline()

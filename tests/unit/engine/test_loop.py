@@ -123,6 +123,38 @@ async def test_admissions_are_delivered_before_the_step_runs() -> None:
         rig.executor.gate.set()
 
 
+async def test_tokens_that_merely_go_on_are_delivered_while_the_next_step_runs_and_nothing_is_out_of_order() -> None:
+    rig = EngineRig()
+    running_at: list[tuple[int, bool]] = []
+
+    def deliver(outcome: Outcome) -> None:
+        rig.note(outcome)
+        running_at.extend((output.output_index, loop.step_started_s is not None) for output in outcome.outputs)
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    request = sequence_request(1, range(10), max_tokens=4, sampling={"ignore_eos": True})
+    async with running(loop):
+        loop.add(request)
+    assert running_at == [(0, False), (1, True), (2, True), (3, False)], "the first and the last at once"
+    rig.assert_answered(request)
+
+
+async def test_what_was_held_comes_before_a_failure_from_outside() -> None:
+    rig = EngineRig()
+    outcomes: list[int | Failure] = []
+
+    def deliver(outcome: Outcome) -> None:
+        for output in outcome.outputs:
+            outcomes.append(output.failure or output.output_index)
+            if output.output_index == 1 and not output.failure:
+                loop.fail(1, FAILURE)
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    async with running(loop):
+        loop.add(sequence_request(1, range(10), max_tokens=50, sampling={"ignore_eos": True}))
+    assert outcomes == [0, 1, 2, FAILURE]
+
+
 async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
     rig = EngineRig(num_blocks=6)
     first, second = sequence_request(1, range(10, 26), prefill_only=True), sequence_request(2, range(40, 56), max_tokens=3)

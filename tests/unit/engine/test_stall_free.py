@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.costs import SLO_PART, STALL_TIMES, StepCostModel, StepWork
-from baton.engine.stall_free import Pace, tokens_beside
+from baton.engine.stall_free import Pace, Part, tokens_beside
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
@@ -19,8 +19,8 @@ def pace(tpot_slo_s: float = 0.0, costs: StepCostModel | None = COSTS) -> Pace:
     return Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s)
 
 
-def queued(num_tokens: int) -> Callable[[], StepWork]:
-    return lambda: StepWork.of([(num_tokens, 0)])
+def queued(num_tokens: int, num_prompts: int = 1) -> Callable[[], list[Part]]:
+    return lambda: [(num_tokens // num_prompts, 0)] * num_prompts
 
 
 @given(
@@ -50,6 +50,14 @@ def test_prompts_that_have_waited_for_long_get_more_unless_something_is_promised
 
     assert taken(100) == taken(9_000) < taken(14_000) < taken(16_000) <= taken(300_000)
     assert len({taken(num_queued, 0.01) for num_queued in (100, 16_000, 300_000)}) == 1
+
+
+def test_prompts_that_are_many_beside_those_that_decode_get_more_unless_something_is_promised() -> None:
+    def taken(num_prompts: int, tpot_slo_s: float = 0.0) -> int:
+        return tokens_beside(pace(tpot_slo_s), [500] * 8, 0, queued(1600, num_prompts), at_most=512, at_least=16)
+
+    assert taken(1) == taken(6) < taken(8) < taken(16) < taken(100) <= 512
+    assert len({taken(num_prompts, 0.01) for num_prompts in (1, 8, 100)}) == 1
 
 
 @pytest.mark.parametrize("is_paced", [True, False])

@@ -1,7 +1,5 @@
 """What is predicted of a worker, beside what its engine would do."""
 
-from functools import partial
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +17,9 @@ def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float) -> list[fl
     """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these contexts."""
     pace, done, took_s = Pace(costs=lambda: COSTS, tpot_slo_s=tpot_slo_s), 0, []
     while done < num_tokens:
-        queued = partial(StepWork.of, [(num_tokens - done, done)])
-        part = min(num_tokens - done, tokens_beside(pace, contexts, done, queued, at_most=CHUNK - len(contexts), at_least=BLOCK))
+        left = num_tokens - done
+        most = tokens_beside(pace, contexts, done, lambda prompt=(left, done): [prompt], at_most=CHUNK - len(contexts), at_least=BLOCK)
+        part = min(left, most)
         took_s.append(COSTS.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
     return took_s
