@@ -62,6 +62,10 @@ args:
   - --node-ip-address=$(POD_IP)
   - --include-dashboard=false
   {{- include "baton.ray.args" (dict "root" .root) | nindent 2 }}
+  {{- if and $v.ray.gcsFaultTolerance.enabled $v.ray.gcsFaultTolerance.existingSecret }}
+  # Ray reads it nowhere else, and hands it to its GCS in the same way.
+  - --redis-password=$(RAY_REDIS_PASSWORD)
+  {{- end }}
   - --block
 {{- end }}
 env:

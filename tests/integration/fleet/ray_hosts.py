@@ -1,6 +1,5 @@
 """Machines of a Ray cluster on this one: each with a network, processes, a name and shared memory of its own. Needs root; Linux only."""
 
-import ctypes
 import os
 import secrets
 import shutil
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,41 +16,27 @@ from typing import TypeVar
 import psutil
 
 from baton.runtime.process import tethered
+from tests.netns import Netns, Network, own_environ, pid_below, tool
 
 T = TypeVar("T")
 
 GCS_PORT = 6379
 START_S = 60.0
-TOOLS = ("ip", "unshare", "nsenter")
-_CLONE_NEWNET = 0x40000000
 _BECOME = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && echo up && exec sleep infinity'
-
-
-def why_not() -> str:
-    """Why there can be no such machines here; empty if there can be."""
-    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, TOOLS)):
-        return f"needs root, {', '.join(TOOLS)}"
-    done = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False)
-    return "namespaces cannot be made here" if done.returncode else ""
-
-
-def _own_environ() -> dict[str, str]:
-    """This process's, less what a NIXL backend of an earlier test has told UCX in it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
 
 
 class Host:
     """One machine: what is started on it ends with it."""
 
-    def __init__(self, name: str, netns: str, address: str, directory: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, name: str, netns: Netns, directory: Path, environ: Mapping[str, str]) -> None:
         self.name = name
-        self.address = address
+        self.address = netns.address
         self.directory = directory
         self._netns = netns
         self._environ = environ
         namespaces = "--uts --ipc --pid --mount --mount-proc --fork --kill-child".split()
         self._unshare = subprocess.Popen(
-            tethered([_tool("ip"), "netns", "exec", netns, "unshare", *namespaces, "sh", "-c", _BECOME, name]),
+            tethered([tool("ip"), "netns", "exec", netns.name, "unshare", *namespaces, "sh", "-c", _BECOME, name]),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -63,14 +47,14 @@ class Host:
 
     def popen(self, *argv: str, log: Path, **environ: str) -> subprocess.Popen[bytes]:
         """Start a command on this machine; its output goes to `log`."""
-        enter = [_tool("nsenter"), "--target", str(self._init_pid), "--net", "--uts", "--ipc", "--pid", "--mount", "--"]
+        enter = [tool("nsenter"), "--target", str(self._init_pid), "--net", "--uts", "--ipc", "--pid", "--mount", "--"]
         with log.open("ab") as output:
             return subprocess.Popen(
                 tethered([*enter, *argv]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**_own_environ(), **self._environ, **environ},
+                env={**own_environ(), **self._environ, **environ},
                 start_new_session=True,
             )
 
@@ -89,8 +73,7 @@ class Host:
 
     def call(self, function: Callable[[], T]) -> T:
         """In a thread of ours on this machine's network."""
-        with ThreadPoolExecutor(1, initializer=_enter_network, initargs=(f"/var/run/netns/{self._netns}",)) as thread:
-            return thread.submit(function).result()
+        return self._netns.call(function)
 
     def close(self) -> None:
         """Everything on it ends, at once."""
@@ -106,7 +89,8 @@ class Hosts:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
         self._stack = stack
-        self._number = os.getpid() % 60_000
+        number = os.getpid() % 60_000
+        self._network = Network(f"10.{200 + number // 256 % 50}.{number % 256}", stack)
         token = directory / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -118,24 +102,10 @@ class Hosts:
 
     def add(self, name: str) -> Host:
         """One more machine, that others reach at `address`."""
-        index = len(self.hosts)
-        netns, bridge = f"bh{self._number}-{index}", f"bh{self._number}-0"
-        address = f"10.{200 + self._number // 256 % 50}.{self._number % 256}.{index + 1}"
-        _ip("netns", "add", netns)
-        self._stack.callback(subprocess.run, ["ip", "netns", "del", netns], capture_output=True, check=False)
-        _ip("-n", netns, "link", "set", "lo", "up")
-        if index == 0:
-            _ip("-n", netns, "link", "add", "net0", "type", "bridge")
-            _ip("-n", netns, "addr", "add", f"{address}/24", "dev", "net0")
-            _ip("-n", netns, "link", "set", "net0", "up")
-        else:
-            _ip("-n", bridge, "link", "add", f"to{index}", "type", "veth", "peer", "name", "net0", "netns", netns)
-            _ip("-n", bridge, "link", "set", f"to{index}", "master", "net0", "up")
-            _ip("-n", netns, "addr", "add", f"{address}/24", "dev", "net0")
-            _ip("-n", netns, "link", "set", "net0", "up")
+        netns = self._network.add()
         directory = self.directory / name
         directory.mkdir()
-        host = Host(name, netns, address, directory, self.environ)
+        host = Host(name, netns, directory, self.environ)
         self._stack.callback(host.close)
         self.hosts.append(host)
         return host
@@ -156,26 +126,7 @@ def ray_hosts() -> Iterator[Hosts]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def pid_below(process: subprocess.Popen[bytes]) -> int:
-    """Of the command that was started on a machine, as it is called on this one."""
-    return psutil.Process(process.pid).children()[0].pid
-
-
 def terminate(process: subprocess.Popen[bytes], limit_s: float) -> int:
     """SIGTERM to the command, not to what took it onto the machine; its exit code."""
     os.kill(pid_below(process), signal.SIGTERM)
     return process.wait(limit_s)
-
-
-def _enter_network(netns: str) -> None:
-    with open(netns) as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def _tool(name: str) -> str:
-    return shutil.which(name) or name
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], capture_output=True, check=True)

@@ -27,7 +27,8 @@ from baton.runtime.network import choose_port
 from baton.runtime.settings import SERVICES
 from baton.store.connection import RedisConnection
 from baton.store.private_redis import redis_command
-from tests.integration.fleet.ray_hosts import Host, Hosts, pid_below, ray_hosts, terminate, why_not
+from tests.integration.fleet.ray_hosts import Host, Hosts, ray_hosts, terminate
+from tests.netns import pid_below, why_not
 from tests.paced_answer import paced_answer
 from tests.times import TEST_TIMES
 

@@ -1,0 +1,229 @@
+"""What a node does with a pod: start it, probe it, start again what has ended, and end it in the order that Kubernetes has."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.rehearsal.machine import Machine, Running
+from tests.deploy.rehearsal.pods import Container, Pod
+from tests.deploy.rehearsal.probes import FAILURES, PERIOD_S, why_failing
+from tests.netns import Netns
+
+TICK_S = 0.2
+BACK_OFF_S = (0.0, 10.0, 20.0, 40.0)
+"""Before a container is started for the second time, the third, …"""
+SIDECAR_END_S = 2.0
+"""Kubernetes' least for what ends after the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a container ended that was asked to. `pre_stop_code`: None without a hook; `was_killed`: its time was over."""
+
+    pod: str
+    container: str
+    pre_stop_code: int | None
+    exit_code: int | None
+    was_killed: bool
+    took_s: float
+
+
+@dataclass(kw_only=True)
+class _Probing:
+    """One kind of probe of one container."""
+
+    probe: Mapping[str, Any]
+    due_s: float = 0.0
+    failed: int = 0
+    why: str = ""
+
+
+@dataclass(kw_only=True)
+class _Life:
+    """A container and its process of the moment."""
+
+    container: Container
+    running: Running | None = None
+    num_starts: int = 0
+    start_at_s: float = 0.0
+    has_started: bool = False
+    is_ready: bool = False
+    probing: dict[str, _Probing] = field(default_factory=dict)
+
+
+class Kubelet(threading.Thread):
+    """Keeps one pod, from its own thread, until it is ended; the namespaces go with it."""
+
+    def __init__(self, pod: Pod, netns: Netns, directory: Path, on_change: Callable[[], None]) -> None:
+        """`on_change`: called when it has become ready, or is no more, or is to end, or has ended."""
+        super().__init__(name=f"kubelet-{pod.name}", daemon=True)
+        self.pod = pod
+        self.netns = netns
+        self.is_ready = False
+        self.is_ending = threading.Event()
+        self.restarts: list[str] = []
+        self.endings: list[Ending] = []
+        self.failed: BaseException | None = None
+        self._kill = threading.Event()
+        self._directory = directory
+        self._on_change = on_change
+        self._lives = [_Life(container=container) for container in pod.containers]
+        self._sidecars = [_Life(container=container) for container in pod.sidecars]
+
+    @property
+    def hosts(self) -> Path:
+        """The pod's /etc/hosts, which may be written over at any time."""
+        return self._directory / "hosts"
+
+    def end(self) -> None:
+        """As `kubectl delete pod` does it: nobody is sent there from now on, and it has its grace period. `join` waits for it."""
+        self.is_ending.set()
+        self._on_change()
+
+    def kill(self) -> None:
+        """At once."""
+        self._kill.set()
+        self.is_ending.set()
+
+    def why_not_ready(self) -> str:
+        """What its probes say that fail."""
+        lives = [*self._sidecars, *self._lives]
+        said = [f"{life.container.name}: {kind}: {each.why}" for life in lives for kind, each in life.probing.items() if each.why]
+        return f"{self.pod.name}: {'; '.join(said) or 'has not been asked'}; restarts: {self.restarts}"
+
+    def log(self) -> str:
+        """The ends of what its containers have said."""
+        return "\n".join(f"--- {file.parent.name}/{file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in self._logs())
+
+    def logs(self) -> dict[str, str]:
+        """All that its containers have said."""
+        return {file.stem: file.read_text(errors="replace") for file in self._logs()}
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._directory.glob("*.log"))
+
+    def run(self) -> None:
+        try:
+            machine = Machine(self.pod, self.netns, self._directory)
+            self._on_change()
+            try:
+                self._keep(machine)
+                if not self._kill.is_set():
+                    self._end(machine)
+            finally:
+                machine.close()
+                self.netns.delete()
+        except BaseException as error:
+            self.failed = error
+            raise
+        finally:
+            self.is_ready = False
+            self.is_ending.set()
+            self._on_change()
+
+    def _keep(self, machine: Machine) -> None:
+        while not self.is_ending.wait(TICK_S):
+            for life in self._sidecars:
+                self._look_after(machine, life)
+            if all(life.has_started for life in self._sidecars):
+                for life in self._lives:
+                    self._look_after(machine, life)
+            is_ready = all(life.is_ready for life in (*self._sidecars, *self._lives))
+            if is_ready != self.is_ready:
+                self.is_ready = is_ready
+                self._on_change()
+
+    def _look_after(self, machine: Machine, life: _Life) -> None:
+        now_s = time.monotonic()
+        if life.running is not None and (code := life.running.exit_code()) is not None:
+            self._start_again_later(life, f"exit code {code}")
+        if life.running is None:
+            if now_s < life.start_at_s:
+                return
+            life.running = machine.start(life.container)
+            life.num_starts += 1
+            container = life.container
+            kinds = {"startup": container.startup, "readiness": container.readiness, "liveness": container.liveness}
+            life.probing = {kind: _Probing(probe=probe, due_s=now_s) for kind, probe in kinds.items() if probe is not None}
+            life.has_started = "startup" not in life.probing
+            life.is_ready = life.has_started and "readiness" not in life.probing
+        if not life.has_started:
+            self._start_up(machine, life)
+            return
+        if "readiness" in life.probing and (why := self._ask(machine, life, "readiness")) is not None:
+            life.is_ready = not why or (life.is_ready and not _is_over(life, "readiness"))
+        if "liveness" in life.probing and self._ask(machine, life, "liveness") and _is_over(life, "liveness"):
+            self._stop_one(machine, life, f"liveness: {life.probing['liveness'].why}")
+
+    def _start_up(self, machine: Machine, life: _Life) -> None:
+        why = self._ask(machine, life, "startup")
+        if why == "":
+            life.has_started = True
+            life.is_ready = "readiness" not in life.probing
+        elif why and _is_over(life, "startup"):
+            self._stop_one(machine, life, f"startup: {why}")
+
+    def _ask(self, machine: Machine, life: _Life, kind: str) -> str | None:
+        """Why it fails, empty where it does not; None where it is not the time to ask."""
+        each = life.probing[kind]
+        if time.monotonic() < each.due_s:
+            return None
+        assert life.running is not None
+        running = life.running
+
+        def run(argv: Sequence[str], limit_s: float) -> int:
+            return machine.run_in(running, life.container, argv, limit_s)
+
+        each.why = why_failing(each.probe, self.pod.address, run)
+        each.failed = each.failed + 1 if each.why else 0
+        each.due_s = time.monotonic() + float(each.probe.get("periodSeconds", PERIOD_S))
+        return each.why
+
+    def _stop_one(self, machine: Machine, life: _Life, why: str) -> None:
+        self._end_all(machine, [life], time.monotonic() + self.pod.grace_s)
+        self._start_again_later(life, why)
+
+    def _start_again_later(self, life: _Life, why: str) -> None:
+        self.restarts.append(f"{life.container.name}: {why}")
+        life.running, life.has_started, life.is_ready = None, False, False
+        life.start_at_s = time.monotonic() + BACK_OFF_S[min(life.num_starts - 1, len(BACK_OFF_S) - 1)]
+
+    def _end(self, machine: Machine) -> None:
+        end_s = time.monotonic() + self.pod.grace_s
+        self._end_all(machine, self._lives, end_s)
+        self._end_all(machine, self._sidecars[::-1], max(end_s, time.monotonic() + SIDECAR_END_S))
+
+    def _end_all(self, machine: Machine, lives: Sequence[_Life], end_s: float) -> None:
+        """One after the other: a pod of the chart has one container beside its sidecars."""
+        for life in lives:
+            if life.running is None:
+                continue
+            began_s = time.monotonic()
+            code = None
+            if life.container.pre_stop is not None and life.running.exit_code() is None:
+                code = machine.run_in(life.running, life.container, life.container.pre_stop, end_s - began_s)
+            life.running.signal(signal.SIGTERM)
+            has_ended = life.running.wait(max(SIDECAR_END_S, end_s - time.monotonic()))
+            if not has_ended:
+                life.running.signal(signal.SIGKILL)
+                life.running.wait(SIDECAR_END_S)
+            self.endings.append(
+                Ending(
+                    pod=self.pod.name,
+                    container=life.container.name,
+                    pre_stop_code=code,
+                    exit_code=life.running.exit_code(),
+                    was_killed=not has_ended,
+                    took_s=time.monotonic() - began_s,
+                )
+            )
+
+
+def _is_over(life: _Life, kind: str) -> bool:
+    """Whether that probe has failed as often as it may."""
+    each = life.probing[kind]
+    return each.failed >= int(each.probe.get("failureThreshold", FAILURES))

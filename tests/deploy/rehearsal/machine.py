@@ -1,0 +1,181 @@
+"""Where the containers of one pod run: a root file system that they cannot write to, a name, a network, memory and processes of their own.
+
+What is in that root is this machine's /usr and the Python that runs us, at their own paths, where an image would have its own.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+import baton
+from baton.runtime.process import tethered
+from baton.store.private_redis import find_server
+from tests.deploy.rehearsal.pods import Container, Files, Pod, Scratch
+from tests.netns import Netns, tool
+
+START_S = 10.0
+MACHINES_TOOLS = ("setpriv", "pivot_root")
+_OF_THIS_MACHINE = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
+
+
+class Machine:
+    """One pod's namespaces. They, and all that runs in them, end with the thread that made them."""
+
+    def __init__(self, pod: Pod, netns: Netns, directory: Path) -> None:
+        """`directory`: has the pod's `hosts`, and is for its other files and its containers' logs."""
+        self.pod = pod
+        self.directory = directory
+        self._source = Path(baton.__file__).parents[1]
+        (directory / "root").mkdir()
+        script = directory / "root.sh"
+        script.write_text("\n".join(["set -e", *self._root()]), encoding="utf-8")
+        enter = [tool("nsenter"), f"--net={netns.path}", "--", "unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child"]
+        self._pause = subprocess.Popen(tethered([*enter, "sh", str(script)]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self._pause.stdout is not None
+        said = self._pause.stdout.readline()
+        assert said == "up\n", f"{pod.name}: {said}{self._pause.stdout.read()}"
+        (first,) = psutil.Process(self._pause.pid).children()
+        self._first_pid = first.pid
+
+    def start(self, container: Container) -> "Running":
+        """A container's process: the first of its own, unless the pod shares them."""
+        alone = () if self.pod.shares_processes else ("unshare", "--pid", "--fork", "--mount", "--mount-proc")
+        argv = [*self._enter(self._first_pid), *alone, *self._as_user(container.argv)]
+        with self.log_of(container).open("ab") as log:
+            process = subprocess.Popen(
+                tethered(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environ(container)
+            )
+        return Running(process, depth=1 if self.pod.shares_processes else 2)
+
+    def run_in(self, running: "Running", container: Container, argv: Sequence[str], limit_s: float) -> int:
+        """A command in a container that runs; its exit code, 124 where it was ended after the limit. What it says is in the log."""
+        with self.log_of(container).open("ab") as log:
+            done = subprocess.Popen(
+                tethered([*self._enter(running.pid()), *self._as_user(argv)]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environ(container),
+            )
+            try:
+                return done.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                for process in psutil.Process(done.pid).children(recursive=True):
+                    with suppress(psutil.Error):
+                        process.kill()
+                done.wait()
+                return 124
+
+    def log_of(self, container: Container) -> Path:
+        return self.directory / f"{container.name}.log"
+
+    def close(self) -> None:
+        """Everything in it ends, at once; only the logs stay."""
+        self._pause.kill()
+        self._pause.wait()
+        assert self._pause.stdout is not None
+        self._pause.stdout.close()
+
+    def _environ(self, container: Container) -> dict[str, str]:
+        """The container's, with this machine's Baton and Redis before those that the image would have."""
+        path = f"/opt/rehearsal:{container.environ['PATH']}"
+        return {**container.environ, "PATH": path, "PYTHONPATH": str(self._source), "HOSTNAME": self.pod.name}
+
+    def _enter(self, pid: int) -> list[str]:
+        return [tool("nsenter"), "--target", str(pid), *_NAMESPACES, "--"]
+
+    def _as_user(self, argv: Sequence[str]) -> list[str]:
+        who = (f"--reuid={self.pod.user}", f"--regid={self.pod.group}", "--clear-groups")
+        return ["setpriv", *who, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "env", "--chdir=/tmp", *argv]
+
+    def _root(self) -> list[str]:
+        """The lines of a shell that makes the root, moves into it and stays there."""
+        root = self.directory / "root"
+        lines = [f"mount -t tmpfs -o mode=0755 root {_quoted(root)}", f"cd {_quoted(root)}", "mkdir proc dev sys etc opt run .etc"]
+        for path in (Path("/", name) for name in _OF_THIS_MACHINE):
+            if path.is_symlink():
+                lines.append(f"ln -s {path.readlink()} {path.name}")
+            elif path.is_dir():
+                lines += _bound(path, path)
+        lines += ["mount --rbind /dev dev", "mount -t sysfs sysfs sys"]
+        lines += ["mkdir .etc/upper .etc/work", "mount -t overlay -o lowerdir=/etc,upperdir=.etc/upper,workdir=.etc/work overlay etc"]
+        for volume in self.pod.volumes:
+            lines += self._mounted(volume)
+        for path in sorted({Path(sys.prefix), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), self._source}):
+            lines += [] if path.is_relative_to("/usr") else _bound(path, path)
+        lines += _bound(self.directory / "hosts", Path("/etc/hosts"))
+        lines += [f"ln -s {_quoted(sys.prefix)} opt/baton", "mkdir opt/rehearsal"]
+        lines += [f"ln -s {_quoted(find_server())} opt/rehearsal/valkey-server"]
+        lines += ["mkdir .old", "pivot_root . .old", "cd /", "mount -t proc proc /proc", "umount -l /.old", "mount -o remount,ro /"]
+        return [*lines, "ip link set lo up", f"hostname {_quoted(self.pod.name)}", "echo up", "exec sleep infinity"]
+
+    def _mounted(self, volume: Files | Scratch) -> list[str]:
+        place = _quoted(f".{volume.path}")
+        if isinstance(volume, Scratch):
+            return [f"mkdir -p {place}", f"mount -t tmpfs -o mode=1777,size={volume.max_bytes} tmpfs {place}"]
+        directory = self.directory / "volumes" / volume.path.strip("/").replace("/", "-")
+        directory.mkdir(parents=True)
+        for name, content in volume.contents.items():
+            file = directory / name
+            file.write_bytes(content)
+            file.chmod(volume.mode)
+            shutil.chown(file, group=self.pod.group)
+        return [*_bound(directory, Path(volume.path)), f"mount -o remount,bind,ro {place}"]
+
+
+class Running:
+    """A container's process."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", *, depth: int) -> None:
+        self._process = process
+        self._depth = depth
+        self._pid: int | None = None
+
+    def pid(self) -> int:
+        """Of the container's own process, as it is called here. Raises ProcessLookupError where it has ended."""
+        end_s = time.monotonic() + START_S
+        while self._pid is None:
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                raise ProcessLookupError(self._process.args)
+            with suppress(psutil.Error):
+                chain = [psutil.Process(self._process.pid)]
+                for _ in range(self._depth):
+                    chain = chain[0].children()[:1] if chain else []
+                if chain and chain[0].name() not in ("unshare", "setpriv", "env", "nsenter"):
+                    self._pid = chain[0].pid
+                    break
+            time.sleep(0.01)
+        return self._pid
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        with suppress(ProcessLookupError, psutil.Error):
+            psutil.Process(self.pid()).send_signal(number)
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it has ended within the limit."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.poll() is not None
+
+
+def _bound(source: Path, place: Path) -> list[str]:
+    """That file or directory of this machine, at that place of the root."""
+    inside = _quoted(f".{place}")
+    make = f"mkdir -p {inside}" if source.is_dir() else f"mkdir -p {_quoted(f'.{place.parent}')} && touch {inside}"
+    return [make, f"mount --rbind {_quoted(source)} {inside}"]
+
+
+def _quoted(path: Path | str) -> str:
+    return shlex.quote(str(path))

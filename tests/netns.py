@@ -1,0 +1,124 @@
+"""Machines' networks on this one: network namespaces on a bridge. Needs root; Linux only."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+TOOLS = ("ip", "unshare", "nsenter")
+_CLONE_NEWNET = 0x40000000
+
+
+def why_not(*more_tools: str) -> str:
+    """Why there can be no such machines here; empty if there can be."""
+    tools = (*TOOLS, *more_tools)
+    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, tools)):
+        return f"needs root, {', '.join(tools)}"
+    done = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False)
+    return "namespaces cannot be made here" if done.returncode else ""
+
+
+def own_environ() -> dict[str, str]:
+    """This process's, less what a NIXL backend of an earlier test has told UCX in it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Netns:
+    """One machine's network, which others reach at `address`."""
+
+    name: str
+    address: str
+
+    @property
+    def path(self) -> str:
+        return f"/var/run/netns/{self.name}"
+
+    def call(self, function: Callable[[], T]) -> T:
+        """In a thread of ours on this network."""
+        with ThreadPoolExecutor(1, initializer=_enter, initargs=(self.path,)) as thread:
+            return thread.submit(function).result()
+
+    def delete(self) -> None:
+        """Safe to call twice."""
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
+
+
+class Network:
+    """Namespaces that reach each other. `prefix`: the first three numbers of their addresses, which no other network here has. The first of
+    them has the bridge."""
+
+    def __init__(self, prefix: str, stack: ExitStack) -> None:
+        self.prefix = prefix
+        self._stack = stack
+        self._name = machine_prefix()
+        self._bridge: Netns | None = None
+        self._count = 0
+
+    def add(self) -> Netns:
+        """One more. It is deleted with the stack, if not before."""
+        netns = Netns(name=f"{self._name}{self._count}", address=f"{self.prefix}.{self._count + 1}")
+        _ip("netns", "add", netns.name)
+        self._stack.callback(netns.delete)
+        _ip("-n", netns.name, "link", "set", "lo", "up")
+        if self._bridge is None:
+            self._bridge = netns
+            _ip("-n", netns.name, "link", "add", "net0", "type", "bridge")
+        else:
+            self._join(netns.name)
+        _ip("-n", netns.name, "addr", "add", f"{netns.address}/24", "dev", "net0")
+        _ip("-n", netns.name, "link", "set", "net0", "up")
+        self._count += 1
+        return netns
+
+    def join_ourselves(self, number: int) -> str:
+        """Let this process reach them, from the address with that last number, which is returned, until they are deleted."""
+        assert self._bridge is not None
+        address, device = f"{self.prefix}.{number}", f"{self._name}us"
+        self._stack.callback(subprocess.run, ["ip", "link", "del", device], capture_output=True, check=False)
+        _ip("-n", self._bridge.name, "link", "add", device, "type", "veth", "peer", "name", device, "netns", str(os.getpid()))
+        _ip("-n", self._bridge.name, "link", "set", device, "master", "net0", "up")
+        _ip("addr", "add", f"{address}/24", "dev", device)
+        _ip("link", "set", device, "up")
+        return address
+
+    def _join(self, netns: str) -> None:
+        assert self._bridge is not None
+        port = f"to{self._count}"
+        _ip("-n", self._bridge.name, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", netns)
+        _ip("-n", self._bridge.name, "link", "set", port, "master", "net0", "up")
+
+
+def machine_prefix() -> str:
+    """What the names of all that this process makes begin with."""
+    return f"bh{os.getpid() % 60_000}-"
+
+
+def tool(name: str) -> str:
+    return shutil.which(name) or name
+
+
+def pid_below(process: "subprocess.Popen[bytes]") -> int:
+    """Of the command that was started on a machine, as it is called on this one."""
+    return psutil.Process(process.pid).children()[0].pid
+
+
+def _enter(netns: str) -> None:
+    with open(netns) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
