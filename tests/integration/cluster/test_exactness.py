@@ -43,7 +43,7 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
-        ({"prefill": 2, "decode": 2}, {"transfer": "nixl"}),
+        pytest.param({"prefill": 2, "decode": 2}, {"transfer": "nixl"}, marks=pytest.mark.long),
         ({"prefill": 0, "decode": 0, "hybrid": 1}, {}),
         ({"prefill": 1, "decode": 1}, {"transfer": "local"}),
     ],

@@ -148,7 +148,7 @@ def processes_with(text: str) -> list[str]:
     return [line for line in listed if text in line and "ps -eo" not in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_stops_the_server_and_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
     out = tmp_path / "stopped"
     command = [*LOADGEN, "capacity", "--command", AS_SERVER.replace("{s}", "4"), *QUICK, "--out", str(out)]
