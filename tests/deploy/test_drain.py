@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.deploy.conftest import Rendered
-from tests.deploy.objects import Workload, named, workloads
+from tests.deploy.objects import Workload, named, selects, workloads
 from tests.deploy.value_sets import SETS
 
 HAND_OVER_S = 5
@@ -55,7 +55,24 @@ def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_en
             assert command == ["baton", "drain", "--here", "--wait", "--limit-s"]
             assert drain_s(rendered, name, workload) <= int(limit_s) <= workload.spec["terminationGracePeriodSeconds"] - END_S
             assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in container["env"]
-            assert any(variable["name"] == "BATON_GATEWAY" for variable in container["env"])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_worker_that_leaves_reaches_a_gateway_that_is_not_ready(rendered: Rendered, name: str) -> None:
+    """Without the last worker of a role, no gateway is."""
+    docs = rendered(name)
+    (gateway,) = (workload for workload in workloads(docs) if workload.component == "gateway")
+    for workload in workloads(docs):
+        if workload.component == "worker":
+            environment = {variable["name"]: variable.get("value") for variable in workload.container("worker")["env"]}
+            host, _, port = environment["BATON_GATEWAY"].rpartition(":")
+            service = named(docs, "Service", host)["spec"]
+            assert (service["publishNotReadyAddresses"], service["clusterIP"]) == (True, "None")
+            assert selects(service["selector"], gateway.labels)
+            (opened,) = (each for each in gateway.container("gateway")["ports"] if each["name"] == "grpc")
+            assert [int(port)] == [each["port"] for each in service["ports"]] == [opened["containerPort"]], "nobody translates ports"
+            if "BATON_GATEWAY_CA" in environment:
+                assert environment["BATON_GATEWAY_NAME"] == gateway.name, "the name in the certificate"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -72,7 +89,9 @@ def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered
             probe = workload.container("worker")["startupProbe"]
             budget_s = probe["periodSeconds"] * probe["failureThreshold"]
 
-            assert budget_s in {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,)}.get(name, (300,))
+            known = {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,), "slow-models": (1800, 1200, 600)}
+            assert budget_s in known.get(name, (300,))
+            assert budget_s <= settings(rendered, name, "fleet")["worker_start_s"], "or the fleet would give it up first"
 
 
 def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
@@ -80,3 +99,29 @@ def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
         for container in workload.containers:
             probe = container.get("livenessProbe", {})
             assert probe.get("httpGet", {}).get("path", "/health") == "/health", workload.name
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_service_says_whether_it_lives_and_is_ready(rendered: Rendered, name: str) -> None:
+    for workload in workloads(rendered(name)):
+        if workload.component in ("gateway", "scheduler", "fleet"):
+            container = workload.container(workload.component)
+            admin = next(port["containerPort"] for port in container["ports"] if port["name"] == "admin")
+            assert admin == settings(rendered, name, workload.component)["admin_port"]
+            paths = {probe: container[f"{probe}Probe"].get("httpGet", {}).get("path") for probe in ("startup", "readiness", "liveness")}
+            assert paths["startup"] == paths["liveness"] == "/health"
+            assert paths["readiness"] == "/ready" or container["readinessProbe"]["grpc"]
+
+
+def test_prometheus_finds_each_service_and_no_port_twice(rendered: Rendered) -> None:
+    docs = rendered("monitors")
+    (monitor,) = (doc for doc in docs if doc["kind"] == "ServiceMonitor")
+    found = [
+        workload.component
+        for service in docs
+        if service["kind"] == "Service" and selects(monitor["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
+        for workload in workloads(docs)
+        if selects(service["spec"]["selector"], workload.labels)
+        if any(port["name"] == monitor["spec"]["endpoints"][0]["port"] for port in service["spec"]["ports"])
+    ]
+    assert sorted(found) == ["fleet", "gateway", "scheduler"]

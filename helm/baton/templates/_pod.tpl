@@ -146,11 +146,12 @@ config, api-keys, tls, front-tls, model, shm. Every container has /tmp and the c
 {{- end }}
 {{- end -}}
 
-{{/* How `baton drain` and `baton status` in a pod find the gateway. */}}
+{{/* How `baton drain` and `baton status` in a pod find the gateway, also one that is not ready; its certificate has the name that clients use. */}}
 {{- define "baton.env.admin" -}}
-- {name: BATON_GATEWAY, value: "{{ include "baton.fullname" . }}-gateway:{{ int .Values.gateway.config.grpc_port }}"}
+- {name: BATON_GATEWAY, value: "{{ include "baton.fullname" . }}-gateway-drain:{{ int .Values.gateway.config.grpc_port }}"}
 {{- if .Values.frontTls.enabled }}
 - {name: BATON_GATEWAY_CA, value: /etc/baton/front-ca/ca.crt}
+- {name: BATON_GATEWAY_NAME, value: {{ include "baton.fullname" . }}-gateway}
 {{- end }}
 {{- if .Values.apiKeys.enabled }}
 - name: BATON_API_KEY
