@@ -22,13 +22,13 @@ CHART = Path(__file__).parents[1] / "helm" / "baton"
 SERVICES: Mapping[str, type[Config]] = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "fleet": FleetConfig}
 OURS = frozenset(
     """advertise_host api_keys front_tls_cert front_tls_key log_dir ray_address redis_url schedulers tls_ca tls_cert tls_key
-    prefill decode hybrid ray_placement""".split()
+    prefill decode hybrid ray_placement worker_start_s follow_places""".split()
 )
 """What the chart itself sets; `templates/_config.tpl` and `_pod.tpl` say to what."""
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "gateway": ("http_port", "grpc_port", "admin_port", "drain_s"),
     "scheduler": ("rpc_port", "admin_port", "drain_s"),
-    "fleet": ("kv_port_range", "drain_s", "lease_s"),
+    "fleet": ("admin_port", "kv_port_range", "drain_s", "lease_s"),
 }
 """What templates read, so that it cannot be left out: ports are those of Services and policies, seconds decide grace periods."""
 OF_WORKERS = ("rpc_port", "admin_port")

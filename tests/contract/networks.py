@@ -156,8 +156,8 @@ class StubScheduler:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return self._answer(request_id)  # type: ignore[no-any-return]
 
-    async def drain(self, worker_id: str) -> bool:
-        return self._answer(worker_id)  # type: ignore[no-any-return]
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        return self._answer((worker_id, node_leaves))  # type: ignore[no-any-return]
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
         assert self._report is not None

@@ -323,7 +323,8 @@ async def test_the_other_calls_of_a_scheduler(world: World) -> None:
     assert await scheduler.explain(b"r") == ()
     service.answer = True
     assert await scheduler.drain("w0")
-    assert service.asked == [*actuals, None, b"r", "w0"]
+    assert await scheduler.drain("w0", node_leaves=True)
+    assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True)]
 
 
 async def test_a_schedulers_errors_are_typed(world: World) -> None:

@@ -13,6 +13,7 @@ FAMILIES = (
     metrics.ProcessMetrics,
     metrics.GatewayMetrics,
     metrics.SchedulerMetrics,
+    metrics.FleetMetrics,
     metrics.EngineMetrics,
     metrics.TransferMetrics,
 )

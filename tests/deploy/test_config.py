@@ -71,13 +71,14 @@ def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: s
 def test_a_service_says_what_it_needs_to_be_reached(rendered: Rendered, tmp_path: Path) -> None:
     for file, text in files_of(rendered, "default").items():
         (tmp_path / file).write_text(text)
-    for service in ("gateway", "scheduler"):
+    for service in ("gateway", "scheduler", "fleet"):
         workload = next(workload for workload in workloads(rendered("default")) if workload.component == service)
         config: Any = load_settings(
             SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / f"{service}.yaml"
         ).config
 
-        assert (config.host, config.advertise_host, config.admin_port) == ("0.0.0.0", POD_IP, 9000)
+        assert (config.host, config.admin_port) == ("0.0.0.0", 9000)
+        assert service == "fleet" or config.advertise_host == POD_IP
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "fleet"])
@@ -161,7 +162,7 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
     assert [f"--address={fleet['ray_address']}" in arguments for arguments in joins] == [True]
     assert fleet["ray_placement"] == "role"
     asked = {role: fleet[role] for role in ROLE_RESOURCES if fleet[role]}
-    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["maxReplicaCount"] for doc in of_kind(rendered(name), "ScaledObject")}
+    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["minReplicaCount"] for doc in of_kind(rendered(name), "ScaledObject")}
     offered: dict[str, int] = {}
     for workload in workloads(rendered(name)):
         if workload.component == "worker":
@@ -178,6 +179,9 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
         assert cluster["spec"]["enableInTreeAutoscaling"] is False
 
     assert offered == asked
+    if scaled.keys() & {workload.name for workload in workloads(rendered(name)) if workload.component == "worker"}:
+        assert fleet["follow_places"], "the pods above the least get workers, too"
+    assert fleet["follow_places"] is not bool(of_kind(rendered(name), "RayCluster")), "Ray's autoscaler goes by what is asked for"
 
 
 def test_nothing_runs_where_no_worker_is_meant_to(rendered: Rendered) -> None:
@@ -262,6 +266,7 @@ def test_only_a_change_of_its_own_settings_makes_a_pod_anew(helm: Renderer, rend
             {"rel-baton-fleet", "rel-baton-worker-prefill", "rel-baton-worker-decode"},
         ),
         "more workers": ({"poolDefaults": {"replicas": 3}}, {"rel-baton-fleet"}),
+        "a larger model": ({"poolDefaults": {"modelLoadSeconds": 1800}}, {"rel-baton-fleet"}),
     }
     for what, (values, expected) in changes.items():
         after = checksums(helm.docs(values))

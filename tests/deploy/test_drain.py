@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.conftest import Rendered
-from tests.deploy.objects import Workload, named, workloads
+from tests.deploy.objects import Workload, named, selects, workloads
 from tests.deploy.value_sets import SETS
 
 HAND_OVER_S = 5
@@ -74,7 +74,9 @@ def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered
             probe = workload.container("worker")["startupProbe"]
             budget_s = probe["periodSeconds"] * probe["failureThreshold"]
 
-            assert budget_s in {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,)}.get(name, (300,))
+            known = {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,), "slow-models": (1800, 1200, 600)}
+            assert budget_s in known.get(name, (300,))
+            assert budget_s <= settings(rendered, name, "fleet")["worker_start_s"], "or the fleet would give it up first"
 
 
 def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
@@ -82,3 +84,29 @@ def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
         for container in workload.containers:
             probe = container.get("livenessProbe", {})
             assert probe.get("httpGet", {}).get("path", "/health") == "/health", workload.name
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_service_says_whether_it_lives_and_is_ready(rendered: Rendered, name: str) -> None:
+    for workload in workloads(rendered(name)):
+        if workload.component in ("gateway", "scheduler", "fleet"):
+            container = workload.container(workload.component)
+            admin = next(port["containerPort"] for port in container["ports"] if port["name"] == "admin")
+            assert admin == settings(rendered, name, workload.component)["admin_port"]
+            paths = {probe: container[f"{probe}Probe"].get("httpGet", {}).get("path") for probe in ("startup", "readiness", "liveness")}
+            assert paths["startup"] == paths["liveness"] == "/health"
+            assert paths["readiness"] == "/ready" or container["readinessProbe"]["grpc"]
+
+
+def test_prometheus_finds_each_service_and_no_port_twice(rendered: Rendered) -> None:
+    docs = rendered("monitors")
+    (monitor,) = (doc for doc in docs if doc["kind"] == "ServiceMonitor")
+    found = [
+        workload.component
+        for service in docs
+        if service["kind"] == "Service" and selects(monitor["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
+        for workload in workloads(docs)
+        if selects(service["spec"]["selector"], workload.labels)
+        if any(port["name"] == monitor["spec"]["endpoints"][0]["port"] for port in service["spec"]["ports"])
+    ]
+    assert sorted(found) == ["fleet", "gateway", "scheduler"]

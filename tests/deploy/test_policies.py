@@ -71,6 +71,8 @@ def test_clients_that_are_named_are_the_only_ones(rendered: Rendered) -> None:
     front = [(8000, 8000), (8001, 8001)]
     assert allowed(docs, gateway) == {METRICS: [*front, (9000, 9000)], "test": front}
     assert allowed(docs, prefill)[METRICS] == [(9000, 9000)]
+    (fleet,) = (workload for workload in workloads(docs) if workload.component == "fleet")
+    assert allowed(docs, fleet)[METRICS] == [(9000, 9000)]
 
 
 def test_switched_off_there_are_none(rendered: Rendered) -> None:

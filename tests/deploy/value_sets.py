@@ -142,6 +142,9 @@ SETS: Mapping[str, ValueSet] = {
     "no-accounts": ValueSet(values={"serviceAccounts": {"create": False}}),
     "no-spread": ValueSet(values={"topologySpread": {"enabled": False}}),
     "no-pdb": ValueSet(values={name: {"pdb": {"enabled": False}} for name in ("gateway", "scheduler", "poolDefaults")}),
+    "slow-models": ValueSet(
+        values={"pools": [{**P, "modelLoadSeconds": 1800}, {**D, "modelLoadSeconds": 1200}, _pool("hybrid", modelLoadSeconds=600)]}
+    ),
     "monitors": ValueSet(values={"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}),
     "long-name": ValueSet(
         values={"fullnameOverride": "a-name-that-is-longer-than-anybody-wants", "pools": [P, {"name": "the-decode-pool", "role": "decode"}]}
@@ -154,7 +157,7 @@ SETS: Mapping[str, ValueSet] = {
         values={
             "gateway": {"config": {"http_port": 80, "grpc_port": 81, "admin_port": 82}},
             "worker": {"config": {"admin_port": 83}},
-            "fleet": {"config": {"kv_port_range": "30000-30009"}},
+            "fleet": {"config": {"kv_port_range": "30000-30009", "admin_port": 84}},
         }
     ),
 }

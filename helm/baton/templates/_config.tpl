@@ -29,17 +29,26 @@ ray_address: {{ include "baton.ray.address" . }}
 ray_placement: role
 {{- end -}}
 
-{{/* How many workers of each role: those of a pool that scales may all be asked for, and wait for their pods. */}}
+{{/* How many workers of each role. Of a pool that scales the fewest: each pod that comes offers a place for one more. */}}
 {{- define "baton.config.workers" -}}
 {{- $count := dict "prefill" 0 "decode" 0 "hybrid" 0 -}}
 {{- range (include "baton.pools" . | fromYaml).pools -}}
-{{- $pods := ternary .autoscaling.maxReplicas .replicas .autoscaling.enabled | int -}}
+{{- $pods := ternary .autoscaling.minReplicas .replicas .autoscaling.enabled | int -}}
 {{- $_ := set $count .role (add (get $count .role) $pods) -}}
 {{- end -}}
 {{- if not (or $count.hybrid (and $count.prefill $count.decode)) -}}
 {{- fail "pools: there must be a pool of role prefill and one of role decode, or one of role hybrid" -}}
 {{- end -}}
 {{- toYaml $count -}}
+{{- end -}}
+
+{{/* What no worker is made anew for. A worker may take as long as the pool allows that allows most. */}}
+{{- define "baton.config.ofFleet" -}}
+{{- include "baton.config.workers" . }}
+{{- $seconds := 0 -}}
+{{- range (include "baton.pools" . | fromYaml).pools }}{{ $seconds = max $seconds (int .modelLoadSeconds) }}{{ end }}
+worker_start_s: {{ $seconds }}
+follow_places: {{ eq .Values.runtime.mode "ray-in-pods" }}
 {{- end -}}
 
 {{/* One service's settings. root, service */}}

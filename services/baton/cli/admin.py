@@ -2,20 +2,21 @@
 
 import asyncio
 import json
+import math
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import click
 
 from baton.core.cluster import DecisionRecord
-from baton.core.errors import BatonError, StreamBroken
+from baton.core.errors import BatonError, Code, Refused, StreamBroken
 from baton.core.front import ClusterStatus, WorkerStatus
 from baton.core.plain import to_plain
 from baton.runtime.drain_socket import asked_to_drain
@@ -23,12 +24,17 @@ from baton.runtime.network import host_of, own_addresses
 from baton.runtime.settings import FrontDoorSettings
 from baton.runtime.tls import machine_authorities
 
+T = TypeVar("T")
+
 GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
 CALL_S = 5.0
 WATCH_S = 1.0
 WAIT_POLL_S = 0.25
 SILENCE_S = 30.0
 """How long a wait for a drain goes on without an answer of the gateway; it may be restarted meanwhile."""
+RETRY_S = 1.0
+FIND_S = 5.0
+"""How long a drain that waits goes on asking for workers that the gateway does not know: its scheduler may have just come."""
 DRAIN_LIMIT_S = 300.0
 HEARD_S = 1.0
 """Who looks after a worker hears of its end within that time; then its machine may go."""
@@ -46,16 +52,18 @@ class Gateway(Protocol):
 
     async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]: ...
 
-    async def drain(self, worker_id: str) -> None: ...
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A gateway's gRPC address, the key that it wants, if any, and who signs its certificate: a file or `SYSTEM`; none in plain text."""
+    """A gateway's gRPC address, the key that it wants, if any, and who signs its certificate: a file or `SYSTEM`; none in plain text.
+    `name`: what the certificate calls it; empty: as the address does."""
 
     address: str
     api_key: str = ""
     ca: str = ""
+    name: str = ""
 
 
 @asynccontextmanager
@@ -65,13 +73,47 @@ async def connect(where: Where) -> AsyncIterator[Gateway]:
     from baton.wire.channel import channel_options, open_channel
     from baton.wire.tls import Tls
 
-    tls = Tls(ca=machine_authorities() if where.ca == SYSTEM else Path(where.ca)) if where.ca else None
+    tls = Tls(ca=machine_authorities() if where.ca == SYSTEM else Path(where.ca), name=where.name) if where.ca else None
     channel = open_channel(where.address, channel_options(CALL_S), tls)
     authorization = f"Bearer {where.api_key}" if where.api_key else ""
     try:
         yield AdminClient(channel, where.address, authorization=authorization, call_s=CALL_S)
     finally:
         await channel.close(None)
+
+
+class Redialled:
+    """A gateway that is dialled anew, and its name looked up again, after a call that did not reach it."""
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
+        self._connection = AsyncExitStack()
+        self._gateway: Gateway | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._connection.aclose()
+
+    async def status(self) -> ClusterStatus:
+        return await self._call(lambda gateway: gateway.status())
+
+    async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]:
+        return await self._call(lambda gateway: gateway.explain(request_id))
+
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> None:
+        await self._call(lambda gateway: gateway.drain(worker_id, node_leaves=node_leaves))
+
+    async def _call(self, question: Callable[[Gateway], Coroutine[Any, Any, T]]) -> T:
+        if self._gateway is None:
+            self._gateway = await self._connection.enter_async_context(connect(self._where))
+        try:
+            return await question(self._gateway)
+        except StreamBroken:
+            self._gateway = None
+            await self._connection.aclose()
+            raise
 
 
 def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -103,9 +145,16 @@ def _gateway_option(function: Callable[..., Any]) -> Callable[..., Any]:
         help=f"Who signs the gateway's certificate, PEM; `{SYSTEM}` for whom this machine trusts. Default: none, plain text. "
         "[BATON_GATEWAY_CA]",
     )
+    @click.option(
+        "--gateway-name",
+        "name",
+        default="",
+        envvar="BATON_GATEWAY_NAME",
+        help="What the gateway's certificate calls it. Default: the host of --gateway. [BATON_GATEWAY_NAME]",
+    )
     @wraps(function)
-    def with_where(*args: Any, address: str, api_key: str, ca: str, **others: Any) -> Any:
-        return function(*args, where=Where(address, api_key, ca), **others)
+    def with_where(*args: Any, address: str, api_key: str, ca: str, name: str, **others: Any) -> Any:
+        return function(*args, where=Where(address, api_key, ca, name), **others)
 
     return with_where
 
@@ -169,7 +218,7 @@ def drain(worker: str | None, here: bool, drain_socket: Path | None, wait: bool,
     """Let a worker finish what it runs, take nothing new, and leave.
 
     WORKER is its name in `baton status`. It leaves after its own --drain-s at the latest. Of a fleet on a Ray cluster of others
-    its place is then filled on another node.
+    its place is then filled again; after --here, for which the machine itself is about to end, on another node.
     """
     if here == (worker is not None):
         raise click.UsageError("give the name of a worker, or --here")
@@ -189,7 +238,7 @@ def _ask(where: Where, question: Callable[[Gateway], Coroutine[Any, Any, Any]]) 
     """The answer of that gateway. Raises BatonError saying what to do where none answers."""
 
     async def asked() -> Any:
-        async with connect(where) as gateway:
+        async with Redialled(where) as gateway:
             return await question(gateway)
 
     try:
@@ -211,7 +260,7 @@ async def _watch(where: Where, as_json: bool) -> None:
     from baton.cli.shown import console
     from baton.cli.status_view import render_status
 
-    async with connect(where) as gateway:
+    async with Redialled(where) as gateway:
         out = console()
         with Live(console=out, auto_refresh=False) as live:
             while True:
@@ -233,12 +282,60 @@ async def _watch(where: Where, as_json: bool) -> None:
 async def _drain(gateway: Gateway, worker_id: str | None, wait_s: float | None) -> list[str]:
     """Ask one worker, or for None those of this machine; with `wait_s`, return when those lives of theirs are gone, or after as long.
     Returns the names of those that are not."""
+    if wait_s is None:
+        await _tell(gateway, worker_id)
+        return []
+    end_s = asyncio.get_running_loop().time() + wait_s
+    leaving = await _tell_some_time(gateway, worker_id, wait_s)
+    return await _until_gone(gateway, leaving, end_s - asyncio.get_running_loop().time())
+
+
+async def _tell_some_time(gateway: Gateway, worker_id: str | None, limit_s: float) -> tuple[WorkerStatus, ...]:
+    """Who has been asked to leave. A gateway that does not answer yet, or does not know them yet, is asked again: a machine that ends has
+    no second chance. Raises what the last answer was after `limit_s`, or earlier where that will not change."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    is_said = False
+    while True:
+        try:
+            return await _tell(gateway, worker_id)
+        except (StreamBroken, Refused, NoScheduler, NobodyMeant) as error:
+            patience_s = min(limit_s, _patience_s(error))
+            if loop.time() - began_s + RETRY_S > patience_s:
+                raise
+            if not is_said:
+                click.echo(f"baton: {error}; trying again for {patience_s:g} s", err=True)
+                is_said = True
+        await asyncio.sleep(RETRY_S)
+
+
+async def _tell(gateway: Gateway, worker_id: str | None) -> tuple[WorkerStatus, ...]:
+    """Who has been asked to leave."""
     found = await gateway.status()
+    if found.scheduler is None:
+        raise NoScheduler("the gateway knows no scheduler that could tell workers to leave")
     leaving = drained(found, worker_id, socket.gethostname(), own_addresses())
     for worker in leaving:
-        await gateway.drain(worker.worker.worker_id)
+        await gateway.drain(worker.worker.worker_id, node_leaves=worker_id is None)
         click.echo(f"{worker.worker.worker_id} ({worker.role.value}, pid {worker.pid}) finishes {_work(worker)} and leaves")
-    return [] if wait_s is None else await _until_gone(gateway, leaving, wait_s)
+    return leaving
+
+
+def _patience_s(error: BatonError) -> float:
+    """How long it may take until there is another answer than this one."""
+    if isinstance(error, NobodyMeant):
+        return FIND_S
+    if isinstance(error, Refused) and error.failure.code is not Code.UNAVAILABLE:
+        return 0.0
+    return math.inf
+
+
+class NoScheduler(BatonError):
+    """The gateway knows none."""
+
+
+class NobodyMeant(BatonError):
+    """The gateway knows no such worker; the message names those it knows."""
 
 
 def _drain_at(drain_socket: Path, wait_s: float | None) -> list[str]:
@@ -256,7 +353,7 @@ def _drain_at(drain_socket: Path, wait_s: float | None) -> list[str]:
 
 def drained(found: ClusterStatus, worker_id: str | None, host: str, addresses: Collection[str]) -> tuple[WorkerStatus, ...]:
     """The workers meant: the one of that name, or for None all of this machine, those that serve at one of its `addresses`, or, where none
-    does, those that say that they are on `host`. Raises BatonError, naming those there are, when it is nobody."""
+    does, those that say that they are on `host`. Raises NobodyMeant when it is nobody."""
     if worker_id is None:
         leaving = tuple(worker for worker in found.workers if host_of(worker.worker.address) in addresses)
         leaving = leaving or tuple(worker for worker in found.workers if worker.host == host)
@@ -266,7 +363,7 @@ def drained(found: ClusterStatus, worker_id: str | None, host: str, addresses: C
         what = f"no worker {worker_id!r}"
     if not leaving:
         there = ", ".join(f"{worker.worker.worker_id} on {worker.host}" for worker in found.workers) or "none"
-        raise BatonError(f"{what}; there {'is' if len(found.workers) < 2 else 'are'} {there}")
+        raise NobodyMeant(f"{what}; there {'is' if len(found.workers) < 2 else 'are'} {there}")
     return leaving
 
 

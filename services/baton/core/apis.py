@@ -61,8 +61,9 @@ class SchedulerApi(Protocol):
         """Decision records of a request's attempts in order, or of the last request (None). Empty if unknown or expired."""
         ...
 
-    async def drain(self, worker_id: str) -> bool:
-        """Ask a worker to finish and leave; False if this scheduler does not know it."""
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        """Ask a worker to finish and leave; False if this scheduler does not know it. `node_leaves`: its machine is about to end, so no
+        worker shall take its place there."""
         ...
 
 

@@ -257,7 +257,7 @@ class ClusterUpdate:
 
 
 class CommandKind(Enum):
-    """What a scheduler can ask of a worker over its report stream. DRAIN: finish and stay away, as an operator wishes. LEAVE: it is this
+    """What a scheduler can ask of a worker over its report stream. DRAIN: finish and leave, as an operator wishes. LEAVE: it is this
     worn-out worker's turn; it drains, and is replaced."""
 
     SNAPSHOT = "snapshot"
@@ -269,10 +269,12 @@ class CommandKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`peer`: the other worker, for PROBE_LINK and CONNECT (warm the pair before it is used)."""
+    """`peer`: the other worker, for PROBE_LINK and CONNECT (warm the pair before it is used). `node_leaves`: of DRAIN, the worker's
+    machine is about to end."""
 
     kind: CommandKind
     peer: WorkerRef | None = None
+    node_leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,6 +189,6 @@ class AdminApi(Protocol):
         (NOT_FOUND) if there are none."""
         ...
 
-    async def drain(self, worker_id: str, caller: Caller) -> None:
-        """Returns when the worker has been told. Refused (NOT_FOUND) if nobody knows it."""
+    async def drain(self, worker_id: str, caller: Caller, *, node_leaves: bool = False) -> None:
+        """Returns when the worker has been told. Refused (NOT_FOUND) if nobody knows it. `node_leaves`: see `SchedulerApi.drain`."""
         ...

@@ -3,48 +3,59 @@
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
+from baton.core.cluster import WorkerRole
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import WorkerSpec, plan_workers
-from baton.fleet.ray_fleet import Joined, RayFleet
+from baton.fleet.plan import Wanted, WorkerSpec, least_workers, plan_workers
+from baton.fleet.ray_fleet import Joined, RayFleet, Stage
 from baton.fleet.run_dir import RunDir
+from baton.runtime.admin_http import AdminServer
 from baton.runtime.config import derive
-from baton.runtime.process import Stop, unless_stopped
-from baton.runtime.settings import FleetConfig, WorkerConfig
+from baton.runtime.health import Health
+from baton.runtime.logging import get_logger
+from baton.runtime.metrics import FleetMetrics, ProcessMetrics, process_registry
+from baton.runtime.network import join_address
+from baton.runtime.process import Background, Stop, unless_stopped, watch_loop_lag
+from baton.runtime.settings import AdminSettings, FleetConfig, WorkerConfig
+
+log = get_logger(__name__)
 
 
 async def serve(config: FleetConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
     """Keep the configured workers alive until `stop`.
 
     With `ray_address` the actors are detached: they outlive this driver, and the next one adopts those it finds; each node has the model,
-    or fetches it. Without it they run on a Ray of our own and end with us, and a hub id is fetched once, before the first of them starts.
-    Raises WorkerFailed when a worker does not start or keeps dying, NodesRefused when all nodes for it have another Baton.
+    or fetches it. A worker that has no node, or keeps dying, is tried again for as long as this runs, and the others are looked after
+    meanwhile. Without it they run on a Ray of our own and end with us, a hub id is fetched once, before the first of them starts, and
+    WorkerFailed is raised when a worker does not start or keeps dying.
     """
-    run = RunDir()
-    joined = None
-    if config.ray_address is not None:
-        joined = Joined(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement, is_detached=True)
-    fleet = RayFleet(ray_dir=run.path / "ray", log_dir=config.log_dir, joined=joined)
-    cores = sorted(os.sched_getaffinity(0)) if config.ray_address is None and hasattr(os, "sched_getaffinity") else []
-    specs = plan_workers(config, cores)
+    registry, health = process_registry("fleet"), Health("ray")
+    metrics = FleetMetrics(registry)
+    async with AsyncExitStack() as stack:
+        run = RunDir()
+        stack.push_async_callback(asyncio.to_thread, run.close)
+        joined = None
+        if config.ray_address is not None:
+            joined = Joined(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement, is_detached=True)
+        fleet = RayFleet(ray_dir=run.path / "ray", log_dir=config.log_dir, joined=joined, start_limit_s=config.worker_start_s)
+        if config.admin_port is not None:
+            admin = AdminServer(health, registry, lambda: refresh(metrics, fleet))
+            port = admin.start(config.host, config.admin_port)
+            stack.push_async_callback(admin.stop)
+            log.info("admin_started", address=join_address(config.host, port))
+        stack.push_async_callback(fleet.close, config.drain_s)
+        ready = _ready(config, health, on_ready)
+        async with Background(watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
+            await unless_stopped(stop, _serve_alone(config, fleet, ready) if joined is None else _serve_detached(config, fleet, ready))
+        health.drain()
 
-    async def serve_until_one_fails() -> None:
-        model = config.model if config.ray_address is not None else await model_directory(config.model)
-        await fleet.connect()
-        async with asyncio.TaskGroup() as group:
-            for spec in specs:
-                group.create_task(fleet.start(spec, worker_config(config, spec, len(specs), model)))
-        await fleet.let_go_of_others()
-        on_ready(config.ray_address or "local")
-        await fleet.supervise()
 
-    try:
-        await unless_stopped(stop, serve_until_one_fails())
-    finally:
-        try:
-            await fleet.close(config.drain_s)
-        finally:
-            await asyncio.to_thread(run.close)
+def refresh(metrics: FleetMetrics, fleet: RayFleet) -> None:
+    """Gauges as the fleet is now."""
+    for role in WorkerRole:
+        for stage in Stage:
+            metrics.workers.labels(role.value, stage.value).set(fleet.stages.get((role, stage), 0))
 
 
 def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model: str) -> WorkerConfig:
@@ -53,10 +64,45 @@ def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model
     return derive(
         WorkerConfig,
         config,
+        host=AdminSettings.host,  # where the fleet listens is its own; a worker's is that of its node
+        admin_port=None,
         worker_id=spec.worker_id,
         role=spec.role.value,
         model=model,
         served_model_name=config.model_name,
         threads_per_worker=config.threads_per_worker or len(spec.cores) or (1 if config.ray_address is None else None),
         workers_on_host=num_workers,
+    )
+
+
+def _ready(config: FleetConfig, health: Health, on_ready: Callable[[str], None]) -> Callable[[], None]:
+    def ready() -> None:
+        health.ready("ray")
+        on_ready(config.ray_address or "local")
+
+    return ready
+
+
+async def _serve_alone(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
+    model = await model_directory(config.model)
+    await fleet.connect()
+    specs = plan_workers(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    async with asyncio.TaskGroup() as group:
+        for spec in specs:
+            group.create_task(fleet.start(spec, worker_config(config, spec, len(specs), model)))
+    ready()
+    await fleet.supervise()
+
+
+async def _serve_detached(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
+    await fleet.connect()
+    ready()
+    least = least_workers(config)
+    num_workers = sum(least.values())
+    await fleet.keep(
+        Wanted(
+            least=least,
+            follows_places=config.follow_places,
+            config_of=lambda spec: worker_config(config, spec, num_workers, config.model),
+        )
     )

@@ -61,6 +61,11 @@ def living_nodes(rows: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
     )
 
 
+def places_by_role(nodes: Collection[Node]) -> dict[str, int]:
+    """By the name of a role, how many workers of it these nodes offer to hold, in use or not."""
+    return {role: sum(int(node.resources.get(resource, 0)) for node in nodes) for role, resource in ROLE_RESOURCES.items()}
+
+
 def demand_of(config: WorkerConfig, placement: RayPlacement, offered: Collection[str]) -> Demand:
     """What this worker asks of its node. `offered`: the resources that any node of the cluster has, or has had.
 

@@ -1,11 +1,11 @@
 """Which workers a configuration asks for, and which cores each of them gets: pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, count, islice, pairwise
 
 from baton.core.cluster import WorkerRole
-from baton.runtime.settings import FleetSettings
+from baton.runtime.settings import FleetSettings, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,44 @@ class WorkerSpec:
     worker_id: str
     role: WorkerRole
     cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The workers that a fleet on a cluster of others should have: `least` of each role, and with `follows_places` one for each place that
+    nodes offer, where those are more. `config_of`: the settings of each."""
+
+    least: Mapping[WorkerRole, int]
+    follows_places: bool
+    config_of: Callable[[WorkerSpec], WorkerConfig]
+
+
+def least_workers(settings: FleetSettings) -> dict[WorkerRole, int]:
+    """How many of each role a configuration asks for."""
+    return {WorkerRole.PREFILL: settings.prefill, WorkerRole.DECODE: settings.decode, WorkerRole.HYBRID: settings.hybrid}
+
+
+def changes(role: WorkerRole, number: int, waits: Mapping[str, bool], left_behind: Collection[str]) -> tuple[list[WorkerSpec], list[str]]:
+    """The workers of a role to add, and the ids of those to drop, so that there are `number`.
+
+    `waits`: those there are, and whether each waits for a node. Only such are dropped, the highest number first: one that has a node has a
+    place. `left_behind`: ids that have an actor of an earlier fleet; of those that are added they come first, so that nothing that runs is
+    replaced by something that does not.
+    """
+    missing = number - len(waits)
+    if missing <= 0:
+        idle = sorted((worker_id for worker_id, does_wait in waits.items() if does_wait), key=_index, reverse=True)
+        return [], idle[:-missing] if missing else []
+    known = [
+        worker_id for worker_id in left_behind if worker_id.rpartition("-")[0] == role.value and worker_id.rpartition("-")[2].isdecimal()
+    ]
+    there = sorted(set(known) - waits.keys(), key=_index)
+    fresh = (name for name in (f"{role.value}-{i}" for i in count()) if name not in waits and name not in there)
+    return [WorkerSpec(worker_id=name, role=role) for name in islice(chain(there, fresh), missing)], []
+
+
+def _index(worker_id: str) -> int:
+    return int(worker_id.rpartition("-")[2])
 
 
 def plan_workers(settings: FleetSettings, cores: Sequence[int]) -> list[WorkerSpec]:

@@ -1,27 +1,34 @@
-"""Workers as Ray actors: placed, started, watched, started again with a new epoch. Tokens and KV never go through Ray."""
+"""Workers as Ray actors: placed, started, watched, started again with a new epoch. Tokens and KV never go through Ray.
+
+Workers that end with their driver (`baton up`) are started together, and where one cannot be, that is an error. Detached ones (`baton
+fleet` on a cluster of others) each have a life of their own: all are looked after, also where one has no node yet, or keeps dying.
+"""
 
 import asyncio
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from baton.core.cluster import WorkerRole
 from baton.core.errors import BatonError
-from baton.fleet.nodes import Demand, Node, demand_of, workers_on
-from baton.fleet.plan import WorkerSpec
+from baton.fleet.nodes import Demand, Node, demand_of, places_by_role, workers_on
+from baton.fleet.plan import Wanted, WorkerSpec, changes
 from baton.fleet.ray_calls import CALL_LIMIT_S, RayCalls, RayFailed, as_future, cause, the_ray
 from baton.fleet.ray_nodes import NodesRefused, RayNodes
 from baton.fleet.releases import release_probe
 from baton.fleet.supervisor import RestartBudget, RestartLimit
-from baton.fleet.worker_actor import WorkerActor, WorkerFacts
+from baton.fleet.worker_actor import NODE_LEAVES, WorkerActor, WorkerFacts
 from baton.runtime.config import dump
 from baton.runtime.logging import get_logger
 from baton.runtime.process import report_to_nobody
-from baton.runtime.settings import RayPlacement, WorkerConfig
+from baton.runtime.settings import FleetSettings, RayPlacement, WorkerConfig
 
 log = get_logger(__name__)
 
@@ -31,16 +38,20 @@ OBJECT_STORE_BYTES = 80 * 2**20
 CONNECT_LIMIT_S = 120.0
 """A Ray on two busy cores takes ten seconds; one that never answers is given up."""
 PLACE_LIMIT_S = 900.0
-"""Until a worker is on a node of a cluster, which may have to come first."""
-WORKER_START_LIMIT_S = 900.0
-"""From then until it is ready: a large model, read from a slow disk by several workers at once, and proven."""
+"""Until a worker that ends with its driver is on a node of a cluster, which may have to come first. A detached one waits for ever."""
+LOOK_S = 5.0
+"""Between two looks at the nodes while a worker waits for one, or while there shall be as many workers as nodes have places for."""
+ADOPT_LIMIT_S = 30.0
+"""An actor of an earlier driver that has not said within so long on which node it is waits for one itself, and is asked for anew."""
 WAIT_S = 10.0
 """A worker is asked anew at such intervals whether it has ended, so that a driver that went away leaves no thread of it waiting."""
 NAME_FREE_S = 10.0
 PLACE_ATTEMPTS = 20
 """Nodes that turn out to have another Baton, or do not say which, until a worker is given up."""
 SAY_WAITING_S = 10.0
-"""A worker that has not been placed for so long is told of."""
+"""A worker that has not been placed for so long is told of,"""
+SAY_AGAIN_S = 300.0
+"""and again at such intervals."""
 
 
 class WorkerFailed(BatonError):
@@ -63,14 +74,28 @@ class Joined:
         return f"baton-{self.cluster}"
 
 
+class Stage(Enum):
+    """How far a worker is. WAITING: for a node. FAILING: it has died, or could not start, and is tried again."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    SERVING = "serving"
+    FAILING = "failing"
+
+
 @dataclass(kw_only=True)
 class _Worker:
+    """`is_settled`: it has served, has failed, or is known to wait for a node. `task`: who looks after it, where each has its own."""
+
     spec: WorkerSpec
     config: WorkerConfig
     budget: RestartBudget
     actor: Any = None
     facts: WorkerFacts | None = None
-    leaving: bool = field(default=False)
+    stage: Stage = Stage.WAITING
+    is_settled: bool = False
+    leaving: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 class RayFleet:
@@ -83,11 +108,12 @@ class RayFleet:
         log_dir: Path | None,
         joined: Joined | None = None,
         limit: RestartLimit | None = None,
-        start_limit_s: float = WORKER_START_LIMIT_S,
+        start_limit_s: float = FleetSettings.worker_start_s,
         on_change: Callable[[str, WorkerFacts | None], None] = lambda worker_id, facts: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`on_change`: called with a worker's id and its facts when it came up, None when it died. `say`: told what people wait for."""
+        """`start_limit_s`: from a worker's place on a node until it is ready. `on_change`: called with a worker's id and its facts when it
+        came up, None when it died. `say`: told what people wait for."""
         self._ray_dir = ray_dir
         self._log_dir = log_dir
         self._joined = joined
@@ -119,11 +145,26 @@ class RayFleet:
             + [f"{refused}: refused" for refused in self._nodes.refused]
         )
 
+    @property
+    def stages(self) -> Mapping[tuple[WorkerRole, Stage], int]:
+        """How many workers are how far."""
+        return Counter((worker.spec.role, worker.stage) for worker in self._workers.values())
+
     async def start(self, spec: WorkerSpec, config: WorkerConfig) -> WorkerFacts:
         """Start (or adopt) one worker. Raises WorkerFailed, NodesRefused or RayFailed."""
-        worker = _Worker(spec=spec, config=config, budget=RestartBudget(self._limit))
-        self._workers[spec.worker_id] = worker
-        return await self._bring_up(worker)
+        return await self._bring_up(self._add(spec, config))
+
+    async def keep(self, wanted: Wanted) -> None:
+        """Have these detached workers, each looked after from its own first start, until cancelled. One that has no node, or keeps dying,
+        is tried again and again. Raises RayFailed when Ray does not answer."""
+        are_others_told = False
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._adapt(wanted, group)
+                if not are_others_told and all(worker.is_settled for worker in self._workers.values()):
+                    await self.let_go_of_others()  # not before: until ours serve, they may be all that there is
+                    are_others_told = True
+                await asyncio.sleep(LOOK_S)
 
     async def let_go_of_others(self) -> None:
         """Drain workers that an earlier driver of this cluster has started and that are none of ours. Raises RayFailed."""
@@ -133,8 +174,8 @@ class RayFleet:
             log.info("worker_not_wanted", worker=worker_id)
 
     async def supervise(self) -> None:
-        """Start dead workers again until cancelled; on a cluster of others also those that were drained, on another node. Raises
-        WorkerFailed when one dies too often, RayFailed when Ray does not answer."""
+        """Start dead workers again until cancelled; on a cluster of others also those that were drained. Raises WorkerFailed when one dies
+        too often, RayFailed when Ray does not answer."""
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():
                 group.create_task(self._keep_alive(worker), name=f"fleet-{worker.spec.worker_id}")
@@ -170,33 +211,81 @@ class RayFleet:
         if ended:
             the_ray().wait(ended, num_returns=len(ended), timeout=grace_s)
 
+    def _add(self, spec: WorkerSpec, config: WorkerConfig) -> _Worker:
+        worker = _Worker(spec=spec, config=config, budget=RestartBudget(self._limit))
+        self._workers[spec.worker_id] = worker
+        return worker
+
+    async def _adapt(self, wanted: Wanted, group: asyncio.TaskGroup) -> None:
+        """Have as many workers of each role as there should be, of those that are there already where there are any."""
+        places: Mapping[str, int] = {}
+        if wanted.follows_places:
+            await self._nodes.look()
+            places = places_by_role(self._nodes.open)
+        left_behind: set[str] | None = None
+        for role, least in wanted.least.items():
+            number = max(least, places.get(role.value, 0))
+            waits = {w.spec.worker_id: w.stage is Stage.WAITING for w in self._workers.values() if w.spec.role is role}
+            if number > len(waits) and left_behind is None:
+                left_behind = await self._call("list the workers", self._names)
+            new, dropped = changes(role, number, waits, left_behind or ())
+            for spec in new:
+                worker = self._add(spec, wanted.config_of(spec))
+                worker.task = group.create_task(self._keep_from_the_start(worker), name=f"fleet-{spec.worker_id}")
+            for worker_id in dropped:
+                await self._drop(worker_id)
+
+    async def _drop(self, worker_id: str) -> None:
+        """There is no place for it any more."""
+        worker = self._workers.pop(worker_id)
+        assert worker.task is not None
+        worker.task.cancel()
+        await asyncio.wait((worker.task,))
+        await self._call("end a worker", lambda: self._kill(worker))
+        log.info("worker_not_wanted", worker=worker_id)
+
+    async def _keep_from_the_start(self, worker: _Worker) -> None:
+        await self._bring_up_again(worker, "")
+        await self._keep_alive(worker)
+
     async def _bring_up(self, worker: _Worker) -> WorkerFacts:
-        if self._is_detached and await self._call("look a worker up", lambda: self._find(worker)):
+        worker.stage = Stage.WAITING
+        if self._is_detached and await self._is_found_on_a_node(worker):
             try:
                 return await self._start_actor(worker, worker.config)
             except WorkerFailed as error:  # an earlier driver left it so; it has made room
                 log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=str(error))
+                worker.stage = Stage.WAITING
         if self._joined is None:
             await self._call("place a worker", lambda: self._create(worker, {}))
             return await self._start_actor(worker, worker.config)
         node = await self._place(worker, self._joined.placement)
-        return await self._start_actor(
-            worker, replace(worker.config, workers_on_host=workers_on(node, worker.config.workers_on_host, self._nodes.living))
-        )
+        num_workers = max(worker.config.workers_on_host, len(self._workers))
+        return await self._start_actor(worker, replace(worker.config, workers_on_host=workers_on(node, num_workers, self._nodes.living)))
+
+    async def _is_found_on_a_node(self, worker: _Worker) -> bool:
+        """Whether an earlier driver has left its actor, and not one that waits for a node, with what was known of nodes at that time."""
+        if not await self._call("look a worker up", lambda: self._find(worker)):
+            return False
+        asked = await self._call("look a worker up", lambda: worker.actor.node_id.remote())
+        try:
+            async with asyncio.timeout(ADOPT_LIMIT_S):
+                await as_future(asked)
+        except Exception as error:  # also those of an actor that has just died
+            why = "it is on no node" if isinstance(error, TimeoutError) else cause(error)
+            log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=why)
+            await self._call("end a worker", lambda: self._kill(worker))
+            return False
+        return True
 
     async def _place(self, worker: _Worker, placement: RayPlacement) -> Node:
         """Have an actor on a node that has our Baton, which Ray chooses; the node. Raises WorkerFailed or NodesRefused."""
         for _ in range(PLACE_ATTEMPTS):
-            await self._nodes.look()
-            demand = demand_of(worker.config, placement, self._nodes.offered)
-            self._nodes.check(demand)
-            options = _options(demand, self._nodes.selector())
-            await self._call("place a worker", lambda options=options: self._create(worker, options))  # type: ignore[misc]
+            num_refused = len(self._nodes.refused)
             try:
-                node_id = await self._placed(worker, demand)
+                node_id = await self._placed(worker, placement)
             except WorkerFailed:
                 await self._call("end a worker", lambda: self._kill(worker))
-                num_refused = len(self._nodes.refused)
                 await self._nodes.look()
                 if len(self._nodes.refused) == num_refused:
                     raise
@@ -208,32 +297,57 @@ class RayFleet:
             await self._call("end a worker", lambda: self._kill(worker))
         raise WorkerFailed(f"worker {worker.spec.worker_id} was placed {PLACE_ATTEMPTS} times on nodes that cannot be used")
 
-    async def _placed(self, worker: _Worker, demand: Demand) -> str:
-        """The id of the node on which the actor is, once it is on one; until then Ray's autoscaler sees that a node is missing."""
-        asked = as_future(await self._call("place a worker", lambda: worker.actor.node_id.remote()))
-        waiting = asyncio.create_task(self._say_waiting(worker, demand))
+    async def _placed(self, worker: _Worker, placement: RayPlacement) -> str:
+        """The id of the node on which the actor is, once it is on one; until then Ray's autoscaler sees that a node is missing. What is
+        asked for follows the nodes that come and go. Raises WorkerFailed, but never because a detached one waits."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        end_s = None if self._is_detached else began_s + PLACE_LIMIT_S
+        say_s = began_s + SAY_WAITING_S
+        asked: asyncio.Task[Any] | None = None
+        options: dict[str, Any] | None = None
         try:
-            async with asyncio.timeout(PLACE_LIMIT_S):
-                return str(await asked)
-        except Exception as error:
-            why = (
-                f"was not placed within {PLACE_LIMIT_S:g} s: it asks for {demand}; of the nodes, {self._nodes.places()}"
-                if isinstance(error, TimeoutError)
-                else f"could not be placed: {cause(error)}"
-            )
-            raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
+            while True:
+                await self._nodes.look()
+                demand = demand_of(worker.config, placement, self._nodes.offered)
+                if not self._is_detached:
+                    self._nodes.check(demand)
+                if (new_options := _options(demand, self._nodes.selector())) != options:
+                    if asked is not None:
+                        asked.cancel()
+                        await self._call("end a worker", lambda: self._kill(worker))
+                    options = new_options
+                    await self._call("place a worker", lambda options=options: self._create(worker, options))  # type: ignore[misc]
+                    asked = asyncio.create_task(as_future(await self._call("place a worker", lambda: worker.actor.node_id.remote())))
+                assert asked is not None
+                await asyncio.wait((asked,), timeout=LOOK_S if end_s is None else min(LOOK_S, max(0.0, end_s - loop.time())))
+                if asked.done():
+                    return str(asked.result())
+                if end_s is not None and loop.time() >= end_s:
+                    asks = f"it asks for {demand}; of the nodes, {self._nodes.places()}"
+                    raise WorkerFailed(f"worker {worker.spec.worker_id} was not placed within {PLACE_LIMIT_S:g} s: {asks}")
+                if loop.time() >= say_s:
+                    self._say_waiting(worker, demand, loop.time() - began_s)
+                    say_s += SAY_AGAIN_S
+        except BatonError:
+            raise
+        except Exception as error:  # of the actor's making, in one of many classes of Ray's
+            raise WorkerFailed(f"worker {worker.spec.worker_id} could not be placed: {cause(error)}") from error
         finally:
-            waiting.cancel()
-            await asyncio.wait((waiting,))
+            if asked is not None:
+                asked.cancel()
+                await asyncio.wait((asked,))
 
-    async def _say_waiting(self, worker: _Worker, demand: Demand) -> None:
-        await asyncio.sleep(SAY_WAITING_S)
+    def _say_waiting(self, worker: _Worker, demand: Demand, waited_s: float) -> None:
+        worker.is_settled = True
         worker_id, places = worker.spec.worker_id, self._nodes.places()
-        log.warning("worker_waits_for_a_node", worker=worker_id, asks_for=str(demand), nodes=places)
+        refused = {"refused": self._nodes.refused} if self._nodes.refused else {}
+        log.warning("worker_waits_for_a_node", worker=worker_id, asks_for=str(demand), nodes=places, waited_s=round(waited_s), **refused)
         self._say(f"{worker_id} waits for a node that has {demand} to spare; of the nodes, {places}")
 
     async def _start_actor(self, worker: _Worker, config: WorkerConfig) -> WorkerFacts:
         """Let the actor serve, if it does not already. One that cannot is ended, since it would say the same when asked again."""
+        worker.stage = Stage.STARTING
         log_dir = str(self._log_dir) if self._log_dir else None
         arguments = (dump(config), log_dir, self._joined is not None, release_probe()())
         began = await self._call("start a worker", lambda: worker.actor.start.remote(*arguments))
@@ -244,47 +358,59 @@ class RayFleet:
             why = self._too_slow(worker) if isinstance(error, TimeoutError) else f"did not start: {cause(error)}"
             await self._call("end a worker", lambda: self._kill(worker))
             raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
-        worker.facts = facts
+        worker.facts, worker.stage, worker.is_settled = facts, Stage.SERVING, True
         log.info("worker_started", worker=facts.worker_id, pid=facts.pid, host=facts.host, address=facts.address, seconds=facts.start_s)
         self._on_change(facts.worker_id, facts)
         return facts
 
     async def _keep_alive(self, worker: _Worker) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             why = await self._until_ended(worker)
-            if worker.leaving or (not why and self._joined is None):
+            if worker.leaving or (self._joined is None and why in ("", NODE_LEAVES)):
                 log.info("worker_left", worker=worker.spec.worker_id)
                 return
-            if why:
-                self._on_change(worker.spec.worker_id, None)
+            if why in ("", NODE_LEAVES):
+                await self._has_left(worker, node_leaves=why == NODE_LEAVES)
+                why = ""
             else:
-                await self._has_left_its_node(worker)
-            while True:
-                wait_s: float | None = 0.0
-                if why:
-                    log.warning("worker_died", worker=worker.spec.worker_id, why=why)
-                    wait_s = worker.budget.wait_s(loop.time())
-                if wait_s is None:
-                    raise WorkerFailed(f"worker {worker.spec.worker_id} keeps dying: {why}")
-                await asyncio.sleep(wait_s)
-                if worker.leaving:
-                    return
-                try:
-                    await self._bring_up(worker)
-                    break
-                except (WorkerFailed, NodesRefused) as error:
-                    why = str(error)
+                self._on_change(worker.spec.worker_id, None)
+            await self._bring_up_again(worker, why)
+            if worker.leaving:
+                return
 
-    async def _has_left_its_node(self, worker: _Worker) -> None:
-        """It was asked to leave, and its node may be about to end: its place is filled on another one."""
+    async def _bring_up_again(self, worker: _Worker, why: str) -> None:
+        """As often as it takes, or until it shall leave. `why` it has died; empty: it has not. Raises WorkerFailed when it has too often,
+        unless it is detached: then it is left alone for a while."""
+        while True:
+            wait_s: float | None = 0.0
+            if why:
+                worker.stage, worker.is_settled = Stage.FAILING, True
+                log.warning("worker_died", worker=worker.spec.worker_id, why=why)
+                wait_s = worker.budget.wait_s(asyncio.get_running_loop().time())
+            if wait_s is None:
+                if not self._is_detached:
+                    raise WorkerFailed(f"worker {worker.spec.worker_id} keeps dying: {why}")
+                wait_s = self._limit.window_s
+                log.error("worker_keeps_dying", worker=worker.spec.worker_id, why=why, wait_s=wait_s)
+            await asyncio.sleep(wait_s)
+            if worker.leaving:
+                return
+            try:
+                await self._bring_up(worker)
+                return
+            except (WorkerFailed, NodesRefused) as error:
+                why = str(error)
+
+    async def _has_left(self, worker: _Worker, *, node_leaves: bool) -> None:
+        """It was asked to: its place is filled again, on another node where its own is about to end."""
         assert worker.facts is not None
-        log.info("worker_left", worker=worker.spec.worker_id, host=worker.facts.host)
-        self._nodes.leave(worker.facts.node_id)
+        log.info("worker_left", worker=worker.spec.worker_id, host=worker.facts.host, node_leaves=node_leaves)
+        if node_leaves:
+            self._nodes.leave(worker.facts.node_id)
         await self._call("end a worker", lambda: self._kill(worker))
 
     async def _until_ended(self, worker: _Worker) -> str:
-        """Why it ended; empty when it was asked to, by `baton drain` or by us."""
+        """Why it ended; empty when it was asked to, by `baton drain` or by us, `NODE_LEAVES` when its node was drained."""
         while True:
             asked = await self._call("watch a worker", lambda: worker.actor.wait.remote(WAIT_S))
             try:
@@ -332,8 +458,10 @@ class RayFleet:
         worker.actor = the_ray().remote(WorkerActor).options(**options).remote(worker.spec.cores)
 
     def _kill(self, worker: _Worker) -> None:
-        """End the actor, and with it a detached one's claim to its name."""
+        """End the actor, if there is one, and with it a detached one's claim to its name."""
         actor, worker.actor = worker.actor, None
+        if actor is None:
+            return
         the_ray().kill(actor, no_restart=True)
         deadline_s = time.monotonic() + NAME_FREE_S
         while self._is_detached and self._find(worker):
@@ -344,12 +472,14 @@ class RayFleet:
 
     def _drain_others(self) -> list[str]:
         """The ids of those that were asked to."""
-        ray = the_ray()
-        there = {name.removeprefix(_name("")) for name in ray.util.list_named_actors() if name.startswith(_name(""))}
-        others = sorted(there - self._workers.keys())
+        others = sorted(self._names() - self._workers.keys())
         for worker_id in others:
-            ray.get_actor(_name(worker_id)).drain.remote()
+            the_ray().get_actor(_name(worker_id)).drain.remote()
         return others
+
+    def _names(self) -> set[str]:
+        """The ids of all workers of this cluster that have an actor."""
+        return {name.removeprefix(_name("")) for name in the_ray().util.list_named_actors() if name.startswith(_name(""))}
 
     def _too_slow(self, worker: _Worker) -> str:
         log_file = f"{self._log_dir}/worker-{worker.spec.worker_id}.log" if self._log_dir else "in the logs of Ray (see --log-dir)"

@@ -1,4 +1,4 @@
-"""Which nodes of a joined Ray cluster may hold workers: those with our own Baton, but for those that workers were asked to leave."""
+"""Which nodes of a joined Ray cluster may hold workers: those with our own Baton, but for those that are being drained."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -59,6 +59,11 @@ class RayNodes:
         """For people: each node that is, and why."""
         return [f"{node} {self._refused[node.node_id]}" for node in self.living if node.node_id in self._refused]
 
+    @property
+    def open(self) -> tuple[Node, ...]:
+        """Those that live, but for those that were left. A refused one counts: what it offers will be of use once it has our Baton."""
+        return tuple(node for node in self.living if node.node_id not in self._left)
+
     def is_accepted(self, node_id: str) -> bool:
         return node_id in self._accepted
 
@@ -66,7 +71,7 @@ class RayNodes:
         return next((node for node in self.living if node.node_id == node_id), None)
 
     def leave(self, node_id: str) -> None:
-        """A worker was asked to leave this node, which may be about to end: no other one is started there for as long as it lives."""
+        """This node was drained, and is about to end: no worker is started there for as long as it lives."""
         self._left.add(node_id)
 
     def check(self, demand: Demand) -> None:

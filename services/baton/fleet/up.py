@@ -48,7 +48,14 @@ class Cluster:
         joined = None
         if config.ray_address is not None:
             joined = Joined(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement)
-        self._fleet = RayFleet(ray_dir=run.path / "ray", log_dir=log_dir, joined=joined, on_change=self._worker_changed, say=say)
+        self._fleet = RayFleet(
+            ray_dir=run.path / "ray",
+            log_dir=log_dir,
+            joined=joined,
+            start_limit_s=config.worker_start_s,
+            on_change=self._worker_changed,
+            say=say,
+        )
         self._serving = False
         self.http_url = ""
         self.grpc_address = ""

@@ -17,6 +17,8 @@ from baton.runtime.settings import WorkerConfig
 
 LINGER_S = 10.0
 """An actor whose worker has ended ends by itself, this much later: who watches it has heard why, or is not there."""
+NODE_LEAVES = "its node leaves"
+"""Why a worker has ended that was drained because its machine is about to end: none is started there again."""
 OF_THE_NODE = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range", "drain_socket")
 """Settings that a node of a joined cluster may have its own values for, as variables in the environment of its `ray start`."""
 
@@ -87,12 +89,13 @@ class WorkerActor:
         )
 
     def wait(self, limit_s: float) -> str | None:
-        """Block until the service has ended; why it did, empty for a drain or stop that was asked for, None when it has not in `limit_s`.
+        """Block until the service has ended; why it did, None when it has not in `limit_s`. Empty for a drain or stop that was asked for,
+        `NODE_LEAVES` for a drain of its node.
 
         The limit also frees the thread that a driver's call took here, when that driver has gone away.
         """
         why: str | None = self._worker.wait(limit_s)
-        return why
+        return NODE_LEAVES if why == "" and self._worker.node_leaves else why
 
     def drain(self) -> None:
         """Finish what runs, take nothing new, then end. One that has not been started ends at once: nobody else would ever end it."""

@@ -137,9 +137,9 @@ class Admin:
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=what))
         return records
 
-    async def drain(self, worker_id: str, caller: Caller) -> None:
-        log.info("drain_asked", worker=worker_id, key=self._check(caller).name)
-        if not await self._service.schedulers.drain(worker_id):
+    async def drain(self, worker_id: str, caller: Caller, *, node_leaves: bool = False) -> None:
+        log.info("drain_asked", worker=worker_id, node_leaves=node_leaves, key=self._check(caller).name)
+        if not await self._service.schedulers.drain(worker_id, node_leaves=node_leaves):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
             message = f"no worker is called {worker_id!r}; there are: {known}"
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))

@@ -120,9 +120,9 @@ class Schedulers:
         answers = await self._ask_all(lambda api: api.explain(request_id))
         return next((records for records in answers if records), ())
 
-    async def drain(self, worker_id: str) -> bool:
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
         """Whether a scheduler has asked the worker to drain. Raises Refused (503) when none answers."""
-        return any(await self._ask_all(lambda api: api.drain(worker_id)))
+        return any(await self._ask_all(lambda api: api.drain(worker_id, node_leaves=node_leaves)))
 
     async def run(self) -> None:
         """Keep finding schedulers, watching one and telling outcomes, for ever."""

@@ -26,6 +26,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "BATON_CONFIG": "the YAML file, where --config is not given",
     "BATON_GATEWAY": "the gateway that `baton status`, `explain` and `drain` ask, where --gateway is not given",
     "BATON_GATEWAY_CA": "who signs the certificate of that gateway, where --gateway-ca is not given",
+    "BATON_GATEWAY_NAME": "what the certificate of that gateway calls it, where --gateway-name is not given",
     "BATON_API_KEY": "the API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",
     "BATON_RUN_ID": "the mark of a `baton up` on every process that it starts",
     "BATON_FAILPOINTS": "faults to inject into this process, for tests (baton.runtime.failpoints)",

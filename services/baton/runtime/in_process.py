@@ -187,8 +187,8 @@ class _SchedulerCalls:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return await self._call(lambda service: service.explain(request_id))
 
-    async def drain(self, worker_id: str) -> bool:
-        return await self._call(lambda service: service.drain(worker_id))
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        return await self._call(lambda service: service.drain(worker_id, node_leaves=node_leaves))
 
     async def _call(self, call: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
         """In a task of its own, because a scheduler that dies meanwhile takes it along."""

@@ -135,6 +135,19 @@ class SchedulerMetrics(_Family):
         )
 
 
+class FleetMetrics(_Family):
+    """Which workers there should be, and how far they are."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.workers = self._gauge(
+            "fleet_workers",
+            "Workers that the fleet looks after, by role and state: waiting (for a node), starting, serving, failing.",
+            "role",
+            "state",
+        )
+
+
 class EngineMetrics(_Family):
     """What a worker computes, and where its blocks are."""
 

@@ -34,18 +34,24 @@ class ProcessSettings(Config):
 
 
 @config
-class ListenSettings(Config):
-    """Read by every service that others reach over the network."""
+class AdminSettings(Config):
+    """Read by every service."""
 
     host: str = setting("127.0.0.1", help="address to listen on")
-    advertise_host: str | None = setting(
-        None, help="address that others reach this process at; without it, --host or this machine's address"
-    )
     admin_port: int | None = setting(
         None,
         help="port of this service's own metrics, health and ready; 0 picks a free one, without it there is none",
         minimum=0,
         maximum=65535,
+    )
+
+
+@config
+class ListenSettings(AdminSettings):
+    """Read by every service that others reach over the network."""
+
+    advertise_host: str | None = setting(
+        None, help="address that others reach this process at; without it, --host or this machine's address"
     )
 
 
@@ -199,6 +205,9 @@ class FleetSettings(Config):
     prefill: int = setting(1, help="prefill workers", minimum=0)
     decode: int = setting(1, help="decode workers", minimum=0)
     hybrid: int = setting(0, help="workers that prefill and decode", minimum=0)
+    worker_start_s: float = setting(
+        900.0, help="time of a worker that has a node to load its model and prove it; then it is started anew", unit="seconds", above=0
+    )
     ray_address: str | None = setting(
         None, help="Ray cluster to place workers on, HOST:PORT of its head, or auto; without it, a Ray of our own on this machine"
     )
@@ -294,9 +303,23 @@ class FleetConfig(
     StoreSettings,
     HeartbeatSettings,
     TracingSettings,
+    AdminSettings,
     ProcessSettings,
 ):
-    """`baton fleet`: how many workers, and the settings that each of them gets."""
+    """`baton fleet`: how many workers, and the settings that each of them gets. `host` and `admin_port` are the fleet's own."""
+
+    follow_places: bool = setting(
+        False,
+        help="with --ray-address: as many workers of a role as nodes offer places for (baton_prefill, baton_decode, baton_hybrid), and no "
+        "fewer than --prefill, --decode and --hybrid",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.follow_places and (self.ray_address is None or self.ray_placement == "spread"):
+            raise ConfigError(
+                "follow_places: nodes of a Ray cluster offer places by role; give ray_address, and ray_placement auto or role"
+            )
 
 
 @config

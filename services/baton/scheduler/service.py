@@ -311,8 +311,8 @@ class Scheduler(SchedulerService):
         self._afterwards.catch_up()
         return await self._recorder.of_request(request_id)
 
-    async def drain(self, worker_id: str) -> bool:
-        return self._workers.drain(worker_id)
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        return self._workers.drain(worker_id, node_leaves=node_leaves)
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
         await self._workers.report(stream)

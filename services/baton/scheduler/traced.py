@@ -42,8 +42,8 @@ class TracedScheduler(SchedulerService):
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return await self._inner.explain(request_id)
 
-    async def drain(self, worker_id: str) -> bool:
-        return await self._inner.drain(worker_id)
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        return await self._inner.drain(worker_id, node_leaves=node_leaves)
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
         await self._inner.report(stream)

@@ -75,11 +75,11 @@ class WorkerStreams:
     def watch(self) -> Source[ClusterUpdate]:
         return self._watchers.add(self._view.reports())
 
-    def drain(self, worker_id: str) -> bool:
+    def drain(self, worker_id: str, *, node_leaves: bool) -> bool:
         for worker, stream in self._streams.items():
             if worker.worker_id == worker_id:
                 with suppress(StreamBroken):
-                    stream.send(Command(kind=CommandKind.DRAIN))
+                    stream.send(Command(kind=CommandKind.DRAIN, node_leaves=node_leaves))
                     return True
         return False
 

@@ -251,8 +251,8 @@ class SimSchedulerClient(SchedulerApi):
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return await self._call(lambda scheduler: scheduler.explain(request_id))
 
-    async def drain(self, worker_id: str) -> bool:
-        return await self._call(lambda scheduler: scheduler.drain(worker_id))
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        return await self._call(lambda scheduler: scheduler.drain(worker_id, node_leaves=node_leaves))
 
     async def watch(self) -> Source[ClusterUpdate]:
         await asyncio.sleep(self._network.draw_delay())

@@ -153,10 +153,12 @@ class ExplainResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "node_leaves")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    node_leaves: bool
+    def __init__(self, worker_id: _Optional[str] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ()

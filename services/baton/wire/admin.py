@@ -31,7 +31,7 @@ class AdminServicer(pb_grpc.AdminServicer):
 
     async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         async with answered(context):
-            await self._api.drain(message.worker_id, caller_of(context))
+            await self._api.drain(message.worker_id, caller_of(context), node_leaves=message.node_leaves)
             return pb.DrainResponse()
 
 
@@ -50,8 +50,8 @@ class AdminClient:
     async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]:
         return convert.from_explain_response(await self._called(self._stub.Explain, pb.ExplainRequest(request_id=request_id)))
 
-    async def drain(self, worker_id: str) -> None:
-        await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id))
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> None:
+        await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id, node_leaves=node_leaves))
 
     async def _called(self, method: Callable[..., Any], message: Any) -> Any:
         try:

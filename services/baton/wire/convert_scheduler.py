@@ -318,11 +318,19 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
 
 
 def to_command(command: Command) -> pb.Command:
-    return pb.Command(kind=COMMAND_KINDS.to_wire(command.kind), peer=None if command.peer is None else c.to_worker_ref(command.peer))
+    return pb.Command(
+        kind=COMMAND_KINDS.to_wire(command.kind),
+        peer=None if command.peer is None else c.to_worker_ref(command.peer),
+        node_leaves=command.node_leaves,
+    )
 
 
 def from_command(message: pb.Command) -> Command:
-    return Command(kind=COMMAND_KINDS.from_wire(message.kind), peer=c.from_worker_ref(message.peer) if message.HasField("peer") else None)
+    return Command(
+        kind=COMMAND_KINDS.from_wire(message.kind),
+        peer=c.from_worker_ref(message.peer) if message.HasField("peer") else None,
+        node_leaves=message.node_leaves,
+    )
 
 
 def to_decision_record(record: DecisionRecord) -> pb.DecisionRecord:

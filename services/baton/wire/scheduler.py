@@ -52,7 +52,7 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
 
     async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
         async with status.reported(context):
-            return pb.DrainReply(known=await self._service.drain(message.worker_id))
+            return pb.DrainReply(known=await self._service.drain(message.worker_id, node_leaves=message.node_leaves))
 
 
 class SchedulerClient:
@@ -80,8 +80,9 @@ class SchedulerClient:
         reply: pb.ExplainReply = await self._called(lambda stub: stub.Explain, pb.ExplainRequest(request_id=request_id))
         return tuple(convert.from_decision_record(record) for record in reply.records)
 
-    async def drain(self, worker_id: str) -> bool:
-        reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, pb.DrainRequest(worker_id=worker_id))
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        request = pb.DrainRequest(worker_id=worker_id, node_leaves=node_leaves)
+        reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, request)
         return reply.known
 
     async def aclose(self) -> None:

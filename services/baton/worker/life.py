@@ -36,7 +36,7 @@ class WorkerWornOut(WorkerUnhealthy):
 class WorkerLife:
     """`state` changes here only; `on_change` is called after each change of what a report says of it. `failed` gets the first failure.
 
-    `is_to_be_replaced`: it leaves because it is worn out, not because nobody wants it any more.
+    `is_to_be_replaced`: it leaves because it is worn out, not because nobody wants it any more. `node_leaves`: its machine is about to end.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class WorkerLife:
     ) -> None:
         self.state = WorkerState.STARTING
         self.is_to_be_replaced = False
+        self.node_leaves = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._worker = worker
         self._config = config
@@ -83,8 +84,10 @@ class WorkerLife:
         if not self.failed.done():
             self.failed.set_exception(error)
 
-    def drain(self) -> None:
+    def drain(self, *, node_leaves: bool = False) -> None:
         """See `Worker.drain`."""
+        if node_leaves:  # said of one that leaves already, too: nobody shall replace it there
+            self.node_leaves, self.is_to_be_replaced = True, False
         if self.state not in (WorkerState.STARTING, WorkerState.READY):
             return
         log.info("worker_drains", worker=str(self._worker), open_jobs=self._jobs.num_open, open_leases=self._owner.open_leases)

@@ -43,7 +43,7 @@ from baton.worker.calibrate import measure_costs, turn, turn_path
 from baton.worker.costs import known_or_measured
 from baton.worker.device import Device, open_device
 from baton.worker.metrics import MeteredExecutor, WorkerMetrics
-from baton.worker.service import Worker, WorkerParts, WorkerUnhealthy
+from baton.worker.service import Worker, WorkerParts, WorkerUnhealthy, WorkerWornOut
 
 log = get_logger(__name__)
 
@@ -93,9 +93,9 @@ async def serve(config: WorkerConfig, stop: Stop, on_ready: Callable[[str], None
     exit_now(code)
 
 
-async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[WorkerReady], None]) -> None:
-    """Serve until drained. Raises ConfigError or ModelError when it cannot start, WorkerUnhealthy when it must not go on: then the
-    device is left as it is, since it may never answer."""
+async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[WorkerReady], None]) -> bool:
+    """Serve until drained; whether that was because its machine is about to end. Raises ConfigError or ModelError when it cannot start,
+    WorkerUnhealthy when it must not go on: then the device is left as it is, since it may never answer."""
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in")
     loop = asyncio.get_running_loop()
@@ -174,11 +174,12 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
                 unhealthy = error
         if unhealthy is not None:
             raise unhealthy
+        return worker.node_leaves
 
 
 class WorkerThread:
     """A worker inside somebody else's process, such as a Ray actor: in a thread with a loop of its own and no signal handlers. Any
-    thread may call. One that became unhealthy ends the whole process by `exit_now`."""
+    thread may call. One that became unhealthy ends the whole process by `exit_now`; one that is worn out lives to say so."""
 
     def __init__(self, config: WorkerConfig, exit_now: Callable[[int], None] = os._exit) -> None:
         self._config = config
@@ -187,6 +188,8 @@ class WorkerThread:
         self._is_started = False
         self._is_ready = threading.Event()
         self._ready: WorkerReady | None = None
+        self.node_leaves = False
+        """Once it has ended: it was drained because its machine is about to end."""
         self._thread = ServiceThread(self._main, name="worker")
 
     def start(self) -> WorkerReady:
@@ -224,7 +227,9 @@ class WorkerThread:
 
     async def _main(self, stop: Stop) -> None:
         try:
-            await run_worker(self._config, stop, self._on_ready)
+            self.node_leaves = await run_worker(self._config, stop, self._on_ready)
+        except WorkerWornOut:
+            raise
         except WorkerUnhealthy:
             self._exit_now(UNHEALTHY_EXIT_CODE)
             raise
@@ -239,7 +244,7 @@ class WorkerThread:
 def _drain_socket(config: WorkerConfig, worker_id: str, doorway: Doorway) -> DrainSocket | None:
     def drain() -> None:
         if doorway.worker is not None:
-            doorway.worker.drain()
+            doorway.worker.drain(node_leaves=True)
 
     return None if config.drain_socket is None else DrainSocket(config.drain_socket, worker_id, drain)
 

@@ -173,6 +173,11 @@ class Worker:
     def state(self) -> WorkerState:
         return self._life.state
 
+    @property
+    def node_leaves(self) -> bool:
+        """It was drained because its machine is about to end."""
+        return self._life.node_leaves
+
     # -- what others call ----------------------------------------------------------------------------------------------------------------
 
     async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
@@ -184,10 +189,10 @@ class Worker:
             return
         await self.owner.serve(stream)
 
-    def drain(self) -> None:
+    def drain(self, *, node_leaves: bool = False) -> None:
         """Take no new job; `run` returns when those that run have ended, or been handed back after `drain_s`, and nobody needs this
-        worker's KV any more, at most `lease_s` or `claim_s` later."""
-        self._life.drain()
+        worker's KV any more, at most `lease_s` or `claim_s` later. `node_leaves`: because its machine is about to end."""
+        self._life.drain(node_leaves=node_leaves)
 
     async def run(self) -> None:
         """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; WorkerWornOut after it has left worn out."""
@@ -294,7 +299,7 @@ class Worker:
         log.info("command", kind=command.kind.value, peer=str(command.peer or ""))
         match command.kind:
             case CommandKind.DRAIN:
-                self.drain()
+                self.drain(node_leaves=command.node_leaves)
             case CommandKind.SNAPSHOT if self.publisher is not None:
                 self.publisher.ask_snapshot()
             case CommandKind.LEAVE:

@@ -36,7 +36,7 @@ class Operator(AdminApi):
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"no decision about {request_id} is kept"))
         return decision_record(), decision_record(1)
 
-    async def drain(self, worker_id: str, caller: Caller) -> None:
+    async def drain(self, worker_id: str, caller: Caller, *, node_leaves: bool = False) -> None:
         self.drained.append(worker_id)
 
 
@@ -106,12 +106,15 @@ def test_a_worker_is_drained_and_waited_for(address: str, operator: Operator) ->
 
 def test_a_gateway_with_a_certificate_is_asked_over_tls(operator: Operator, tmp_path: Path) -> None:
     ours, theirs = Authority.new(tmp_path / "ours"), Authority.new(tmp_path / "theirs")
-    with serving(operator, Tls(pair=ours.pair("front", "127.0.0.1"))) as address:
+    with serving(operator, Tls(pair=ours.pair("front", "127.0.0.1", "gateway.example"))) as address:
         assert "w0" in run(address, "status", "--gateway-ca", str(ours.file)).stdout
         assert "w0" in run(address, "status", env={"BATON_GATEWAY_CA": str(ours.file)}).stdout
         assert "w0" in run(address, "status", "--gateway-ca", "system", env={"SSL_CERT_FILE": str(ours.file)}).stdout
         assert run(address, "drain", "w1", "--wait", "--gateway-ca", str(ours.file)).exit_code == 0
         assert operator.drained == ["w1"]
+        named = ["--gateway-ca", str(ours.file), "--gateway-name"]
+        assert "w0" in run(address, "status", *named, "gateway.example").stdout
+        assert run(address, "status", *named, "other.example").exit_code != 0
         for others in ([], ["--gateway-ca", str(theirs.file)], ["--gateway-ca", "system"]):
             refused = run(address, "status", *others, env={"SSL_CERT_FILE": str(theirs.file)})
             assert refused.exit_code == 1

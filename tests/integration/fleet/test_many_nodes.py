@@ -99,7 +99,8 @@ class Cluster:
             self._start(service, self._command(service))
         self.fleet = self.start_fleet()
 
-    def start_fleet(self) -> subprocess.Popen[bytes]:
+    def start_fleet(self, **changes: Any) -> subprocess.Popen[bytes]:
+        self.settings |= changes
         return self._start("fleet", self._command("fleet"))
 
     def _command(self, service: str) -> list[str]:
@@ -149,6 +150,13 @@ class Cluster:
 
     def until_ready(self) -> None:
         self.until(lambda: self.get("/ready").status_code == httpx.codes.OK, "the gateway is ready")
+
+    def fleet_workers(self) -> dict[tuple[str, str], int]:
+        """By role and state, as the fleet counts them at its admin port; none of which there are none."""
+        url = f"http://{self.head.address}:{self.settings['admin_port']}/metrics"
+        text = self.head.call(lambda: httpx.get(url, timeout=5.0)).text
+        found = re.findall(r'^baton_fleet_workers\{role="(\w+)",state="(\w+)"\} (\d+)', text, re.MULTILINE)
+        return {(role, state): int(number) for role, state, number in found if number != "0"}
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Of the fleet."""
@@ -291,6 +299,30 @@ def test_a_worker_that_dies_comes_back_and_a_fleet_that_is_stopped_leaves_all_th
     cluster.until_ready()
     assert cluster.workers().keys() == {"prefill-0", "decode-0"}
     cluster.head.call(lambda: ask(cluster.url, 11))
+
+
+def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
+    """The node that was drained before counts again, as nobody has told this fleet; that of the other Baton keeps one waiting."""
+    hosts, before = cluster.hosts, cluster.workers()
+    port = cluster.head.call(lambda: choose_port(cluster.head.address, 0, flag=""))
+    cluster.fleet = cluster.start_fleet(follow_places=True, admin_port=port)
+    there = {("prefill", "serving"): 1, ("decode", "serving"): 2, ("decode", "waiting"): 1}
+    cluster.until(lambda: cluster.fleet_workers() == there, "a worker for each place")
+    after = cluster.workers()
+    assert {after[name]["pid"] for name in before} == {worker["pid"] for worker in before.values()}, "adopted"
+    new = hosts.add("node-f")
+    hosts.join(new, "--num-cpus", "1", "--resources", '{"baton_prefill": 2}')
+    cluster.until(lambda: cluster.fleet_workers() == {**there, ("prefill", "serving"): 3}, "workers for the new node")
+    cluster.until(lambda: cluster.workers().keys() > {"prefill-1", "prefill-2"}, "they serve")
+    left = cluster.workers()["prefill-1"]
+    done = cluster.baton(cluster.head, "drain", "prefill-1", "--wait", "--limit-s", "30")
+    assert done.returncode == 0, done.stdout
+    back = cluster.until(lambda: cluster.workers().get("prefill-1"), "it is back")
+    assert (back["host"], back["worker"] == left["worker"]) == ("node-f", False), "in a new life, where it was"
+    done = cluster.baton(new, "drain", "--here", "--wait", "--limit-s", "30")
+    assert done.returncode == 0, done.stdout
+    cluster.until(lambda: cluster.fleet_workers() == there, "nobody waits for a place on the node that leaves")
+    cluster.head.call(lambda: ask(cluster.url, 13))
 
 
 def test_a_stranger_gets_nothing_out_of_redis(cluster: Cluster) -> None:

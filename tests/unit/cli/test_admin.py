@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,8 @@ from baton.core.errors import BatonError, Code, Failure, Reason, Refused, Stream
 from baton.core.front import ClusterStatus
 from tests.builders import cluster_status, decision_record, worker_report
 
+UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
+
 
 class StandIn:
     """Answers `status` from a list, the last one for ever; an exception in it is raised."""
@@ -26,6 +29,8 @@ class StandIn:
         self.records = tuple(records)
         self.explained: list[str | None] = []
         self.drained: list[str] = []
+        self.leaving_nodes: list[str] = []
+        """Whose machine leaves, of those."""
 
     async def status(self) -> ClusterStatus:
         answer = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -37,8 +42,10 @@ class StandIn:
         self.explained.append(request_id)
         return self.records
 
-    async def drain(self, worker_id: str) -> None:
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> None:
         self.drained.append(worker_id)
+        if node_leaves:
+            self.leaving_nodes.append(worker_id)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, gateway: StandIn, *args: str, env: dict[str, str] | None = None) -> Result:
@@ -47,8 +54,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, gateway: StandIn, *args: str, env: di
         yield gateway
 
     monkeypatch.setattr(admin, "connect", connect)
-    monkeypatch.setattr(admin, "WAIT_POLL_S", 0.001)
-    monkeypatch.setattr(admin, "WATCH_S", 0.001)
+    for name in ("WAIT_POLL_S", "WATCH_S", "RETRY_S"):
+        monkeypatch.setattr(admin, name, 0.001)
     return CliRunner().invoke(cli, args, prog_name="baton", env=env)
 
 
@@ -97,12 +104,13 @@ def test_drain_by_name_says_what_is_left_to_do(monkeypatch: pytest.MonkeyPatch) 
     done = asked(monkeypatch, gateway, "drain", "w1")
     assert done.stdout == "w1 (hybrid, pid 7) finishes 1 sequence and leaves\n"
     assert gateway.drained == ["w1"]
+    assert gateway.leaving_nodes == [], "its machine stays"
 
 
 def test_drain_here_means_the_workers_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = StandIn(cluster_status(*on(socket.gethostname(), "w0", "w2"), *on("elsewhere", "w1")))
     assert asked(monkeypatch, gateway, "drain", "--here").exit_code == 0
-    assert gateway.drained == ["w0", "w2"]
+    assert gateway.drained == gateway.leaving_nodes == ["w0", "w2"]
 
 
 def test_drain_here_goes_by_the_address_where_two_machines_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +144,68 @@ def test_waiting_ends_when_the_gateway_stays_away(monkeypatch: pytest.MonkeyPatc
     done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
     assert isinstance(done.exception, BatonError)
     assert "no gateway answers" in str(done.exception)
+
+
+def test_who_waits_asks_again_until_a_gateway_answers_that_knows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = cluster_status(*on(socket.gethostname(), "w0"))
+    not_yet = [StreamBroken("h:1: not yet"), replace(here, scheduler=None), Refused(UNAVAILABLE), cluster_status(*on("elsewhere", "w1"))]
+    gateway = StandIn(*not_yet, here, here, cluster_status())
+    done = asked(monkeypatch, gateway, "drain", "--here", "--wait", "--limit-s", "5")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "w0 has left"
+    assert done.stderr == "baton: h:1: not yet; trying again for 5 s\n", "said once"
+    assert gateway.drained == ["w0"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (StreamBroken("h:1: gone"), "no gateway answers at h:1: gone"),
+        (replace(cluster_status(), scheduler=None), "no scheduler"),
+        (cluster_status(*on("elsewhere", "w1")), "no worker on this machine"),
+    ],
+)
+def test_who_waits_asks_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch, answer: ClusterStatus | BaseException, said: str) -> None:
+    began_s = time.monotonic()
+    done = asked(monkeypatch, StandIn(answer), "drain", "--here", "--wait", "--limit-s", "0.2")
+    assert isinstance(done.exception, BatonError)
+    assert said in str(done.exception)
+    assert 0.1 < time.monotonic() - began_s < 2.0
+
+
+def test_a_worker_that_no_scheduler_knows_is_asked_for_only_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "FIND_S", 0.05)
+    began_s = time.monotonic()
+    done = asked(monkeypatch, StandIn(cluster_status(*on("elsewhere", "w1"))), "drain", "--here", "--wait")
+    assert "no worker on this machine" in str(done.exception)
+    assert time.monotonic() - began_s < 2.0
+
+
+@pytest.mark.parametrize("args", [("w0",), ("--here",), ("w0", "--wait")])
+def test_what_no_patience_helps_is_said_at_once(monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
+    answer = StreamBroken("h:1: gone") if "--wait" not in args else Refused(replace(UNAVAILABLE, code=Code.PERMISSION_DENIED))
+    gateway = StandIn(answer, cluster_status(*on(socket.gethostname(), "w0")))
+    done = asked(monkeypatch, gateway, "drain", *args)
+    assert isinstance(done.exception, BatonError)
+    assert gateway.drained == []
+
+
+def test_a_gateway_that_did_not_answer_is_dialled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may have its name meanwhile."""
+    here = cluster_status(*on(socket.gethostname(), "w0"))
+    gateways = [StandIn(StreamBroken("the old one is gone")), StandIn(here, here, cluster_status())]
+    dialled: list[StandIn] = []
+
+    @asynccontextmanager
+    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
+        dialled.append(gateways[len(dialled)])
+        yield dialled[-1]
+
+    monkeypatch.setattr(admin, "connect", connect)
+    for name in ("WAIT_POLL_S", "RETRY_S"):
+        monkeypatch.setattr(admin, name, 0.001)
+    assert CliRunner().invoke(cli, ["drain", "--here", "--wait"]).exit_code == 0
+    assert dialled == gateways
 
 
 def test_a_worker_that_is_not_there_is_an_error_that_names_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +250,16 @@ def test_the_gateway_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -
         yield StandIn(cluster_status())
 
     monkeypatch.setattr(admin, "connect", connect)
-    CliRunner().invoke(cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem"})
+    CliRunner().invoke(
+        cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem", "BATON_GATEWAY_NAME": "n"}
+    )
     CliRunner().invoke(cli, ["status", "--api-key", "other"])
     CliRunner().invoke(cli, ["status", "--gateway-ca", "system"])
-    assert asked_at == [admin.Where("h:1", "k", "ca.pem"), admin.Where("127.0.0.1:8001", "other"), admin.Where(admin.GATEWAY, ca="system")]
+    assert asked_at == [
+        admin.Where("h:1", "k", "ca.pem", "n"),
+        admin.Where("127.0.0.1:8001", "other"),
+        admin.Where(admin.GATEWAY, ca="system"),
+    ]
 
 
 def test_authorities_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -19,15 +19,16 @@ OF_SERVICES = "--host --advertise-host --admin-port --redis-url --log-dir --log-
 FLAGS = {
     "up": "--model --served-model-name --prefill --decode --hybrid --host --http-port --grpc-port --ray-address --redis-url "
     "--device --dtype --kv-memory --block-size-tokens --max-model-len --max-num-seqs --max-num-batched-tokens --threads-per-worker "
-    "--transfer --policy --cluster --advertise-host --ray-placement "
+    "--transfer --policy --cluster --advertise-host --ray-placement --worker-start-s "
     "--log-dir --log-level --first-prompt --once --config",
     "gateway": f"{OF_SERVICES} --http-port --grpc-port --model --schedulers",
     "scheduler": f"{OF_SERVICES} --rpc-port --policy",
     "worker": f"{OF_SERVICES} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
-    "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --cluster --redis-url --log-dir --log-level --config",
-    "status": "--watch --json --gateway --gateway-ca --api-key",
-    "explain": "--gateway --gateway-ca --api-key",
-    "drain": "--here --wait --drain-socket --limit-s --gateway --gateway-ca --api-key",
+    "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --follow-places --worker-start-s --cluster --redis-url --host "
+    "--admin-port --log-dir --log-level --config",
+    "status": "--watch --json --gateway --gateway-ca --gateway-name --api-key",
+    "explain": "--gateway --gateway-ca --gateway-name --api-key",
+    "drain": "--here --wait --drain-socket --limit-s --gateway --gateway-ca --gateway-name --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",
     "model init": "--like --out",

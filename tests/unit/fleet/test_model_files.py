@@ -14,7 +14,7 @@ from baton.core.errors import ModelError
 from baton.engine.model.hub import DEMO_DIR
 from baton.fleet import main, model_files
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import WorkerSpec
+from baton.fleet.plan import Wanted, WorkerSpec
 from baton.runtime.process import Stop
 from baton.runtime.settings import FleetConfig, WorkerConfig
 
@@ -82,7 +82,10 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
         async def start(self, spec: WorkerSpec, config: WorkerConfig) -> None:
             started.append(config)
 
-        async def let_go_of_others(self) -> None: ...
+        async def keep(self, wanted: Wanted) -> None:
+            for role, number in wanted.least.items():
+                started.extend(wanted.config_of(WorkerSpec(worker_id=f"{role.value}-{i}", role=role)) for i in range(number))
+            await asyncio.Event().wait()
 
         async def supervise(self) -> None:
             await asyncio.Event().wait()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.fleet.nodes import Demand, Node, demand_of, living_nodes, workers_on
+from baton.fleet.nodes import Demand, Node, demand_of, living_nodes, places_by_role, workers_on
 from baton.fleet.ray_nodes import NodesRefused, RayNodes
 from baton.fleet.releases import release_probe, why_refused
 from baton.runtime.settings import RayPlacement, WorkerConfig
@@ -62,6 +62,11 @@ def test_a_node_without_cpus_is_for_no_worker_unless_it_says_so() -> None:
 )
 def test_how_many_workers_may_share_a_node(here: Node, others: list[Node], num_workers: int, share: int) -> None:
     assert workers_on(here, num_workers, [here, *others]) == share
+
+
+def test_places_are_whole_and_by_role() -> None:
+    nodes = [node("a", CPU=8, baton_prefill=2), node("b", baton_prefill=1.5, baton_decode=0.5), node("head")]
+    assert places_by_role(nodes) == {"prefill": 3, "decode": 0, "hybrid": 0}
 
 
 def test_nodes_that_have_died_are_none() -> None:
@@ -120,6 +125,7 @@ async def test_a_node_with_another_baton_is_refused_by_name_and_the_others_serve
     assert nodes.selector() == {"ray.io/node-id": "!in(id-b)"}
     nodes.check(Demand(num_cpus=1))
     assert nodes.places() == "a (at-a) has CPU: 2"
+    assert [each.name for each in nodes.open] == ["a", "b"], "what a refused one offers is counted"
 
 
 async def test_where_all_are_refused_the_error_names_each() -> None:
@@ -147,6 +153,7 @@ async def test_a_node_that_was_left_is_not_chosen_again_while_it_lives_and_what_
     await nodes.look()
     nodes.leave("id-b")
     assert nodes.selector() == {"ray.io/node-id": "!in(id-b)"}
+    assert [each.name for each in nodes.open] == ["a"]
     cluster.nodes = [node("a", baton_prefill=1)]
     await nodes.look()
     assert nodes.selector() == {}

@@ -1,8 +1,11 @@
 """Names, roles and cores of the workers that a configuration asks for."""
 
+from collections.abc import Collection
+
 import pytest
 
-from baton.fleet.plan import plan_workers, share_cores
+from baton.core.cluster import WorkerRole
+from baton.fleet.plan import changes, plan_workers, share_cores
 from baton.runtime.settings import FleetConfig
 
 
@@ -30,3 +33,29 @@ def test_on_a_cluster_of_others_a_name_stays_when_there_are_more_of_another_role
 )
 def test_cores_are_shared_evenly(cores: list[int], num_workers: int, shares: list[tuple[int, ...]]) -> None:
     assert share_cores(cores, num_workers) == shares
+
+
+def added(number: int, waits: dict[str, bool], left_behind: Collection[str] = ()) -> list[str]:
+    new, dropped = changes(WorkerRole.DECODE, number, waits, left_behind)
+    assert {spec.role for spec in new} <= {WorkerRole.DECODE}
+    assert dropped == []
+    return [spec.worker_id for spec in new]
+
+
+def test_what_is_missing_is_added_with_the_least_number_that_is_free() -> None:
+    assert added(3, {}) == ["decode-0", "decode-1", "decode-2"]
+    assert added(3, {"decode-1": False}) == ["decode-0", "decode-2"]
+    assert added(1, {"decode-1": False}) == []
+
+
+def test_what_has_an_actor_already_comes_first() -> None:
+    there = {"decode-12", "decode-7", "prefill-1", "decode-x", "w0"}
+    assert added(3, {}, there) == ["decode-7", "decode-12", "decode-0"]
+    assert added(2, {"decode-7": False}, there) == ["decode-12"]
+
+
+def test_of_too_many_only_those_without_a_node_go() -> None:
+    waits = {"decode-0": True, "decode-2": True, "decode-10": True, "decode-11": False}
+    assert changes(WorkerRole.DECODE, 2, waits, ()) == ([], ["decode-10", "decode-2"])
+    assert changes(WorkerRole.DECODE, 0, waits, ()) == ([], ["decode-10", "decode-2", "decode-0"])
+    assert changes(WorkerRole.DECODE, 4, waits, ()) == ([], [])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from baton.core.errors import BatonError, ConfigError
 from baton.fleet import worker_actor
 from baton.fleet.releases import release_probe
-from baton.fleet.worker_actor import WorkerActor, at_node
+from baton.fleet.worker_actor import NODE_LEAVES, WorkerActor, at_node
 from baton.runtime.network import advertised_host
 from baton.runtime.settings import WorkerConfig
 
@@ -67,6 +68,15 @@ def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatc
     actor._end_with_the_worker()
     assert exited.is_set()
     assert order == ["the worker", worker_actor.LINGER_S, 0]
+
+
+@pytest.mark.parametrize(
+    ("why", "node_leaves", "told"), [("", False, ""), ("", True, NODE_LEAVES), ("it broke", True, "it broke"), (None, False, None)]
+)
+def test_who_waits_is_told_whether_its_node_leaves(why: str | None, node_leaves: bool, told: str | None) -> None:
+    actor = WorkerActor(())
+    actor._worker = SimpleNamespace(wait=lambda limit_s: why, node_leaves=node_leaves)
+    assert actor.wait(1.0) == told
 
 
 def test_the_question_for_the_release_is_understood_where_there_is_no_baton() -> None:

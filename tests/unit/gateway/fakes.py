@@ -287,7 +287,7 @@ class StubScheduler:
         self.workers: list[StubWorker] = []
         self.queries: list[PlacementQuery] = []
         self.actuals: list[RequestActuals] = []
-        self.drained: list[str] = []
+        self.drained: list[tuple[str, bool]] = []
         self.records: tuple[DecisionRecord, ...] = ()
         self.answer: Callable[[PlacementQuery], Placement | Rejection | StillWaiting | None] = lambda _: None
         self.hangs = False
@@ -343,8 +343,8 @@ class StubScheduler:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return self.records
 
-    async def drain(self, worker_id: str) -> bool:
-        self.drained.append(worker_id)
+    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
+        self.drained.append((worker_id, node_leaves))
         return any(w.ref.worker_id == worker_id for w in self.workers)
 
     async def report(self, stream: Duplex[Command, WorkerReport]) -> None:

@@ -179,10 +179,10 @@ async def test_decisions_and_drains_go_to_the_schedulers() -> None:
         assert await admin(c).explain("0102", ANYBODY) == (record,)
         with pytest.raises(Refused):
             await admin(c).explain("no hex", ANYBODY)
-        await admin(c).drain("d0", ANYBODY)
+        await admin(c).drain("d0", ANYBODY, node_leaves=True)
         with pytest.raises(Refused, match="there are: p0, d0"):
             await admin(c).drain("d7", ANYBODY)
-        assert c.scheduler.drained == ["d0", "d7"]
+        assert c.scheduler.drained == [("d0", True), ("d7", False)]
         c.scheduler.die()
         with pytest.raises(Refused) as refused:
             await admin(c).drain("d0", ANYBODY)

@@ -37,7 +37,7 @@ def test_a_name_means_one_thing_in_every_service() -> None:
 
 
 def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host", "drain_socket"}
+    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host", "drain_socket", "follow_places"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
 
 

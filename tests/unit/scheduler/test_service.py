@@ -140,7 +140,9 @@ async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> 
     async with a_scheduler() as (scheduler, network):
         stream = await join(network, worker_report("w0", state=WorkerState.READY))
         assert await scheduler.drain("w0")
-        assert (await told(stream)).kind is CommandKind.DRAIN
+        assert await scheduler.drain("w0", node_leaves=True)
+        assert await told(stream) == Command(kind=CommandKind.DRAIN)
+        assert await told(stream) == Command(kind=CommandKind.DRAIN, node_leaves=True)
         assert not await scheduler.drain("w9")
 
 

@@ -79,7 +79,7 @@ class StubAdmin:
         self.asked.append(request_id)
         return self._records
 
-    async def drain(self, worker_id: str, caller: Caller) -> None:
-        self.asked.append(worker_id)
+    async def drain(self, worker_id: str, caller: Caller, *, node_leaves: bool = False) -> None:
+        self.asked.append((worker_id, node_leaves))
         if worker_id != "w0":
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"there is no worker {worker_id}"))

@@ -322,11 +322,11 @@ async def test_operators(front: Front) -> None:
     assert front.admin.callers[0].authorization == "Bearer admin"
     assert await client.explain() == (RECORD,)
     assert await client.explain("req-1") == (RECORD,)
-    await client.drain("w0")
+    await client.drain("w0", node_leaves=True)
     with pytest.raises(Refused, match="there is no worker w9") as refused:
         await client.drain("w9")
     assert refused.value.failure.code is Code.NOT_FOUND
-    assert front.admin.asked == [None, "req-1", "w0", "w9"]
+    assert front.admin.asked == [None, "req-1", ("w0", True), ("w9", False)]
 
 
 async def test_no_gateway_is_told() -> None:

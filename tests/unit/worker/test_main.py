@@ -24,7 +24,9 @@ from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 from baton.wire.network import GrpcNetwork
 from baton.worker import main
 from baton.worker.device import Device, default_threads
+from baton.worker.life import WorkerLife
 from baton.worker.main import UNHEALTHY_EXIT_CODE, Doorway, WorkerThread, run_worker, serve
+from baton.worker.service import Worker
 from tests import builders
 from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import BLOCK, GatedExecutor, worker_times
@@ -133,6 +135,26 @@ def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> N
     thread.drain()
     assert thread.wait() == ""
     assert opened.closed.is_set()
+
+
+def test_in_a_thread_it_says_that_it_is_worn_out_and_the_process_lives(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(WorkerLife, "is_to_be_replaced", property(lambda self: True, lambda self, value: None), raising=False)
+    thread = WorkerThread(config(), codes.append)
+    thread.start()
+    thread.drain()
+    assert str(thread.wait()).startswith("WorkerWornOut: too many blocks were quarantined")
+    assert codes == []
+
+
+def test_in_a_thread_it_says_that_its_machine_leaves(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = Worker.drain
+    for node_leaves in (False, True):
+        monkeypatch.setattr(Worker, "drain", lambda self, node_leaves=node_leaves: drain(self, node_leaves=node_leaves))
+        thread = WorkerThread(config())
+        thread.start()
+        thread.drain()
+        assert (thread.wait(), thread.node_leaves) == ("", node_leaves)
 
 
 def test_asked_to_start_again_it_says_the_same_until_it_has_ended(opened: Opened) -> None:

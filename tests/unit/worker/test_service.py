@@ -314,6 +314,18 @@ async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced()
 
 
 @virtual
+async def test_that_its_machine_leaves_is_known_of_a_worker_that_leaves_already() -> None:
+    async with pair(num_blocks=8) as made:
+        await wear_out(made)
+        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))
+        await asyncio.sleep(0.001)
+        assert (made.d.worker.state, made.d.worker.node_leaves) == (WorkerState.DRAINING, False)
+        made.cluster.scheduler.send("d", Command(kind=CommandKind.DRAIN, node_leaves=True))
+        await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])  # worn out or not: nobody may replace it there
+        assert made.d.worker.node_leaves
+
+
+@virtual
 async def test_a_worker_can_be_stopped_at_once() -> None:
     async with pair() as made:
         made.to_d.send(decode_job(30, sampling=Sampling(max_tokens=100, ignore_eos=True)))

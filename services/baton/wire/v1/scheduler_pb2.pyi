@@ -320,12 +320,14 @@ class StepCostModel(_message.Message):
     def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("kind", "peer")
+    __slots__ = ("kind", "peer", "node_leaves")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     peer: _common_pb2.WorkerRef
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
+    node_leaves: bool
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -394,10 +396,12 @@ class DecisionRecord(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "node_leaves")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    node_leaves: bool
+    def __init__(self, worker_id: _Optional[str] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("known",)
