@@ -71,6 +71,7 @@ def worker(worker_id: str, model: str = "demo") -> tuple[WorkerSpec, WorkerConfi
     return WorkerSpec(worker_id=worker_id, role=WorkerRole.HYBRID), config
 
 
+@pytest.mark.long
 async def test_the_next_driver_adopts_a_worker_as_it_is(ray_address: str, tmp_path: Path) -> None:
     async with driver(ray_address, tmp_path) as first:
         placed = await first.start(*worker("w0"))
