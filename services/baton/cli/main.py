@@ -7,6 +7,7 @@ import click
 
 import baton
 from baton.cli import admin, config, doctor, key, model, services
+from baton.cli.on_purpose import on_purpose
 from baton.core.errors import BatonError
 from baton.runtime.process import report_to_nobody
 
@@ -32,24 +33,9 @@ def main(args: Sequence[str] | None = None) -> None:
     report_to_nobody()
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")
-    except BatonError as error:
-        _fail(error)
-    except BaseExceptionGroup as group:
-        expected, unexpected = group.split(BatonError)
-        if expected is None or unexpected is not None:
+    except (BatonError, BaseExceptionGroup) as error:
+        told = on_purpose(error)
+        if told is None:
             raise
-        _fail(first_of(expected))
-
-
-def first_of(group: BaseExceptionGroup[BatonError]) -> BatonError:
-    """The first error in a group, which is what made the others end."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, BatonError)
-    return error
-
-
-def _fail(error: BatonError) -> None:
-    click.echo(f"baton: {error}", err=True)
-    sys.exit(1)
+        click.echo(f"baton: {told}", err=True)
+        sys.exit(1)

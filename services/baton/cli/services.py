@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
+from baton.cli.on_purpose import on_purpose
 from baton.cli.options import SettingsCommand, load_options, settings_options
-from baton.core.errors import BatonError, ConfigError
+from baton.core.errors import ConfigError
 from baton.runtime.config import Loaded
 from baton.runtime.process import Stop, run
 from baton.runtime.settings import (
@@ -138,7 +139,8 @@ def _no_log(log_dir: Path | None, error: OSError) -> ConfigError:
 
 def _note(log: Any, error: BaseException) -> None:
     """The log says why the process ended, too; an error that we raised on purpose needs no traceback."""
-    if isinstance(error, BatonError):
-        log.error("service_failed", problem=str(error))
+    told = on_purpose(error)
+    if told is not None:
+        log.error("service_failed", problem=str(told))
     elif isinstance(error, Exception | BaseExceptionGroup):
         log.error("service_crashed", exc_info=error)

@@ -36,7 +36,7 @@ def changes(role: WorkerRole, number: int, waits: Mapping[str, bool], left_behin
     """The workers of a role to add, and the ids of those to drop, so that there are `number`.
 
     `waits`: those there are, and whether each waits for a node. Only such are dropped, the highest number first: one that has a node has a
-    place. `left_behind`: ids that have an actor of an earlier fleet; of those that are added they come first, so that nothing that runs is
+    place. `left_behind`: ids that an earlier fleet left on a node; of those that are added they come first, so that nothing that runs is
     replaced by something that does not.
     """
     missing = number - len(waits)

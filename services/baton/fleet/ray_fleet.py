@@ -5,12 +5,8 @@ fleet` on a cluster of others) each have a life of their own: all are looked aft
 """
 
 import asyncio
-import logging
-import os
-import secrets
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -18,22 +14,20 @@ from typing import Any
 
 from baton.core.cluster import WorkerRole
 from baton.core.errors import BatonError
+from baton.fleet.actors import ask_where, create_actor, drain_others, find_actor, kill_actor, options_of
 from baton.fleet.nodes import Demand, Node, demand_of, places_by_role, workers_on
 from baton.fleet.plan import Wanted, WorkerSpec, changes
 from baton.fleet.ray_calls import CALL_LIMIT_S, RayCalls, RayFailed, as_future, cause, the_ray
 from baton.fleet.ray_nodes import NodesRefused, RayNodes
+from baton.fleet.ray_session import join_ray, start_ray
 from baton.fleet.releases import release_probe
 from baton.fleet.supervisor import RestartBudget, RestartLimit
-from baton.fleet.worker_actor import NODE_LEAVES, WorkerActor, WorkerFacts
+from baton.fleet.worker_actor import NODE_LEAVES, WorkerFacts
 from baton.runtime.config import dump
 from baton.runtime.logging import get_logger
-from baton.runtime.process import report_to_nobody
 from baton.runtime.settings import FleetSettings, RayPlacement, WorkerConfig
 
 log = get_logger(__name__)
-
-OBJECT_STORE_BYTES = 80 * 2**20
-"""The least that Ray takes: nothing of ours goes through it."""
 
 CONNECT_LIMIT_S = 120.0
 """A Ray on two busy cores takes ten seconds; one that never answers is given up."""
@@ -43,9 +37,14 @@ LOOK_S = 5.0
 """Between two looks at the nodes while a worker waits for one, or while there shall be as many workers as nodes have places for."""
 ADOPT_LIMIT_S = 30.0
 """An actor of an earlier driver that has not said within so long on which node it is waits for one itself, and is asked for anew."""
+LEFT_BEHIND_LIMIT_S = 5.0
+"""One that has not said so within so long is not preferred to others. Nobody is looked after meanwhile, so this is shorter."""
 WAIT_S = 10.0
 """A worker is asked anew at such intervals whether it has ended, so that a driver that went away leaves no thread of it waiting."""
 NAME_FREE_S = 10.0
+"""Until the name of an actor that was ended may be used again,"""
+NAME_POLL_S = 0.05
+"""which is looked at in such intervals."""
 PLACE_ATTEMPTS = 20
 """Nodes that turn out to have another Baton, or do not say which, until a worker is given up."""
 SAY_WAITING_S = 10.0
@@ -75,7 +74,8 @@ class Joined:
 
 
 class Stage(Enum):
-    """How far a worker is. WAITING: for a node. FAILING: it has died, or could not start, and is tried again."""
+    """How far a worker is. WAITING: for a node; it has nothing that serves. STARTING: also while it is looked up. FAILING: it has died, or
+    could not start, and is tried again."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -85,17 +85,23 @@ class Stage(Enum):
 
 @dataclass(kw_only=True)
 class _Worker:
-    """`is_settled`: it has served, has failed, or is known to wait for a node. `task`: who looks after it, where each has its own."""
+    """`num_failures`: deaths and starts that failed since it has served. `is_settled`: it has served, has failed, or is known to wait for a
+    node. `task`: who looks after it, where each has its own."""
 
     spec: WorkerSpec
     config: WorkerConfig
     budget: RestartBudget
     actor: Any = None
     facts: WorkerFacts | None = None
-    stage: Stage = Stage.WAITING
+    stage: Stage = Stage.STARTING
+    num_failures: int = 0
     is_settled: bool = False
     leaving: bool = False
     task: asyncio.Task[None] | None = None
+
+    def starts(self) -> None:
+        """It is on its way, and not for the first time where that has just failed."""
+        self.stage = Stage.FAILING if self.num_failures else Stage.STARTING
 
 
 class RayFleet:
@@ -158,9 +164,10 @@ class RayFleet:
         """Have these detached workers, each looked after from its own first start, until cancelled. One that has no node, or keeps dying,
         is tried again and again. Raises RayFailed when Ray does not answer."""
         are_others_told = False
+        left_behind = await self._left_behind()
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._adapt(wanted, group)
+                await self._adapt(wanted, left_behind, group)
                 if not are_others_told and all(worker.is_settled for worker in self._workers.values()):
                     await self.let_go_of_others()  # not before: until ours serve, they may be all that there is
                     are_others_told = True
@@ -170,7 +177,7 @@ class RayFleet:
         """Drain workers that an earlier driver of this cluster has started and that are none of ours. Raises RayFailed."""
         if not self._is_detached:
             return
-        for worker_id in await self._call("let go of workers", self._drain_others):
+        for worker_id in await self._call("let go of workers", lambda: drain_others(self._workers)):
             log.info("worker_not_wanted", worker=worker_id)
 
     async def supervise(self) -> None:
@@ -216,19 +223,29 @@ class RayFleet:
         self._workers[spec.worker_id] = worker
         return worker
 
-    async def _adapt(self, wanted: Wanted, group: asyncio.TaskGroup) -> None:
+    async def _left_behind(self) -> Collection[str]:
+        """The ids of workers that an earlier driver left on a node. Raises RayFailed."""
+        asked = await self._call("ask the workers where they are", lambda: ask_where(self._workers))
+        answers = {worker_id: asyncio.create_task(as_future(where)) for worker_id, where in asked.items()}
+        try:
+            if answers:
+                await asyncio.wait(answers.values(), timeout=LEFT_BEHIND_LIMIT_S)
+        finally:
+            for answer in answers.values():
+                answer.cancel()
+        said = await asyncio.gather(*answers.values(), return_exceptions=True)
+        return {worker_id for worker_id, where in zip(answers, said, strict=True) if not isinstance(where, BaseException)}
+
+    async def _adapt(self, wanted: Wanted, left_behind: Collection[str], group: asyncio.TaskGroup) -> None:
         """Have as many workers of each role as there should be, of those that are there already where there are any."""
         places: Mapping[str, int] = {}
         if wanted.follows_places:
             await self._nodes.look()
             places = places_by_role(self._nodes.open)
-        left_behind: set[str] | None = None
         for role, least in wanted.least.items():
             number = max(least, places.get(role.value, 0))
             waits = {w.spec.worker_id: w.stage is Stage.WAITING for w in self._workers.values() if w.spec.role is role}
-            if number > len(waits) and left_behind is None:
-                left_behind = await self._call("list the workers", self._names)
-            new, dropped = changes(role, number, waits, left_behind or ())
+            new, dropped = changes(role, number, waits, left_behind)
             for spec in new:
                 worker = self._add(spec, wanted.config_of(spec))
                 worker.task = group.create_task(self._keep_from_the_start(worker), name=f"fleet-{spec.worker_id}")
@@ -236,8 +253,11 @@ class RayFleet:
                 await self._drop(worker_id)
 
     async def _drop(self, worker_id: str) -> None:
-        """There is no place for it any more."""
-        worker = self._workers.pop(worker_id)
+        """There is no place for it any more, unless it has got one while another was dropped."""
+        worker = self._workers[worker_id]
+        if worker.stage is not Stage.WAITING:
+            return
+        del self._workers[worker_id]
         assert worker.task is not None
         worker.task.cancel()
         await asyncio.wait((worker.task,))
@@ -249,16 +269,16 @@ class RayFleet:
         await self._keep_alive(worker)
 
     async def _bring_up(self, worker: _Worker) -> WorkerFacts:
-        worker.stage = Stage.WAITING
+        worker.starts()
         if self._is_detached and await self._is_found_on_a_node(worker):
             try:
                 return await self._start_actor(worker, worker.config)
             except WorkerFailed as error:  # an earlier driver left it so; it has made room
                 log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=str(error))
-                worker.stage = Stage.WAITING
         if self._joined is None:
             await self._call("place a worker", lambda: self._create(worker, {}))
             return await self._start_actor(worker, worker.config)
+        worker.stage = Stage.WAITING
         node = await self._place(worker, self._joined.placement)
         num_workers = max(worker.config.workers_on_host, len(self._workers))
         return await self._start_actor(worker, replace(worker.config, workers_on_host=workers_on(node, num_workers, self._nodes.living)))
@@ -274,7 +294,7 @@ class RayFleet:
         except Exception as error:  # also those of an actor that has just died
             why = "it is on no node" if isinstance(error, TimeoutError) else cause(error)
             log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=why)
-            await self._call("end a worker", lambda: self._kill(worker))
+            await self._end(worker)
             return False
         return True
 
@@ -285,7 +305,7 @@ class RayFleet:
             try:
                 node_id = await self._placed(worker, placement)
             except WorkerFailed:
-                await self._call("end a worker", lambda: self._kill(worker))
+                await self._end(worker)
                 await self._nodes.look()
                 if len(self._nodes.refused) == num_refused:
                     raise
@@ -294,7 +314,7 @@ class RayFleet:
             node = self._nodes.node(node_id)
             if node is not None and self._nodes.is_accepted(node_id):
                 return node
-            await self._call("end a worker", lambda: self._kill(worker))
+            await self._end(worker)
         raise WorkerFailed(f"worker {worker.spec.worker_id} was placed {PLACE_ATTEMPTS} times on nodes that cannot be used")
 
     async def _placed(self, worker: _Worker, placement: RayPlacement) -> str:
@@ -312,10 +332,10 @@ class RayFleet:
                 demand = demand_of(worker.config, placement, self._nodes.offered)
                 if not self._is_detached:
                     self._nodes.check(demand)
-                if (new_options := _options(demand, self._nodes.selector())) != options:
+                if (new_options := options_of(demand, self._nodes.selector())) != options:
                     if asked is not None:
                         asked.cancel()
-                        await self._call("end a worker", lambda: self._kill(worker))
+                        await self._end(worker)
                     options = new_options
                     await self._call("place a worker", lambda options=options: self._create(worker, options))  # type: ignore[misc]
                     asked = asyncio.create_task(as_future(await self._call("place a worker", lambda: worker.actor.node_id.remote())))
@@ -328,7 +348,7 @@ class RayFleet:
                     raise WorkerFailed(f"worker {worker.spec.worker_id} was not placed within {PLACE_LIMIT_S:g} s: {asks}")
                 if loop.time() >= say_s:
                     self._say_waiting(worker, demand, loop.time() - began_s)
-                    say_s += SAY_AGAIN_S
+                    say_s = loop.time() + SAY_AGAIN_S
         except BatonError:
             raise
         except Exception as error:  # of the actor's making, in one of many classes of Ray's
@@ -347,7 +367,7 @@ class RayFleet:
 
     async def _start_actor(self, worker: _Worker, config: WorkerConfig) -> WorkerFacts:
         """Let the actor serve, if it does not already. One that cannot is ended, since it would say the same when asked again."""
-        worker.stage = Stage.STARTING
+        worker.starts()
         log_dir = str(self._log_dir) if self._log_dir else None
         arguments = (dump(config), log_dir, self._joined is not None, release_probe()())
         began = await self._call("start a worker", lambda: worker.actor.start.remote(*arguments))
@@ -356,9 +376,9 @@ class RayFleet:
                 facts: WorkerFacts = await as_future(began)
         except Exception as error:
             why = self._too_slow(worker) if isinstance(error, TimeoutError) else f"did not start: {cause(error)}"
-            await self._call("end a worker", lambda: self._kill(worker))
+            await self._end(worker)
             raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
-        worker.facts, worker.stage, worker.is_settled = facts, Stage.SERVING, True
+        worker.facts, worker.stage, worker.num_failures, worker.is_settled = facts, Stage.SERVING, 0, True
         log.info("worker_started", worker=facts.worker_id, pid=facts.pid, host=facts.host, address=facts.address, seconds=facts.start_s)
         self._on_change(facts.worker_id, facts)
         return facts
@@ -370,8 +390,7 @@ class RayFleet:
                 log.info("worker_left", worker=worker.spec.worker_id)
                 return
             if why in ("", NODE_LEAVES):
-                await self._has_left(worker, node_leaves=why == NODE_LEAVES)
-                why = ""
+                why = await self._has_left(worker, node_leaves=why == NODE_LEAVES)
             else:
                 self._on_change(worker.spec.worker_id, None)
             await self._bring_up_again(worker, why)
@@ -380,14 +399,14 @@ class RayFleet:
 
     async def _bring_up_again(self, worker: _Worker, why: str) -> None:
         """As often as it takes, or until it shall leave. `why` it has died; empty: it has not. Raises WorkerFailed when it has too often,
-        unless it is detached: then it is left alone for a while."""
+        within a time or without having served between, unless it is detached: then it is left alone for a while."""
         while True:
             wait_s: float | None = 0.0
             if why:
-                worker.stage, worker.is_settled = Stage.FAILING, True
+                worker.stage, worker.num_failures, worker.is_settled = Stage.FAILING, worker.num_failures + 1, True
                 log.warning("worker_died", worker=worker.spec.worker_id, why=why)
                 wait_s = worker.budget.wait_s(asyncio.get_running_loop().time())
-            if wait_s is None:
+            if wait_s is None or worker.num_failures > self._limit.deaths:  # however long each start took to fail
                 if not self._is_detached:
                     raise WorkerFailed(f"worker {worker.spec.worker_id} keeps dying: {why}")
                 wait_s = self._limit.window_s
@@ -401,13 +420,29 @@ class RayFleet:
             except (WorkerFailed, NodesRefused) as error:
                 why = str(error)
 
-    async def _has_left(self, worker: _Worker, *, node_leaves: bool) -> None:
-        """It was asked to: its place is filled again, on another node where its own is about to end."""
+    async def _has_left(self, worker: _Worker, *, node_leaves: bool) -> str:
+        """It was asked to: its place is filled again, on another node where its own is about to end. Returns why it cannot be, if so."""
         assert worker.facts is not None
         log.info("worker_left", worker=worker.spec.worker_id, host=worker.facts.host, node_leaves=node_leaves)
         if node_leaves:
             self._nodes.leave(worker.facts.node_id)
-        await self._call("end a worker", lambda: self._kill(worker))
+        try:
+            await self._end(worker)
+        except WorkerFailed as error:
+            return str(error)
+        return ""
+
+    async def _end(self, worker: _Worker) -> None:
+        """End the actor, if there is one, and with it a detached one's claim to its name. Raises WorkerFailed when Ray keeps that."""
+        if not await self._call("end a worker", lambda: self._kill(worker)) or not self._is_detached:
+            return
+        worker_id = worker.spec.worker_id
+        try:
+            async with asyncio.timeout(NAME_FREE_S):
+                while await self._call("look a worker up", lambda: find_actor(worker_id)) is not None:  # noqa: ASYNC110 - nothing says when
+                    await asyncio.sleep(NAME_POLL_S)
+        except TimeoutError:
+            raise WorkerFailed(f"Ray has not let go of the name of worker {worker_id} within {NAME_FREE_S:g} s") from None
 
     async def _until_ended(self, worker: _Worker) -> str:
         """Why it ended; empty when it was asked to, by `baton drain` or by us, `NODE_LEAVES` when its node was drained."""
@@ -421,65 +456,26 @@ class RayFleet:
                 return why
 
     def _start_ray(self) -> str:
-        token = self._ray_dir / "token"
-        self._ray_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        token.write_text(secrets.token_hex(32))
-        token.chmod(0o600)
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        self._init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=str(self._ray_dir))
-        return f"local, {int(the_ray().cluster_resources().get('CPU', 0))} cores"
+        return start_ray(self._ray_dir)
 
     def _join_ray(self) -> str:
         assert self._joined is not None
-        self._init(address=self._joined.address, namespace=self._joined.namespace)
-        return str(the_ray().util.get_node_ip_address())
-
-    def _init(self, **options: Any) -> None:
-        report_to_nobody()
-        os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}  # which aborts us on SIGTERM
-        ray = the_ray()
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that its signal handlers are not ours
-        ray.init(log_to_driver=False, configure_logging=False, **options)
+        return join_ray(self._joined.address, self._joined.namespace)
 
     def _find(self, worker: _Worker) -> bool:
         """Take the detached actor that an earlier driver left, if there is one."""
-        try:
-            worker.actor = the_ray().get_actor(_name(worker.spec.worker_id))
-        except ValueError:
-            return False
-        return True
+        worker.actor = find_actor(worker.spec.worker_id)
+        return worker.actor is not None
 
     def _create(self, worker: _Worker, options: dict[str, Any]) -> None:
-        """A detached actor is known by its name, under which the next driver finds it; one of ours alone needs none, and its successor
-        need not wait until Ray has forgotten the name."""
-        options = {"max_restarts": 0, "max_concurrency": 4, "num_cpus": 0, **options}
-        if self._is_detached:
-            options |= {"name": _name(worker.spec.worker_id), "lifetime": "detached", "get_if_exists": True}
-        worker.actor = the_ray().remote(WorkerActor).options(**options).remote(worker.spec.cores)
+        worker.actor = create_actor(worker.spec.worker_id, worker.spec.cores, options, is_detached=self._is_detached)
 
-    def _kill(self, worker: _Worker) -> None:
-        """End the actor, if there is one, and with it a detached one's claim to its name."""
+    def _kill(self, worker: _Worker) -> bool:
+        """Whether there was an actor to kill."""
         actor, worker.actor = worker.actor, None
-        if actor is None:
-            return
-        the_ray().kill(actor, no_restart=True)
-        deadline_s = time.monotonic() + NAME_FREE_S
-        while self._is_detached and self._find(worker):
-            worker.actor = None
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"Ray has not let go of {_name(worker.spec.worker_id)} within {NAME_FREE_S:g} s")
-            time.sleep(0.05)
-
-    def _drain_others(self) -> list[str]:
-        """The ids of those that were asked to."""
-        others = sorted(self._names() - self._workers.keys())
-        for worker_id in others:
-            the_ray().get_actor(_name(worker_id)).drain.remote()
-        return others
-
-    def _names(self) -> set[str]:
-        """The ids of all workers of this cluster that have an actor."""
-        return {name.removeprefix(_name("")) for name in the_ray().util.list_named_actors() if name.startswith(_name(""))}
+        if actor is not None:
+            kill_actor(actor)
+        return actor is not None
 
     def _too_slow(self, worker: _Worker) -> str:
         log_file = f"{self._log_dir}/worker-{worker.spec.worker_id}.log" if self._log_dir else "in the logs of Ray (see --log-dir)"
@@ -491,17 +487,3 @@ class RayFleet:
     async def _call(self, what: str, call: Callable[[], Any], limit_s: float = CALL_LIMIT_S) -> Any:
         assert self._calls is not None, "connect comes first"
         return await self._calls(what, call, limit_s)
-
-
-def _options(demand: Demand, selector: dict[str, str]) -> dict[str, Any]:
-    """In the words of Ray's `options`."""
-    options: dict[str, Any] = {"num_cpus": demand.num_cpus, "num_gpus": demand.num_gpus, "resources": dict(demand.resources)}
-    if demand.spread:
-        options["scheduling_strategy"] = "SPREAD"
-    if selector:
-        options["label_selector"] = selector
-    return options
-
-
-def _name(worker_id: str) -> str:
-    return f"worker-{worker_id}"

@@ -206,7 +206,11 @@ class FleetSettings(Config):
     decode: int = setting(1, help="decode workers", minimum=0)
     hybrid: int = setting(0, help="workers that prefill and decode", minimum=0)
     worker_start_s: float = setting(
-        900.0, help="time of a worker that has a node to load its model and prove it; then it is started anew", unit="seconds", above=0
+        900.0,
+        help="time of a worker that has a node to load its model and prove it; then `baton fleet` on a joined Ray starts it anew, "
+        "`baton up` gives up",
+        unit="seconds",
+        above=0,
     )
     ray_address: str | None = setting(
         None, help="Ray cluster to place workers on, HOST:PORT of its head, or auto; without it, a Ray of our own on this machine"

@@ -102,17 +102,21 @@ def test_an_error_raised_on_purpose_is_one_line_and_exit_code_1(
 
 
 def test_errors_of_several_tasks_are_one_line_and_a_bug_among_them_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     nested = ExceptionGroup("tasks", [ExceptionGroup("inner", [ConfigError("first")]), ConfigError("second")])
     stand_in(monkeypatch, "fleet", nested)
     with pytest.raises(SystemExit) as end:
-        main(["fleet"])
+        main(["fleet", "--log-dir", str(tmp_path)])
     assert end.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1] == "baton: first"
     stand_in(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
     with pytest.raises(ExceptionGroup):
-        main(["fleet"])
+        main(["fleet", "--log-dir", str(tmp_path)])
+    failed, crashed = [json.loads(line) for line in (tmp_path / "fleet.log").read_text().splitlines()]
+    assert (failed["event"], failed["problem"], "exception" in failed) == ("service_failed", "first", False)
+    assert crashed["event"] == "service_crashed"
+    assert "ValueError: a bug" in crashed["exception"]
 
 
 def test_every_command_turns_off_what_libraries_report(monkeypatch: pytest.MonkeyPatch) -> None:

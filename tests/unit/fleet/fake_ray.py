@@ -24,6 +24,22 @@ class Reference:
         return self._future
 
 
+def copy_of(answer: Future[Any]) -> Future[Any]:
+    """One for each who asks: who waits no longer cancels only its own."""
+    future: Future[Any] = Future()
+
+    def settle(answer: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if (error := answer.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer.result())
+
+    answer.add_done_callback(settle)
+    return future
+
+
 @dataclass(eq=False)
 class FakeActor:
     """`starts`: the settings that it was told to serve with."""
@@ -56,13 +72,16 @@ class FakeActor:
 
 
 class FakeRay:
-    """`start_errors`: by a worker's id what its next starts raise. `releases`: by a node what it has, where that is not ours."""
+    """`start_errors`: by a worker's id what its next starts raise; `start_s`: after how many seconds. `releases`: by a node what it has,
+    where that is not ours. `kept_names`: those of actors that it does not forget when they have ended."""
 
     def __init__(self, **nodes: Mapping[str, float]) -> None:
         self._lock = threading.RLock()
         self.resources: dict[str, Mapping[str, float]] = dict(nodes)
         self.releases: dict[str, Release] = {}
         self.start_errors: dict[str, list[Exception]] = {}
+        self.start_s: dict[str, float] = {}
+        self.kept_names: set[str] = set()
         self.actors: list[FakeActor] = []
         self.util = SimpleNamespace(list_named_actors=lambda: [actor.name for actor in self.living if actor.name])
 
@@ -112,8 +131,8 @@ class FakeRay:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: make(options)))
 
     def get_actor(self, name: str) -> FakeActor:
-        for actor in self.living:
-            if actor.name == name:
+        for actor in reversed(self.actors):
+            if actor.name == name and (not actor.is_dead or name in self.kept_names):
                 return actor
         raise ValueError(name)
 
@@ -133,17 +152,25 @@ class FakeRay:
 
     def called(self, actor: FakeActor, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         if method == "node_id":
-            return actor.placed
+            return copy_of(actor.placed)
         if method == "wait":
-            return actor.ended
+            return copy_of(actor.ended)
         future: Future[Any] = Future()
         if method == "start":
-            actor.placed.add_done_callback(lambda placed: self._start(actor, future, *arguments))
+            actor.placed.add_done_callback(lambda placed: self._start_later(actor, future, *arguments))
         elif method in ("drain", "stop") and not actor.ended.done():
             actor.end("")
         return future
 
-    def _start(self, actor: FakeActor, future: Future[Any], settings: Mapping[str, Any], *_: Any) -> None:
+    def _start_later(self, actor: FakeActor, future: Future[Any], settings: Mapping[str, Any], *_: Any) -> None:
+        if takes_s := self.start_s.get(settings["worker_id"]):
+            threading.Timer(takes_s, self._start, (actor, future, settings)).start()
+        else:
+            self._start(actor, future, settings)
+
+    def _start(self, actor: FakeActor, future: Future[Any], settings: Mapping[str, Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         worker_id = settings["worker_id"]
         if actor.is_dead or actor.ended.done():
             future.set_exception(Died("the worker has ended"))

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.core.cluster import WorkerRole
-from baton.fleet import ray_fleet, ray_nodes
+from baton.fleet import actors, ray_fleet, ray_nodes
 from baton.fleet.plan import Wanted, WorkerSpec
 from baton.fleet.ray_fleet import Joined, RayFleet, Stage, WorkerFailed
 from baton.fleet.ray_nodes import NodesRefused
@@ -29,14 +32,15 @@ WORN_OUT = "WorkerWornOut: too many blocks were quarantined"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LOOK_S": 0.005, "SAY_WAITING_S": 0.02, "SAY_AGAIN_S": 0.05, "ADOPT_LIMIT_S": 0.05}.items():
+    limits_s = {"LOOK_S": 0.005, "SAY_WAITING_S": 0.02, "SAY_AGAIN_S": 0.05, "ADOPT_LIMIT_S": 0.05, "LEFT_BEHIND_LIMIT_S": 0.05}
+    for name, seconds in limits_s.items():
         monkeypatch.setattr(ray_fleet, name, seconds)
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
     def use(ray: FakeRay) -> FakeRay:
-        for module in (ray_fleet, ray_nodes):
+        for module in (actors, ray_fleet, ray_nodes):
             monkeypatch.setattr(module, "the_ray", lambda: ray)
         monkeypatch.setattr(RayFleet, "_join_ray", lambda self: "10.0.0.1")
         return ray
@@ -47,9 +51,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
 Use = Callable[[FakeRay], FakeRay]
 
 
-async def connected(tmp_path: Path, *, is_detached: bool = True, placement: RayPlacement = "role") -> RayFleet:
+async def connected(tmp_path: Path, *, is_detached: bool = True, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> RayFleet:
     joined = Joined(address="h:1", cluster="test", placement=placement, is_detached=is_detached)
-    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, joined=joined, limit=QUICK)
+    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, joined=joined, limit=limit)
     await fleet.connect()
     return fleet
 
@@ -63,9 +67,9 @@ def worker_config(spec: WorkerSpec) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def keeping(tmp_path: Path, wanted: Wanted, placement: RayPlacement = "role") -> AsyncIterator[RayFleet]:
+async def keeping(tmp_path: Path, wanted: Wanted, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> AsyncIterator[RayFleet]:
     """A fleet that looks after these; it must still do so when the test ends."""
-    fleet = await connected(tmp_path, placement=placement)
+    fleet = await connected(tmp_path, placement=placement, limit=limit)
     task = asyncio.create_task(fleet.keep(wanted))
     try:
         yield fleet
@@ -111,6 +115,17 @@ async def test_a_worker_without_a_node_keeps_nobody_from_being_looked_after(
     assert said_at_s[2] - said_at_s[0] > 0.08, "now and then, not at each look"
 
 
+async def test_who_was_held_up_does_not_say_it_more_often_afterwards(use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    use(FakeRay(d={"baton_decode": 1}))
+    with caplog.at_level(logging.INFO):
+        async with keeping(tmp_path, wanted()):
+            await eventually(lambda: events(caplog, "worker_waits_for_a_node"))
+            time.sleep(0.3)  # noqa: ASYNC251 - as a busy machine does
+            await eventually(lambda: len(events(caplog, "worker_waits_for_a_node")) >= 3)
+    said_at_s = [record.created for record in caplog.records if record.msg in events(caplog, "worker_waits_for_a_node")]
+    assert all(later_s - earlier_s > 0.04 for earlier_s, later_s in pairwise(said_at_s))
+
+
 async def test_one_that_ends_with_its_driver_is_given_up_without_a_node(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_fleet, "PLACE_LIMIT_S", 0.05)
     use(FakeRay(d={"baton_decode": 1}))
@@ -138,6 +153,64 @@ async def test_one_that_keeps_dying_is_tried_again_later_and_the_others_are_look
             ray.start_errors.clear()
             await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
     assert "no such model" in events(caplog, "worker_keeps_dying")[0]["why"]
+
+
+async def test_one_that_takes_long_to_fail_keeps_dying_too(use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
+    ray.start_errors["prefill-0"], ray.start_s["prefill-0"] = [RuntimeError("no such model")], 0.05
+    seen: set[Stage] = set()
+
+    def told_of(fleet: RayFleet, event: str) -> bool:
+        if events(caplog, "worker_died"):
+            seen.update(stage for role, stage in fleet.stages if role is P)
+        return bool(events(caplog, event))
+
+    with caplog.at_level(logging.INFO):
+        async with keeping(tmp_path, wanted(), limit=replace(QUICK, window_s=0.02)) as fleet:
+            await eventually(lambda: told_of(fleet, "worker_keeps_dying"))
+            assert Stage.FAILING in seen
+            assert Stage.STARTING not in seen, "it has failed, and is tried again"
+            ray.start_errors.clear()
+            await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
+            await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
+            num_told = len(events(caplog, "worker_keeps_dying"))
+            first = ray.serving("prefill-0")
+            first.die()
+            await eventually(lambda: "prefill-0" in ray.where and ray.serving("prefill-0") is not first)
+            assert len(events(caplog, "worker_keeps_dying")) == num_told, "it has served between"
+    messages: list[Any] = [record.msg for record in caplog.records]
+    told = [message["event"] for message in messages if isinstance(message, dict) and message.get("worker") == "prefill-0"]
+    assert told[:4] == ["worker_died"] * 3 + ["worker_keeps_dying"], "once there were more than it may have"
+
+
+async def test_while_ray_keeps_the_name_of_one_the_others_are_looked_after(use: Use, tmp_path: Path) -> None:
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
+    ray.start_errors["prefill-0"] = [RuntimeError("no memory")]
+    ray.kept_names.add("worker-prefill-0")
+    async with keeping(tmp_path, wanted()):
+        await eventually(lambda: "decode-0" in ray.where and any(actor.is_dead for actor in ray.actors))
+        first = ray.serving("decode-0")
+        first.die()
+        await eventually(lambda: ray.where == {"decode-0": "d"} and ray.serving("decode-0") is not first)
+        ray.start_errors.clear()
+        ray.kept_names.clear()
+        await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
+
+
+async def test_a_name_that_ray_keeps_is_a_failure_of_that_worker_alone(
+    use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "NAME_FREE_S", 0.02)
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
+    with caplog.at_level(logging.INFO):
+        async with keeping(tmp_path, wanted()) as fleet:
+            await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
+            ray.kept_names.add("worker-decode-0")
+            ray.serving("decode-0").end("")
+            await eventually(lambda: events(caplog, "worker_died"))
+            ray.kept_names.clear()
+            await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
+    assert "Ray has not let go of the name of worker decode-0 within 0.02 s" in events(caplog, "worker_died")[0]["why"]
 
 
 async def test_one_of_a_driver_that_keeps_dying_ends_it(use: Use, tmp_path: Path) -> None:
@@ -210,6 +283,26 @@ async def test_what_an_earlier_fleet_left_is_adopted_and_the_rest_drained(use: U
         assert [len(actor.starts) for actor in there] == [2, 2, 1], "those that run are taken, whatever their number"
         await eventually(lambda: there[2].ended.done() and other.ended.done())
         assert not there[0].ended.done()
+
+
+async def test_what_runs_is_adopted_before_what_waits_for_a_node(use: Use, tmp_path: Path) -> None:
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
+    runs = left_behind(ray, "decode-1", resources={"baton_decode": 1})
+    left_behind(ray, "decode-0", resources={"baton_decode": 1})
+    async with keeping(tmp_path, wanted()) as fleet:
+        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
+        await for_a_while()
+        assert (len(runs.starts), runs.ended.done()) == (2, False)
+
+
+async def test_one_that_ends_before_it_is_told_to_is_nobodys_failure(use: Use, tmp_path: Path) -> None:
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
+    other = left_behind(ray, "hybrid-1")
+    names = ray.util.list_named_actors
+    ray.util.list_named_actors = lambda: ["worker-hybrid-0", *names(), "worker-hybrid-2"]  # which it no longer finds
+    async with keeping(tmp_path, wanted()):
+        await eventually(other.ended.done)
+        await for_a_while()
 
 
 async def test_the_rest_is_not_drained_before_ours_serve_or_are_known_to_wait(
@@ -285,7 +378,7 @@ async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, 
         drained = next(worker_id for worker_id, node in ray.where.items() if node == "e")
         ray.serving(drained).end(NODE_LEAVES)
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-        assert len(ray.living) == 2, "nobody asks for what nobody offers"
+        await eventually(lambda: len(ray.living) == 2)  # nobody asks for what nobody offers
         ray.lose("e")
         ray.lose("d")
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1})
@@ -293,6 +386,51 @@ async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, 
         assert fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1}
         ray.add("g", baton_decode=1)
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
+
+
+async def test_one_that_may_serve_is_not_ended_for_want_of_places(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_fleet, "ADOPT_LIMIT_S", 5.0)
+    ray = use(FakeRay(p={"baton_prefill": 1}))
+    there = []
+    for worker_id, node in {"decode-0": "f", "decode-1": "d", "decode-2": "e"}.items():
+        ray.add(node, baton_decode=1)
+        there.append(left_behind(ray, worker_id, resources={"baton_decode": 1}))
+        there[-1].placed = Future()  # where it is it will say when it has time
+    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
+        await eventually(lambda: sum(fleet.stages.values()) == 4)
+        ray.lose("f")
+        await eventually(lambda: sum(fleet.stages.values()) == 3)
+        await for_a_while()
+        assert [actor.is_dead for actor in there] == [True, False, False]
+        there[1].placed.set_result("d")
+        there[2].placed.set_result("e")
+        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2})
+        assert ray.where == {"prefill-0": "p", "decode-1": "d", "decode-2": "e"}
+
+
+async def test_one_that_gets_a_place_while_another_is_dropped_stays(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}, e={"baton_decode": 2}))
+    ray.releases["e"] = {**release_probe()(), "Baton": "0.0.9"}
+    drop = RayFleet._drop
+    asked: list[str] = []
+    on_g: list[FakeActor] = []
+
+    async def slowly(fleet: RayFleet, worker_id: str) -> None:
+        await drop(fleet, worker_id)
+        asked.append(worker_id)
+        if not on_g:
+            ray.add("g", baton_decode=1)
+            await eventually(lambda: "g" in ray.where.values())
+            on_g.extend(actor for actor in ray.living if actor.node == "g")
+
+    monkeypatch.setattr(RayFleet, "_drop", slowly)
+    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
+        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1, (D, Stage.WAITING): 2})
+        ray.lose("e")
+        await eventually(lambda: len(asked) == 2)
+        await for_a_while()
+        assert fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2}
+        assert [actor.is_dead for actor in on_g] == [False]
 
 
 async def test_without_being_told_to_places_are_not_filled(use: Use, tmp_path: Path) -> None:
