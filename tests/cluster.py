@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,10 +26,12 @@ from baton.store.private_redis import redis_command
 from baton.wire.admin import AdminClient
 from baton.wire.channel import channel_options, open_channel
 from tests.redis_proxy import RedisProxy
+from tests.secured import ADMIN, Secured
 from tests.times import TEST_TIMES
 
 HOST = "127.0.0.1"
 START_S = 90.0
+PROGRAM = "baton.cli"
 CALM_S = 10.0
 """I2: so long after the last request and the last fault nothing may be left."""
 
@@ -41,14 +44,24 @@ class History(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Where clients reach a gateway."""
+
+    url: str
+    grpc_address: str
+
+
 class ProcessCluster:
     """Processes by name: `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, …
 
     `history` is what clients asked of it since its start; whoever asks something adds to it.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, settings: Mapping[str, Any], secured: Secured | None = None) -> None:
+        """`secured`: without it, in plain text, and everybody may do everything."""
         self.directory = directory
+        self.secured = secured
         self.settings: dict[str, Any] = {
             "host": HOST,
             "model": "demo",
@@ -58,6 +71,7 @@ class ProcessCluster:
             "threads_per_worker": 1,
             "policy": "least_loaded",  # which workers a request meets is what these tests are about: it must not depend on measured seconds
             **TEST_TIMES,
+            **({} if secured is None else secured.settings()),
             **settings,
         }
         self.children: dict[str, Child] = {}
@@ -78,7 +92,8 @@ class ProcessCluster:
         if self.redis_proxy is not None:
             self.settings["redis_url"] = await self.redis_proxy.start(redis.url)
         http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
-        self.url, self.grpc_address = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
+        scheme = "http" if self.secured is None else "https"
+        self.url, self.grpc_address = f"{scheme}://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
         names = {f"{role[0]}{i}": role for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid)) for i in range(n)}
         self.roles = names
         await asyncio.gather(
@@ -89,17 +104,29 @@ class ProcessCluster:
         if wait:
             await self.wait_ready()
 
-    async def start_worker(self, name: str, *, failpoints: str = "", **settings: Any) -> None:
+    async def start_worker(self, name: str, *, failpoints: str = "", program: str = PROGRAM, **settings: Any) -> None:
         """A (new) life of the worker `name`."""
         role = self.roles.setdefault(name, {"p": "prefill", "d": "decode", "h": "hybrid"}[name[0]])
-        await self.start_service(name, "worker", failpoints=failpoints, worker_id=name, role=role, **settings)
+        await self.start_service(name, "worker", failpoints=failpoints, program=program, worker_id=name, role=role, **settings)
 
-    async def start_service(self, name: str, command: str, *, failpoints: str = "", **settings: Any) -> None:
+    async def start_service(
+        self,
+        name: str,
+        command: str,
+        *,
+        failpoints: str = "",
+        max_open_files: int | None = None,
+        program: str = PROGRAM,
+        **settings: Any,
+    ) -> None:
+        """`max_open_files`: all that the process may have open. `program`: the module that it runs, with the command line of Baton's."""
         known = {setting.name for setting in settings_of(SERVICES[command])}
         values = {key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None}
         file = self.directory / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**values, "log_dir": str(self.directory / "logs" / name)}))
-        await self._start_child(name, baton_command(command, file), {"BATON_FAILPOINTS": failpoints} if failpoints else {})
+        limited = [] if max_open_files is None else ["/bin/sh", "-c", f'ulimit -n {max_open_files} && exec "$@"', "sh"]
+        argv = [*limited, *(program if word == PROGRAM else word for word in baton_command(command, file))]
+        await self._start_child(name, argv, {"BATON_FAILPOINTS": failpoints} if failpoints else {})
 
     async def _start_child(self, name: str, argv: list[str], environ: dict[str, str], ready: Any = None) -> None:
         output = self.directory / f"{name}.out"
@@ -127,12 +154,28 @@ class ProcessCluster:
         assert child.exit_code is not None
         return child.exit_code
 
-    async def wait_ready(self) -> None:
+    async def until_ended(self, name: str, limit_s: float = 60.0) -> int:
+        """Wait until a process that was told to stop has done so; the exit code."""
+        async with asyncio.timeout(limit_s):
+            while self.children[name].exit_code is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return await self.stop_one(name)
+
+    async def start_gateway(self, name: str, *, max_open_files: int | None = None, **settings: Any) -> "Doors":
+        """One more, beside `gateway`; returns when it is ready."""
+        http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
+        await self.start_service(name, "gateway", max_open_files=max_open_files, http_port=http_port, grpc_port=grpc_port, **settings)
+        doors = Doors(url=f"{self.url.partition(':')[0]}://{HOST}:{http_port}", grpc_address=f"{HOST}:{grpc_port}")
+        await self.wait_ready(doors.url)
+        return doors
+
+    async def wait_ready(self, url: str | None = None) -> None:
+        """The gateway there; by default `gateway`."""
         last = ""
-        async with httpx.AsyncClient(timeout=2.0) as client:
+        async with httpx.AsyncClient(timeout=2.0, verify=True if self.secured is None else self.secured.trust) as client:
             for _ in range(int(START_S / 0.05)):
                 try:
-                    answer = await client.get(f"{self.url}/ready")
+                    answer = await client.get(f"{url or self.url}/ready")
                     last = answer.text
                     if answer.status_code == 200:
                         return
@@ -142,8 +185,9 @@ class ProcessCluster:
         raise AssertionError(f"not ready: {last}; see {self.directory}")
 
     async def status(self) -> ClusterStatus:
-        async with open_channel(self.grpc_address, channel_options(1.0)) as channel:
-            return await AdminClient(channel, self.grpc_address).status()
+        tls, key = (None, "") if self.secured is None else (self.secured.front, self.secured.bearer(ADMIN))
+        async with open_channel(self.grpc_address, channel_options(1.0), tls) as channel:
+            return await AdminClient(channel, self.grpc_address, authorization=key).status()
 
     async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
         """Poll the cluster's status until it is so. Raises AssertionError with the last one."""
@@ -200,8 +244,8 @@ class ProcessCluster:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     async def stop(self) -> None:
-        """Everything, the gateway first; nothing may be left."""
-        order = sorted(self.children, key=lambda name: (name != "gateway", name == "redis"))
+        """Everything, gateways first; nothing may be left."""
+        order = sorted(self.children, key=lambda name: (name[0] != "g", name == "redis"))
         pids = [self.pid(name) for name in order]
         for name in order:
             self.children[name].resume()
@@ -222,11 +266,12 @@ async def process_cluster(
     failpoints: Mapping[str, str] | None = None,
     wait: bool = True,
     redis_proxy: RedisProxy | None = None,
+    tenants: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[ProcessCluster]:
-    """A running cluster; what a failed test leaves is cleaned up, too."""
+    """A running cluster; what a failed test leaves is cleaned up, too. `tenants`: with TLS everywhere, and a key for each of them."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        cluster = ProcessCluster(Path(directory), settings)
+        cluster = ProcessCluster(Path(directory), settings, Secured.new(Path(directory), *tenants) if tenants else None)
         cluster.redis_proxy = redis_proxy
         try:
             await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid, failpoints=failpoints, wait=wait)

@@ -1,6 +1,8 @@
 """What `helm install` prints, and what `helm test` runs."""
 
 import ast
+import re
+import shlex
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ import yaml
 from tests.deploy.conftest import Rendered
 from tests.deploy.objects import named
 from tests.deploy.renderer import Renderer
+from tests.deploy.test_config import parse_command
 from tests.deploy.value_sets import SETS
 
 
@@ -22,6 +25,16 @@ def test_there_is_a_first_request(chartrender: Renderer, name: str) -> None:
     assert "/v1/completions" in text
     assert "<no value>" not in text
     assert ("BATON_API_KEY=$(kubectl" in text) == (SETS[name].values.get("apiKeys", {}).get("enabled", True))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_status_is_asked_in_the_pod_itself(chartrender: Renderer, name: str) -> None:
+    """A certificate's name may lead elsewhere, or nowhere: it is what is checked, not what is dialled."""
+    (command,) = re.findall(r"baton status [^']*", notes(chartrender, name))
+    arguments = shlex.split(re.sub(r"\$\(.*?\)", "system", command))[1:]
+    parse_command(arguments)
+    assert arguments[arguments.index("--gateway") + 1].startswith("localhost:")
+    assert ("--gateway-name" in arguments) == SETS[name].values.get("frontTls", {}).get("enabled", False)
 
 
 def test_the_try_out_says_what_production_needs(chartrender: Renderer) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from baton.core.cluster import DecisionRecord
 from baton.core.errors import BatonError, Code, Refused, StreamBroken
 from baton.core.front import ClusterStatus, WorkerStatus
 from baton.core.plain import to_plain
-from baton.runtime.drain_socket import asked_to_drain
+from baton.runtime.drain_socket import ANSWER_S, asked_to_drain
 from baton.runtime.network import host_of, own_addresses
 from baton.runtime.settings import FrontDoorSettings
 from baton.runtime.tls import machine_authorities
@@ -222,6 +223,8 @@ def drain(worker: str | None, here: bool, drain_socket: Path | None, wait: bool,
     """
     if here == (worker is not None):
         raise click.UsageError("give the name of a worker, or --here")
+    if not here and click.get_current_context().get_parameter_source("drain_socket") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--drain-socket is of this machine's worker: give it with --here")
     if here and drain_socket is not None:
         left = _drain_at(drain_socket, limit_s if wait else None)
     else:
@@ -340,7 +343,7 @@ class NobodyMeant(BatonError):
 
 def _drain_at(drain_socket: Path, wait_s: float | None) -> list[str]:
     """The same of the one worker that listens there. Raises BatonError where none does."""
-    with asked_to_drain(drain_socket) as (name, has_ended):
+    with asked_to_drain(drain_socket, wait_s or ANSWER_S) as (name, has_ended):
         click.echo(f"{name} finishes what it runs and leaves")
         if wait_s is None:
             return []
@@ -373,9 +376,11 @@ def _work(worker: WorkerStatus) -> str:
 
 
 async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...], limit_s: float) -> list[str]:
-    """Who is not after `limit_s`. Raises StreamBroken where the gateway does not answer for `SILENCE_S`."""
+    """Who is not after `limit_s`. Raises StreamBroken where the gateway does not answer for `SILENCE_S`. A scheduler that has just come
+    lists those that have reported to it so far: whoever is missing is gone only after `FIND_S` there."""
     loop = asyncio.get_running_loop()
     left = {worker.worker.worker_id: worker.worker for worker in leaving}
+    scheduler, complete_s = None, 0.0
     heard_s = loop.time()
     end_s = heard_s + limit_s
     while left and loop.time() < end_s:
@@ -387,6 +392,11 @@ async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...], limit
                 raise
             continue
         heard_s = loop.time()
+        if found.scheduler != scheduler:
+            complete_s = heard_s + FIND_S * (scheduler is not None)
+            scheduler = found.scheduler or scheduler
+        if found.scheduler is None or heard_s < complete_s:
+            continue
         for worker_id, life in tuple(left.items()):
             if not any(life.is_same_life(worker.worker) for worker in found.workers):
                 click.echo(f"{worker_id} has left")

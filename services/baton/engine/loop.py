@@ -183,7 +183,9 @@ class EngineLoop:
             self._hand_over_held()
             result = await step
         finally:
-            step.cancel()  # ended, unless we were interrupted
+            if not step.done():  # we were interrupted
+                step.cancel()
+                await asyncio.wait((step,))
             self.step_started_s = None
             self.last_step_started_s, self.last_step_ended_s = started_s, time()
         self.steps_done += 1

@@ -210,6 +210,13 @@ class LocalCluster:
         with suppress(asyncio.CancelledError):
             await process.task
 
+    async def stop_worker(self, worker_id: str) -> None:
+        """As SIGTERM: it drains, and has ended. What else ended it is raised."""
+        self.workers.pop(worker_id).drain()
+        process = self._processes.pop(worker_id)
+        await process.task
+        await self._switchboard.kill(process.address)
+
     def raise_failures(self) -> None:
         """Raises what ended a process that nobody killed."""
         for process in self._processes.values():

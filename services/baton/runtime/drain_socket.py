@@ -54,17 +54,20 @@ class DrainSocket:
 
 
 @contextmanager
-def asked_to_drain(path: Path) -> Iterator[tuple[str, Callable[[float], bool]]]:
+def asked_to_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str, Callable[[float], bool]]]:
     """Who was asked, and a function that waits so many seconds at most for it to end and says whether it has. Raises BatonError where
-    nobody listens there."""
+    nobody listens there, or nobody answers within `answer_s`: who is busy does so late, and drains all the same."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(ANSWER_S)
+        sock.settimeout(answer_s)
         try:
             sock.connect(os.fspath(path))
+        except OSError as error:
+            raise BatonError(f"no worker listens at {path}: {error.strerror or error}") from error
+        try:
             sock.sendall(_ASK)
             name = _line(sock)
         except OSError as error:
-            raise BatonError(f"no worker listens at {path}: {error.strerror or error}") from error
+            raise BatonError(f"the worker at {path} does not answer: {error.strerror or error}") from error
 
         def has_ended(limit_s: float) -> bool:
             sock.settimeout(limit_s)

@@ -291,7 +291,8 @@ def _with_seconds(numbers: list[float]) -> list[float]:
 
 
 def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
-    """(`share_s`, `relax_s`)"""
+    """(`share_s`, `relax_s`). The engine knows how many prompts wait and how many sequences decode; here those that have no place yet stand
+    for the first, those pulled among them, and those that have one for the second."""
     seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
     if not seqs or not row.token_s:
         return inf, 0.0

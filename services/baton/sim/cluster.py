@@ -1,10 +1,10 @@
 """A simulated cluster: `fleet.local` over the simulator's leaves, all of it from one seed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from baton.core.ids import WorkerRef
-from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
 from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -41,6 +41,8 @@ class SimCluster(LocalCluster):
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
         self.memories: dict[str, SimMemory] = {}
         """Of each worker's present life."""
+        self.layout_version = LAYOUT_VERSION
+        """Of workers that start from now on: another one is another release's."""
         super().__init__(
             config=config,
             switchboard=self.network,
@@ -54,7 +56,7 @@ class SimCluster(LocalCluster):
 
     def _make_sim_leaves(self, worker: WorkerRef, config: WorkerConfig) -> WorkerLeaves:
         model = self.model
-        layout = sim_layout(config.block_size_tokens)
+        layout = replace(sim_layout(config.block_size_tokens), layout_version=self.layout_version)
         memory = SimMemory(model.num_blocks, config.block_size_tokens)
         self.memories[worker.worker_id] = memory
         lives = MemoryLifeTable(bytearray(ENTRY_BYTES * model.num_blocks), worker.worker_epoch)

@@ -40,6 +40,8 @@ class SimFabric:
     def __init__(self, rng: Random, link: LinkModel) -> None:
         self.rng = rng
         self.link = link
+        self.pairs: set[tuple[str, str]] = set()
+        """(reader, owner), by agent name, where KV was read."""
         self._hosts: dict[str, _Host] = {}
 
     def add(self, agent_name: str, memory: SimMemory, lives: MemoryLifeTable) -> None:
@@ -151,6 +153,7 @@ class SimTransferBackend:
             if host is None:
                 return ReadState.FAILED
             if destination is not None:
+                self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
                 self._own.write_block(destination, host.memory.block(source_block))
         return ReadState.DONE
 

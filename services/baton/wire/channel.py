@@ -15,6 +15,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 """1 M tokens are 4 MB, already more than grpc's default."""
 MAX_METADATA_BYTES = 64 * 1024
 CONNECT_S = 5.0
+HANDSHAKE_S = 10.0
+"""By itself grpc leaves a connection whose client does not go on with TLS its descriptor for two minutes; keepalive comes later."""
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 1.0
 
 
@@ -53,6 +55,7 @@ def server_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTE
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_S)),
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(heartbeat_s / 2)),
         ("grpc.http2.max_ping_strikes", 0),
     ]

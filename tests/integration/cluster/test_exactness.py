@@ -45,7 +45,7 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
     [
         pytest.param({"prefill": 2, "decode": 2}, {"transfer": "nixl"}, marks=pytest.mark.long),
         ({"prefill": 0, "decode": 0, "hybrid": 1}, {}),
-        ({"prefill": 1, "decode": 1}, {"transfer": "local"}),
+        pytest.param({"prefill": 1, "decode": 1}, {"transfer": "local"}, marks=pytest.mark.long),
     ],
     ids=["2P+2D", "hybrid", "shared-memory"],
 )

@@ -47,6 +47,10 @@ class GatewayProcess:
         self._process = psutil.Process(child.pid)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def rss_bytes(self) -> int:
         return int(self._process.memory_info().rss)
 

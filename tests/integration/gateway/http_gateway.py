@@ -29,6 +29,7 @@ class HttpGateway:
     port: int
     client: httpx.AsyncClient
     server: HttpServer
+    app: App
 
     @property
     def url(self) -> str:
@@ -115,4 +116,4 @@ async def http_gateway(
             HttpServer(app, sock, receive_deadline_s=receive_deadline_s, tls=tls) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,
         ):
-            yield HttpGateway(cluster=c, port=server.port, client=client, server=server)
+            yield HttpGateway(cluster=c, port=server.port, client=client, server=server, app=app)

@@ -15,6 +15,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from baton.wire.admin import AdminClient
 from baton.wire.channel import channel_options, open_channel
 from baton.wire.server import GrpcServer
+from tests import grpc_methods
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import cluster, until
 
@@ -52,6 +53,18 @@ async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(gatewa
         assert answer.status_code == 401, answer.text
         assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("authentication_error", "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
+    assert not gateway.cluster.scheduler.queries
+
+
+async def test_row_45_every_route_there_is_wants_a_key_but_two(gateway: HttpGateway) -> None:
+    """Walks the application's own table, so that a route that is added is looked at, too."""
+    for headers in ({}, bearer("wrong")):
+        is_open = set()
+        for path, (method, _) in gateway.app._routes.items():
+            answer = await gateway.client.request(method, f"{path}x" if path.endswith("/") else path, headers=headers)
+            if answer.status_code != 401:
+                is_open.add(path)
+        assert is_open == set(OPEN)
     assert not gateway.cluster.scheduler.queries
 
 
@@ -173,6 +186,18 @@ async def over_grpc() -> AsyncIterator[str]:
             yield f"127.0.0.1:{port}"
         finally:
             await server.stop(1.0)
+
+
+async def test_row_45_every_method_there_is_wants_a_key() -> None:
+    """Those of Baton's public services; gRPC's own health and reflection are for probes, and tell of nothing else."""
+    public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
+    assert len(public) >= 7
+    async with over_grpc() as address, open_channel(address, channel_options(5.0)) as channel:
+        for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", f"Basic {ALICE}"),)):
+            for method in public:
+                call = channel.unary_stream(method.path)(method.message().SerializeToString(), metadata=metadata, timeout=20)
+                assert (await call.code()).name == "UNAUTHENTICATED", method.path
+                assert "key" in await call.details()
 
 
 async def test_grpc_wants_the_same_keys() -> None:

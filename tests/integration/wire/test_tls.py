@@ -22,6 +22,7 @@ from baton.gateway.openai_api import server as http_server
 from baton.runtime.config import load
 from baton.runtime.settings import SchedulerConfig
 from baton.runtime.tls import Pair
+from baton.wire import channel as wire_channel
 from baton.wire import network as wire_network
 from baton.wire import scheduler as wire_scheduler
 from baton.wire.admin import AdminClient
@@ -137,6 +138,17 @@ async def test_garbage_at_the_port_harms_nobody(ours: Authority) -> None:
             _, writer = await asyncio.open_connection(*address.split(":"))
             writer.write(garbage)
             writer.close()
+        assert await asked(address, ours.service("client"))
+
+
+@pytest.mark.parametrize("begins", [b"", b"\x16\x03\x01\x01\x00\x01"])
+async def test_who_does_not_go_on_with_the_handshake_is_closed(ours: Authority, monkeypatch: pytest.MonkeyPatch, begins: bytes) -> None:
+    monkeypatch.setattr(wire_channel, "HANDSHAKE_S", 0.5)
+    async with scheduler(ours.service()) as address, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(begins)
+        assert await reader.read() == b""
+        writer.close()
         assert await asked(address, ours.service("client"))
 
 

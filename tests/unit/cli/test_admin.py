@@ -14,7 +14,7 @@ from baton.cli import admin
 from baton.cli.main import cli, main
 from baton.core.cluster import DecisionRecord, WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
-from baton.core.front import ClusterStatus
+from baton.core.front import ClusterStatus, ProcessInfo
 from tests.builders import cluster_status, decision_record, worker_report
 
 UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
@@ -138,6 +138,17 @@ def test_waiting_ends_when_that_life_is_gone(monkeypatch: pytest.MonkeyPatch) ->
     done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
     assert done.stdout.splitlines()[-1] == "w0 has left"
     assert gateway.statuses == [after], "it has waited for that status"
+
+
+def test_a_scheduler_that_has_just_come_does_not_know_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "FIND_S", 0.6)
+    before = cluster_status(*on("a", "w0"))
+    new = replace(before, scheduler=ProcessInfo(process_id="another"))
+    gone = [replace(new, workers=()), replace(new, workers=())]
+    gateway = StandIn(before, before, replace(before, scheduler=None, workers=()), replace(new, workers=()), new, *gone)
+    done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
+    assert done.stdout.splitlines()[-1] == "w0 has left"
+    assert gateway.statuses == gone[-1:], "not when it was missing from what a new scheduler knew"
 
 
 def test_waiting_ends_when_the_gateway_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,8 +241,7 @@ class PairTile {
    private:
     // 16 tokens from `index` on, of which `count` exist, to column `column` of the keys and row `column` of the values.
     // `ahead`: a token whose KV, and that of the 15 after it, is fetched meanwhile, a line for each line read: the processor does not guess
-    // where the next stretch lies, and asked for all of it at once it stalls. Decode reads KV 1.8 times as fast with heads of 64, 1.25 with
-    // 128 (2 cores of Zen 5).
+    // where the next stretch lies, and asked for all of it at once it stalls. What that brings is in docs/benchmarks.md.
     void pack(const KvRows<Bf16>& kv, int index, int count, int column, int ahead) {
         const int dim = kv.head_dim;
         const Bf16* next_key = kv.key(ahead);

@@ -1,0 +1,261 @@
+"""A gateway at its limits, and at its end: clients that do not read, no file descriptor left, SIGTERM (rows 42, 44 and 49)."""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.runtime.settings import GatewayConfig
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.wire.channel import channel_options, open_channel
+from baton.wire.convert_front import to_generate_request
+from tests.cluster import Doors, ProcessCluster, process_cluster
+from tests.hostile import ACK, BEGIN, PING, SETTINGS, frame, grpc_call, grpc_message, our_errors
+from tests.integration.gateway.http_gateway import request_bytes
+from tests.paced_answer import paced_answer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+VOCAB_SIZE, SEED = 4096, 7
+STEP_MS = 10
+LONG = 400
+"""Tokens of an answer that takes four seconds, however fast the machine is."""
+COMPLETIONS = "/v1/completions"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[ProcessCluster]:
+    async with process_cluster(
+        prefill=1,
+        decode=1,
+        device="paced",
+        paced_costs=f"step={STEP_MS}ms,prefill_token=20us",
+        transfer="local",
+        kv_memory=256 * 2**20,
+        drain_s=60.0,
+    ) as running:
+        yield running
+
+
+def prompt_of(number: int) -> list[int]:
+    rng = Random(number)
+    return [rng.randrange(4, VOCAB_SIZE) for _ in range(40)]
+
+
+def body_of(number: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt_of(number), "max_tokens": max_tokens, "temperature": 1.0, "seed": SEED, "ignore_eos": True} | more
+
+
+def right(number: int, max_tokens: int) -> list[int]:
+    return paced_answer(prompt_of(number), seed=SEED, max_tokens=max_tokens, vocab_size=VOCAB_SIZE)
+
+
+def open_grpc(doors: Doors) -> grpc.aio.Channel:
+    return open_channel(doors.grpc_address, channel_options(1.0))
+
+
+class Stream:
+    """A streamed answer, read by a task as it comes, over HTTP or gRPC."""
+
+    def __init__(self, doors: Doors, number: int, *, over: str) -> None:
+        self.number = number
+        self.tokens: list[int] = []
+        self.has_begun = asyncio.Event()
+        self.task = asyncio.create_task((self._over_http if over == "http" else self._over_grpc)(doors))
+
+    async def _over_http(self, doors: Doors) -> None:
+        body = body_of(self.number, LONG, stream=True, return_token_ids=True)
+        async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", f"{doors.url}{COMPLETIONS}", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
+            assert line == "" or line == "data: [DONE]"
+
+    async def _over_grpc(self, doors: Doors) -> None:
+        async with open_grpc(doors) as channel:
+            message = to_generate_request(body_of(self.number, LONG))
+            async for chunk in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=60):
+                for choice in chunk.choices:
+                    self._take(choice.token_ids)
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.has_begun.set()
+
+    async def check(self) -> None:
+        """It ends by itself, whole and exact."""
+        await self.task
+        assert self.tokens == right(self.number, LONG)
+
+
+async def streams(doors: Doors) -> list[Stream]:
+    """Four that have begun, over both doors."""
+    made = [Stream(doors, number, over="http" if number % 2 else "grpc") for number in range(4)]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(stream.has_begun.wait() for stream in made))
+    return made
+
+
+def log_of(cluster: ProcessCluster, name: str) -> list[str]:
+    return [line for file in (cluster.directory / "logs" / name).glob("*.log") for line in file.read_text().splitlines()]
+
+
+async def answers(doors: Doors, number: int) -> bool:
+    """Whether a request over a new connection is answered soon."""
+    with suppress(httpx.TransportError):
+        async with httpx.AsyncClient(timeout=2) as client:
+            answer = await client.post(f"{doors.url}{COMPLETIONS}", json=body_of(number, 4, return_token_ids=True))
+            return bool(answer.json()["choices"][0]["token_ids"] == right(number, 4))
+    return False
+
+
+async def answers_grpc(doors: Doors) -> bool:
+    """As above at the other door."""
+    with suppress(grpc.aio.AioRpcError):
+        async with open_grpc(doors) as channel:
+            return bool((await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=2)).models)
+    return False
+
+
+async def test_row_49_a_gateway_that_is_told_to_stop_finishes_its_streams(cluster: ProcessCluster) -> None:
+    doors = await cluster.start_gateway("g1")
+    running = await streams(doors)
+    async with (
+        httpx.AsyncClient(base_url=doors.url, timeout=20) as client,
+        open_grpc(doors) as channel,
+    ):
+        assert (await client.get("/ready")).status_code == 200
+        cluster.signal("g1", signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while (ready := await client.get("/ready")).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (ready.status_code, ready.json()["reasons"]) == (503, ["draining"])
+        assert (await client.get("/health")).status_code == 200
+        for number in (90, 91):  # over the connection that there is, and over the new one that its `close` asks for
+            refused = await client.post(COMPLETIONS, json=body_of(number, 4))
+            assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (503, "draining", "close")
+            assert "retry-after" in refused.headers
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(prompt="x"), timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert not any(stream.task.done() for stream in running), "they run on while it refuses others"
+        for stream in running:
+            await stream.check()
+    assert await cluster.until_ended("g1") == 0
+    assert our_errors(log_of(cluster, "g1")) == []
+    await cluster.check_clean()
+
+
+NUM_IDLE = 270
+MAX_OPEN_FILES = 256
+
+
+async def idle_connections(address: str) -> list[socket.socket]:
+    """More than the other side has descriptors for, that say nothing."""
+    host, port = address.rsplit(":", 1)
+    made = []
+    for _ in range(NUM_IDLE):
+        sock = socket.socket()
+        sock.setblocking(False)
+        with suppress(BlockingIOError, OSError):
+            sock.connect((host, int(port)))
+        made.append(sock)
+    return made
+
+
+@pytest.mark.parametrize("door", ["http", pytest.param("grpc", marks=pytest.mark.long)])
+async def test_row_44_without_a_descriptor_left_streams_go_on_and_others_come_later(cluster: ProcessCluster, door: str) -> None:
+    """Idle clients hold all that there are, and stay: they lose their connections when they have had their time to say something."""
+    name = f"g-{door}"
+    doors = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=2.0)
+    running = await streams(doors)
+    process = psutil.Process(cluster.pid(name))
+    idle = await idle_connections(doors.url.removeprefix("http://") if door == "http" else doors.grpc_address)
+    try:
+        async with asyncio.timeout(20):
+            while process.num_fds() < MAX_OPEN_FILES - 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not any(stream.task.done() for stream in running), "they run while nothing can be opened"
+        for stream in running:
+            await stream.check()
+        async with asyncio.timeout(60):
+            while process.num_fds() > MAX_OPEN_FILES - NUM_IDLE // 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while not (await answers(doors, 44) and await answers_grpc(doors)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        for sock in idle:
+            sock.close()
+    assert await cluster.stop_one(name) == 0
+    assert our_errors(log_of(cluster, name)) == []
+    await cluster.check_clean()
+
+
+NUM_SAMPLES = 32
+
+
+async def not_read_over_http(doors: Doors) -> asyncio.StreamWriter:
+    """A client that asks for a long stream, and reads nothing of it."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(doors.url.rsplit(":", 1)[1])))
+    _, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    body = body_of(42, 3000, n=NUM_SAMPLES, stream=True, return_token_ids=True, logprobs=1)
+    writer.write(request_bytes(COMPLETIONS, json.dumps(body).encode()))
+    return writer
+
+
+async def not_read_over_grpc(doors: Doors) -> None:
+    """As above, by the flow control of HTTP/2: it answers pings, so that it counts as alive, and makes no room for more of the answer.
+    Ends with the connection."""
+    reader, writer = await asyncio.open_connection(*doors.grpc_address.split(":"))
+    message = to_generate_request(body_of(43, 3000, n=NUM_SAMPLES, logprobs=1))
+    writer.write(BEGIN + grpc_call("/baton.v1.Inference/Generate", grpc_message(message.SerializeToString())))
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] in (PING, SETTINGS) and not head[4] & ACK:
+                writer.write(frame(head[3], payload if head[3] == PING else b"", flags=ACK))
+
+
+async def lost_readers(doors: Doors) -> dict[str, int]:
+    """How many requests have ended since their client did not read, by endpoint."""
+    async with httpx.AsyncClient(timeout=20) as client:
+        lines = (await client.get(f"{doors.url}/metrics")).text.splitlines()
+    counts = (line for line in lines if line.startswith("baton_requests_total") and 'reason="slow_reader"' in line)
+    return {line.split('endpoint="')[1].split('"')[0]: round(float(line.rsplit(" ", 1)[1])) for line in counts}
+
+
+async def test_row_42_a_client_that_does_not_read_loses_its_request_and_nobody_else_notices(cluster: ProcessCluster) -> None:
+    """With the buffer that a gateway has by default."""
+    assert GatewayConfig().stream_buffer_bytes <= 256 * 1024
+    doors = Doors(url=cluster.url, grpc_address=cluster.grpc_address)
+    others = [Stream(doors, number, over="http" if number % 2 else "grpc") for number in range(4)]
+    unread = await not_read_over_http(doors)
+    stalled = asyncio.create_task(not_read_over_grpc(doors))
+    async with asyncio.timeout(100):
+        while (await lost_readers(doors)).keys() != {"completions", "grpc"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert await lost_readers(doors) == {"completions": 1, "grpc": 1}
+    for stream in others:
+        await stream.check()
+    await cluster.check_clean()
+    unread.transport.abort()
+    stalled.cancel()
+    await asyncio.wait((stalled,))

@@ -1,0 +1,100 @@
+"""Workers that are told to stop while they have work, and that come back as another release (rows 47 and 50 of the fault table)."""
+
+import asyncio
+import signal
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from baton.core.cluster import WorkerState
+from baton.core.front import ClusterStatus
+from baton.core.request import Sampling
+from tests.cluster import PROGRAM, ProcessCluster, process_cluster
+from tests.integration.cluster import other_release
+from tests.integration.cluster.clients import Ask, Client, Got
+from tests.paced_answer import paced_answer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+VOCAB_SIZE, STEP_MS = 4096, 10
+PACED = {"device": "paced", "paced_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
+
+
+def ask(rng: Random, max_tokens: int) -> Ask:
+    prompt = tuple(rng.randrange(4, VOCAB_SIZE) for _ in range(100))
+    return Ask(prompt=prompt, sampling=Sampling(max_tokens=max_tokens, temperature=1.0, seed=rng.getrandbits(31), ignore_eos=True))
+
+
+def check(got: Got) -> None:
+    assert got.is_whole, got.failure
+    sampling = got.ask.sampling
+    assert got.tokens[0] == paced_answer(got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE)
+
+
+def decoded_by(got: Got) -> str:
+    assert got.timeline is not None
+    return got.timeline.legs[-1].worker_id
+
+
+def runs(status: ClusterStatus, name: str) -> int:
+    return sum(worker.running_seqs for worker in status.workers if worker.worker.worker_id == name)
+
+
+async def test_row_47_a_decode_worker_hands_over_what_it_cannot_finish_and_takes_nothing_new() -> None:
+    """Its streams take twice as long as it may still run."""
+    rng = Random(47)
+    async with process_cluster(prefill=1, decode=2, drain_s=2.0, **PACED) as cluster, Client(cluster) as client:
+        streams = [asyncio.create_task(client.ask(ask(rng, 400))) for _ in range(6)]
+        await cluster.until(lambda s: runs(s, "d0") > 1 and runs(s, "d1") > 1, 30, "both decode")
+        cluster.signal("d0", signal.SIGTERM)
+        await cluster.until(lambda s: any(w.state is WorkerState.DRAINING for w in s.workers), 30, "one drains")
+        for _ in range(6):
+            late = await client.ask(ask(rng, 4))
+            check(late)
+            assert decoded_by(late) == "d1"
+        assert await cluster.until_ended("d0") == 0
+        got = await asyncio.gather(*streams)
+        for one in got:
+            check(one)
+        moved = [one for one in got if one.timeline is not None and one.timeline.attempts > 1]
+        assert moved, "it could not finish them"
+        assert {decoded_by(one) for one in moved} == {"d1"}
+        await cluster.check_clean()
+
+
+async def test_row_50_a_release_with_another_layout_is_rolled_out_under_load() -> None:
+    """One worker after the other comes back with a layout that fits its own release's alone. Nothing fails, and whatever is pulled is
+    pulled within one release."""
+    async with process_cluster(prefill=2, decode=2, drain_s=20.0, **PACED) as cluster:
+        release = {cluster.pid(name): PROGRAM for name in cluster.roles}
+        is_over = asyncio.Event()
+        clients = [asyncio.create_task(keep_asking(cluster, Random(number), is_over)) for number in range(4)]
+        for name in ("p0", "d0", "p1", "d1"):
+            assert await cluster.stop_one(name) == 0
+            await cluster.start_worker(name, program=other_release.PROGRAM)
+            release[cluster.pid(name)] = other_release.PROGRAM
+            await cluster.until_workers("p0", "p1", "d0", "d1")
+            await asyncio.sleep(1.0)
+        is_over.set()
+        got = [one for client in await asyncio.gather(*clients) for one in client]
+        for one in got:
+            check(one)
+        pairs = {pair for one in got for pair in pulled_between(one, release)}
+        assert pairs == {(PROGRAM, PROGRAM), (other_release.PROGRAM, other_release.PROGRAM)}
+        await cluster.check_clean()
+
+
+async def keep_asking(cluster: ProcessCluster, rng: Random, is_over: asyncio.Event) -> list[Got]:
+    got: list[Got] = []
+    async with Client(cluster) as client:
+        while not is_over.is_set():
+            got.append(await client.ask(ask(rng, 30)))
+    return got
+
+
+def pulled_between(got: Got, release: dict[int, str]) -> list[tuple[str, str]]:
+    """(owner's release, reader's) of each handoff; one that was computed where it is decoded has none."""
+    assert got.timeline is not None
+    legs = got.timeline.legs
+    return [(release[owner.pid], release[reader.pid]) for owner, reader in pairwise(legs) if reader.kv_bytes and owner.num_computed_tokens]

@@ -1,0 +1,229 @@
+"""Requests that name fields of ours, addresses, templates and grammars (row 39): refused by name, and nobody is called because of them."""
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.hostile import say
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"role": "user", "content": "hello"}
+BOMB = 'root ::= a{1000}\na ::= b{1000}\nb ::= c{1000}\nc ::= "x" | a b c\n'
+DEEP: Any = json.loads('{"properties": {"x": ' * 12 + '{"type": "string"}' + "}}" * 12)
+
+
+def internal_fields(address: str) -> dict[str, Any]:
+    """Fields that other servers take, or that our own messages have, with `address` wherever one would do."""
+    host, port = address.rsplit(":", 1)
+    url = f"http://{address}/x"
+    return {
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "remote_host": host,
+            "remote_port": int(port),
+            "remote_engine_id": url,
+            "remote_block_ids": [0, 1],
+        },
+        "bootstrap_host": host,
+        "bootstrap_port": int(port),
+        "bootstrap_room": 1,
+        "prefill": {"worker_id": "p0", "worker_epoch": 1, "address": address},
+        "decode": {"address": address},
+        "worker_id": address,
+        "decision_id": url,
+        "transfer_id": 1,
+        "job": {"request_id": url, "attempt": 0},
+        "source": {"worker": {"address": address}, "num_blocks": 9},
+        "request_id": url,
+        "sample_indices": [0],
+        "cache_salt": "other-tenant",
+        "tenant": "other-tenant",
+        "data_parallel_rank": 0,
+        "lora_path": url,
+        "nvext": {"backend_instance_id": 1, "router": url},
+        "vllm_xargs": {"endpoint": url},
+        "otlp_endpoint": url,
+        "trust_remote_code": True,
+    }
+
+
+def templates_and_grammars(url: str) -> dict[str, Any]:
+    return {
+        "chat_template": "{% for i in range(10**12) %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endfor %}",
+        "chat_template_kwargs": {"x": "{{ cycler.__init__.__globals__.os.popen('id').read() }}"},
+        "documents": [{"title": "x", "text": url}],
+        "guided_grammar": BOMB * 2000,
+        "guided_regex": "(a|a?)+{1,1000}$",
+        "guided_json": DEEP,
+        "guided_choice": [url] * 10_000,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP | {"$ref": url}}},
+        "structured_outputs": {"grammar": BOMB},
+        "tools": [{"type": "mcp", "server_url": url, "server_label": "x"}],
+        "web_search_options": {"user_location": url},
+        "logits_processors": ["os.system"],
+    }
+
+
+def parts_with(url: str) -> list[Any]:
+    """Contents of a message that somebody would have to fetch."""
+    return [
+        [{"type": "image_url", "image_url": {"url": url}}],
+        [{"type": "video_url", "video_url": {"url": url}}],
+        [{"type": "audio_url", "audio_url": {"url": url}}],
+        [{"type": "file", "file": {"file_id": url}}],
+        [{"type": "text", "text": "x", "cache_control": {"url": url}}],
+    ]
+
+
+def refused_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(path, word of the refusal, body)."""
+    url = f"http://{address}/x"
+    for path, good in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [HELLO]})):
+        for name, value in (internal_fields(address) | templates_and_grammars(url)).items():
+            yield path, name, good | {name: value}
+        yield path, "model", good | {"model": url}
+        yield path, "model", good | {"model": "../../../etc/passwd"}
+        yield path, "model", good | {"model": "somebody/on-a-hub"}
+    for content in parts_with(url):
+        yield CHAT, "content", {"messages": [{"role": "user", "content": content}]}
+    yield CHAT, "tool", {"messages": [HELLO | {"role": "tool", "tool_call_id": url}]}
+
+
+def harmless_headers(address: str) -> dict[str, str]:
+    """Headers with which somebody may hope to be called back; none of them is ours to follow."""
+    url = f"http://{address}/x"
+    names = "x-request-id x-forwarded-for x-forwarded-host forwarded referer origin x-callback-url x-prefill-host-port baggage via".split()
+    return dict.fromkeys(names, url) | {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "host": address}
+
+
+async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
+    """Everything that could make the gateway call `address`. Each request is refused by name, or answered as if it had not named it."""
+    for path, word, body in refused_bodies(address):
+        answer = await gateway.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+        assert answer.status_code == (404 if word == "model" else 400), (word, answer.text)
+        assert word in answer.json()["error"]["message"], answer.text
+    url = f"http://{address}/x"
+    labels = {"user": url, "metadata": {"callback": url}, "safety_identifier": address, "prompt_cache_key": url}
+    for body, headers in ((good_body(**labels), {}), (good_body(), harmless_headers(address))):
+        answer = await gateway.http.post(COMPLETIONS, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert address not in answer.text
+        assert url not in answer.headers.values()
+    for path in (f"/v1/models/{url}", f"/debug/decisions/{address}", f"/{url}"):
+        assert (await gateway.http.get(path)).status_code in (400, 404)
+    for line in (f"CONNECT {address} HTTP/1.1", f"GET {url} HTTP/1.1"):
+        heard = await say(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
+        assert heard.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), heard.data
+    await gateway.check()
+
+
+async def test_what_a_client_names_is_refused_and_never_called() -> None:
+    """The address is one where somebody listens, who would notice."""
+    calls = 0
+
+    def called(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        writer.close()
+
+    async with await asyncio.start_server(called, "127.0.0.1", 0) as trap, gateway_process() as gateway:
+        host, port = trap.sockets[0].getsockname()
+        await say_all_of_it(gateway, f"{host}:{port}")
+        assert calls == 0
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        async with asyncio.timeout(20):
+            while not calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+# The same where whatever leaves is counted, to whomever it goes.
+
+ELSEWHERE = "203.0.113.7:80"
+"""An address reserved for documentation."""
+NAMED = "callback.example.org:80"
+"""To look this up is to leave, too."""
+_CLONE_NEWNET = 0x40000000
+
+
+def why_not() -> str:
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        return "needs root and ip"
+    try:
+        with counted_network():
+            return ""
+    except subprocess.CalledProcessError:
+        return "network namespaces cannot be made here"
+
+
+class Network:
+    """A network namespace with one way out, behind which there is nobody; what leaves through it is counted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def num_left(self) -> int:
+        told = subprocess.run(["ip", "-n", self.name, "-s", "-j", "link", "show", "out"], capture_output=True, check=True).stdout
+        packets: int = json.loads(told)[0]["stats64"]["tx"]["packets"]
+        return packets
+
+    def enter(self) -> None:
+        """The calling thread, and what it starts, is there from now on."""
+        with open(f"/var/run/netns/{self.name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+
+@contextmanager
+def counted_network() -> Iterator[Network]:
+    name = f"bo{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+    try:
+        for words in (
+            "link set lo up",
+            "link add out type veth peer name beyond",
+            "link set out addrgenmode none",  # so that it says nothing by itself
+            "link set beyond addrgenmode none",
+            "addr add 10.99.99.1/24 dev out",
+            "link set beyond up",
+            "link set out up",
+            "route add default via 10.99.99.2",
+        ):
+            subprocess.run(["ip", "-n", name, *words.split()], check=True, capture_output=True)
+        yield Network(name)
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+async def say_all_of_it_there(network: Network) -> None:
+    async with gateway_process() as gateway:
+        before = network.num_left()
+        for address in (ELSEWHERE, NAMED):
+            await say_all_of_it(gateway, address)
+        assert network.num_left() == before
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.sendto(b"x", (ELSEWHERE.partition(":")[0], 80))
+    async with asyncio.timeout(20):  # what leaves is counted
+        while network.num_left() == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_nothing_leaves_the_gateways_network() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with counted_network() as network, ThreadPoolExecutor(1, initializer=network.enter) as thread:
+        thread.submit(lambda: asyncio.run(say_all_of_it_there(network))).result()

@@ -1,0 +1,59 @@
+"""A release with another KV layout, rolled out worker by worker under load (row 50): nobody reads blocks of the other one."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from baton.core.kv_layout import LAYOUT_VERSION
+from baton.sim import virtual_time
+from baton.sim.chaos import Storm, audit_caches, plan_requests
+from baton.sim.clients import run_client
+from baton.sim.cluster import SimCluster
+from tests.scale import sized
+from tests.sim.test_storm import MODEL, POLICY_BY_SEED, config
+
+pytestmark = pytest.mark.sim
+
+LOAD = Storm(num_requests=100, duration_s=14.0, cancelled=0.0)
+
+
+@pytest.mark.parametrize("seed", range(sized(3, 200)))
+def test_nothing_fails_and_only_workers_of_one_release_read_from_each_other(seed: int) -> None:
+    async def main() -> None:
+        rng = Random(seed)
+        cluster = SimCluster(config(POLICY_BY_SEED[seed % len(POLICY_BY_SEED)]), MODEL, seed)
+        await cluster.start()
+        await asyncio.sleep(1.0)
+        release: dict[str, int] = {}
+
+        def note() -> None:
+            for worker in cluster.workers.values():
+                release.setdefault(f"sim-{worker.worker}", cluster.layout_version)
+
+        note()
+        requests = plan_requests(LOAD, rng, start_s=asyncio.get_running_loop().time())
+        clients = [asyncio.create_task(run_client(request, cluster.gateway)) for request in requests]
+        names = sorted(cluster.workers)
+        for name in rng.sample(names, len(names)):
+            await asyncio.sleep(rng.uniform(1.5, 3.0))
+            role = cluster.workers[name].role
+            await cluster.stop_worker(name)
+            cluster.layout_version = LAYOUT_VERSION + 1
+            cluster.start_worker(name, role)
+            note()
+        for client in clients:
+            answer = await client
+            answer.check(MODEL.vocab_size)
+            assert answer.outcome == "finished"
+        pairs = {(release[reader], release[owner]) for reader, owner in cluster.fabric.pairs}
+        assert pairs == {(version, version) for version in (LAYOUT_VERSION, LAYOUT_VERSION + 1)}
+        assert {report.layout.layout_version for report in cluster.gateway.view.reports} == {LAYOUT_VERSION + 1}, "the old pool is empty"
+        await asyncio.sleep(20.0)
+        for worker in cluster.workers.values():
+            worker.check_clean()
+        assert audit_caches(cluster, requests) > 0
+        cluster.raise_failures()
+        await cluster.aclose()
+
+    virtual_time.run(main())
