@@ -43,7 +43,20 @@ class SchedulerProcess:
         ]
         self.log = log_dir / "scheduler.log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli", "scheduler", "--redis-url", redis_url, "--log-dir", str(log_dir), *times, *args],
+            [
+                sys.executable,
+                "-X",
+                "faulthandler",
+                "-m",
+                "baton.cli",
+                "scheduler",
+                "--redis-url",
+                redis_url,
+                "--log-dir",
+                str(log_dir),
+                *times,
+                *args,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,8 +66,14 @@ class SchedulerProcess:
         self.address = self.ready.removeprefix("ready ").strip()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code. One that does not end says where it is."""
         self.process.send_signal(number)
-        return self.process.wait(LIMIT_S)
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            _, stacks = self.process.communicate(LIMIT_S)
+            raise AssertionError(f"it did not end: {stacks}\n{self.log.read_text()}") from None
 
     def events(self) -> list[str]:
         return [json.loads(line)["event"] for line in self.log.read_text().splitlines()]
@@ -178,9 +197,9 @@ async def test_a_killed_one_is_forgotten(tmp_path: Path, redis: RunningRedis) ->
 
 
 async def test_the_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
-    port = choose_port("127.0.0.1", 0, flag="--admin-port")
-    with scheduler(tmp_path, redis.url, "--admin-port", str(port)) as process:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, network() as dial:
+    with scheduler(tmp_path, redis.url, "--admin-port", "0") as process:
+        admin = next(json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line)
+        async with httpx.AsyncClient(base_url=f"http://{admin}") as client, network() as dial:
             await dial.scheduler(process.address).place(query())
             assert (await client.get("/ready")).json() == {"status": "ready", "reasons": []}
             metrics = (await client.get("/metrics")).text

@@ -52,6 +52,24 @@ async def test_a_killed_server_is_told_and_its_return_noticed(server: RunningRed
     assert await membership.members(MemberKind.WORKER) == (WORKER,)
 
 
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_whoever_is_told_to_end_in_the_middle_of_a_call_ends(connection: RedisConnection, num_turns: int) -> None:
+    async def for_ever() -> None:
+        while True:
+            await connection.ping()
+
+    await connection.ping()
+    task = asyncio.create_task(for_ever())
+    for _ in range(num_turns):  # of the event loop: one of them lies between the end of a write and its notice
+        await asyncio.sleep(0)
+    task.cancel()
+    ended, _ = await asyncio.wait((task,), timeout=1.0)
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert ended
+
+
 async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_question(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership
 ) -> None:
