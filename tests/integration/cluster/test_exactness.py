@@ -44,7 +44,7 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
     ("shape", "settings"),
     [
         pytest.param({"prefill": 2, "decode": 2}, {"transfer": "nixl"}, marks=pytest.mark.long),
-        ({"prefill": 0, "decode": 0, "hybrid": 1}, {}),
+        pytest.param({"prefill": 0, "decode": 0, "hybrid": 1}, {}, marks=pytest.mark.long),
         pytest.param({"prefill": 1, "decode": 1}, {"transfer": "local"}, marks=pytest.mark.long),
     ],
     ids=["2P+2D", "hybrid", "shared-memory"],
@@ -85,7 +85,7 @@ async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(checker: 
     check(checker, got)
 
 
-@pytest.mark.parametrize("name", list(TINY_MODELS) if sized(False, True) else ["llama-one-kv-head", "mistral-window"])
+@pytest.mark.parametrize("name", list(TINY_MODELS) if sized(False, True) else ["mistral-window"])
 async def test_other_architectures(name: str, tmp_path: Path) -> None:
     make: Callable[[], PreTrainedConfig] = TINY_MODELS[name]
     directory = tmp_path / "model"

@@ -16,6 +16,7 @@ from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Ask, Client, Got, ask_all, random_asks
 from tests.integration.test_model_exactness import TINY_MODELS
+from tests.scale import sized
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -128,7 +129,7 @@ async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -
 
 async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(25)
-    asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(8)]
+    asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
     async with process_cluster(prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, handoff_wait_s=20.0) as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()
@@ -140,7 +141,7 @@ async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessC
 async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)
     async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60)))) for _ in range(8)]
+        streams = [asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60)))) for _ in range(sized(5, 8))]
         await cluster.until(lambda s: any(w.open_leases for w in s.workers), 20, "a transfer is under way")
         codes = await asyncio.gather(cluster.stop_one("p0"), cluster.stop_one("d0"))
         got = list(await asyncio.gather(*streams))

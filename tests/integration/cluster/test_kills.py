@@ -96,7 +96,7 @@ async def test_prefill_worker_killed_in_mid_prefill(
     await whole(cluster)
     rng = Random(100 + number)
     victim = rng.choice(["p0", "p1"])
-    requests = asks(rng, prompt_tokens=3000, max_tokens=8)
+    requests = asks(rng, prompt_tokens=sized(1500, 3000), max_tokens=8)
 
     async def mid_prefill() -> None:
         await until_busy(cluster, victim)

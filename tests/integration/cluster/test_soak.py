@@ -20,10 +20,10 @@ NUM_CLIENTS = 64
 NUM_ASKS = 600
 """Different requests, of which clients choose: their blocks are found in caches, and driven out of them, all the time."""
 LEAVE_SHARE = 0.25
-WARM_UP_S = sized(2.0, 10.0)
-SECONDS = sized(8.0, 60.0)
+WARM_UP_S = sized(1.0, 10.0)
+SECONDS = sized(5.0, 60.0)
 SETTLE_S = 10.0
-MAX_CHECKED = sized(40, 1000)
+MAX_CHECKED = sized(24, 1000)
 PROCESSES = ("gateway", "scheduler", "p0", "d0")
 GROWTH_MB = 20.0
 """Of memory, beyond 5 %: a scheduler remembers its last 4,096 decisions on purpose, which takes most of that."""

@@ -189,6 +189,15 @@ def test_ctrl_c_leaves_nothing(serving: tuple[Up, Leftovers]) -> None:
     left.assert_gone()
 
 
+def test_one_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    with up(tmp_path, *ONE_WORKER) as running:
+        running.until("^ray ")
+        left = running.leftovers()
+        running.signal(signal.SIGKILL)
+        left.assert_gone(GONE_S)
+
+
+@pytest.mark.long
 def test_two_at_once_do_not_meet_and_leave_nothing_when_killed_and_by_sigterm(tmp_path: Path) -> None:
     with up(tmp_path / "a", *ONE_WORKER) as first, up(tmp_path / "b", *ONE_WORKER) as second:
         ours, theirs = first.until_ready(), second.until_ready()
