@@ -26,15 +26,19 @@ def tokens_beside(
     pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: Callable[[], Sequence[Part]], *, at_most: int, at_least: int
 ) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt."""
+    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt.
+
+    A step without a prompt is taken to be as much slower now than was measured as steps with one are: while prompts keep coming hardly any
+    step is without, and what slows the one kind slows the other. Else prompts would get less the slower the machine has become."""
     costs = pace.costs()
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
     decode = StepWork.of((), decode_contexts)
     prompts = () if pace.tpot_slo_s else queued()
-    queued_s = costs.step_seconds(StepWork.of(prompts)) - costs.step_s * costs.prefill_factor if prompts else 0.0
-    limit_s = stall_free_step_s(costs.step_seconds(decode), pace.tpot_slo_s, queued_s, len(prompts), len(decode_contexts))
-    room_s = limit_s / costs.mixed_factor - costs.uncorrected_step_s(decode)
+    queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
+    decode_s = costs.uncorrected_step_s(decode) * costs.mixed_factor
+    limit_s = stall_free_step_s(decode_s, pace.tpot_slo_s, queued_s, len(prompts), len(decode_contexts))
+    room_s = (limit_s - decode_s) / costs.mixed_factor
 
     def fits(num_tokens: int) -> bool:
         return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s

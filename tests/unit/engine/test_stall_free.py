@@ -1,6 +1,7 @@
 """A prompt beside sequences that decode: their gaps stay short, and the prompt goes on."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,13 @@ def test_prompts_that_are_many_beside_those_that_decode_get_more_unless_somethin
 
     assert taken(1) == taken(6) < taken(8) < taken(16) < taken(100) <= 512
     assert len({taken(num_prompts, 0.01) for num_prompts in (1, 8, 100)}) == 1
+
+
+def test_a_machine_that_is_slow_for_all_gives_prompts_no_less() -> None:
+    """While prompts keep coming, how slow steps without them are is not seen."""
+    slow = replace(COSTS, mixed_factor=3.0)
+    mine, its = (tokens_beside(pace(costs=costs), [500] * 8, 0, queued(100), at_most=512, at_least=16) for costs in (COSTS, slow))
+    assert mine == its > 16
 
 
 @pytest.mark.parametrize("is_paced", [True, False])
