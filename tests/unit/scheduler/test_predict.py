@@ -28,7 +28,7 @@ def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float, costs: Ste
 
 
 @given(
-    num_tokens=st.integers(64, 15_000),
+    num_tokens=st.integers(64, 6_000),
     seqs=st.integers(0, 40),
     slo_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
     mixed_factor=st.sampled_from([1.0, 2.5]),
