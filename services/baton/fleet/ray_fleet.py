@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.core.cluster import WorkerRole
-from baton.core.errors import BatonError
-from baton.fleet.actors import ask_where, create_actor, drain_others, find_actor, kill_actor, options_of
-from baton.fleet.nodes import Demand, Node, demand_of, places_by_role, workers_on
+from baton.fleet.actors import ask_where, drain_others
+from baton.fleet.nodes import Demand, places_by_role, workers_on
+from baton.fleet.placing import LOOK_S, ActorOf, WorkerFailed
 from baton.fleet.plan import Wanted, WorkerSpec, changes
 from baton.fleet.ray_calls import CALL_LIMIT_S, RayCalls, RayFailed, as_future, cause, the_ray
 from baton.fleet.ray_nodes import NodesRefused, RayNodes
@@ -31,30 +32,10 @@ log = get_logger(__name__)
 
 CONNECT_LIMIT_S = 120.0
 """A Ray on two busy cores takes ten seconds; one that never answers is given up."""
-PLACE_LIMIT_S = 900.0
-"""Until a worker that ends with its driver is on a node of a cluster, which may have to come first. A detached one waits for ever."""
-LOOK_S = 5.0
-"""Between two looks at the nodes while a worker waits for one, or while there shall be as many workers as nodes have places for."""
-ADOPT_LIMIT_S = 30.0
-"""An actor of an earlier driver that has not said within so long on which node it is waits for one itself, and is asked for anew."""
 LEFT_BEHIND_LIMIT_S = 5.0
 """One that has not said so within so long is not preferred to others. Nobody is looked after meanwhile, so this is shorter."""
 WAIT_S = 10.0
 """A worker is asked anew at such intervals whether it has ended, so that a driver that went away leaves no thread of it waiting."""
-NAME_FREE_S = 10.0
-"""Until the name of an actor that was ended may be used again,"""
-NAME_POLL_S = 0.05
-"""which is looked at in such intervals."""
-PLACE_ATTEMPTS = 20
-"""Nodes that turn out to have another Baton, or do not say which, until a worker is given up."""
-SAY_WAITING_S = 10.0
-"""A worker that has not been placed for so long is told of,"""
-SAY_AGAIN_S = 300.0
-"""and again at such intervals."""
-
-
-class WorkerFailed(BatonError):
-    """A worker did not start, or died more often than it may; the message says why, in its own words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +72,7 @@ class _Worker:
     spec: WorkerSpec
     config: WorkerConfig
     budget: RestartBudget
-    actor: Any = None
+    place: ActorOf
     facts: WorkerFacts | None = None
     stage: Stage = Stage.STARTING
     num_failures: int = 0
@@ -211,15 +192,16 @@ class RayFleet:
         ended = []
         for worker in self._workers.values():
             worker.leaving = True
-            if worker.actor is not None:
-                worker.actor.stop.remote()
+            if (actor := worker.place.actor) is not None:
+                actor.stop.remote()
                 if worker.facts is not None:
-                    ended.append(worker.actor.wait.remote(grace_s))
+                    ended.append(actor.wait.remote(grace_s))
         if ended:
             the_ray().wait(ended, num_returns=len(ended), timeout=grace_s)
 
     def _add(self, spec: WorkerSpec, config: WorkerConfig) -> _Worker:
-        worker = _Worker(spec=spec, config=config, budget=RestartBudget(self._limit))
+        place = ActorOf(spec=spec, is_detached=self._is_detached, nodes=self._nodes, ask=self._call)
+        worker = _Worker(spec=spec, config=config, budget=RestartBudget(self._limit), place=place)
         self._workers[spec.worker_id] = worker
         return worker
 
@@ -261,7 +243,7 @@ class RayFleet:
         assert worker.task is not None
         worker.task.cancel()
         await asyncio.wait((worker.task,))
-        await self._call("end a worker", lambda: self._kill(worker))
+        await worker.place.kill()
         log.info("worker_not_wanted", worker=worker_id)
 
     async def _keep_from_the_start(self, worker: _Worker) -> None:
@@ -270,93 +252,18 @@ class RayFleet:
 
     async def _bring_up(self, worker: _Worker) -> WorkerFacts:
         worker.starts()
-        if self._is_detached and await self._is_found_on_a_node(worker):
+        if self._is_detached and await worker.place.is_found_on_a_node():
             try:
                 return await self._start_actor(worker, worker.config)
             except WorkerFailed as error:  # an earlier driver left it so; it has made room
                 log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=str(error))
         if self._joined is None:
-            await self._call("place a worker", lambda: self._create(worker, {}))
+            await worker.place.create({})
             return await self._start_actor(worker, worker.config)
         worker.stage = Stage.WAITING
-        node = await self._place(worker, self._joined.placement)
+        node = await worker.place.place(worker.config, self._joined.placement, partial(self._say_waiting, worker))
         num_workers = max(worker.config.workers_on_host, len(self._workers))
         return await self._start_actor(worker, replace(worker.config, workers_on_host=workers_on(node, num_workers, self._nodes.living)))
-
-    async def _is_found_on_a_node(self, worker: _Worker) -> bool:
-        """Whether an earlier driver has left its actor, and not one that waits for a node, with what was known of nodes at that time."""
-        if not await self._call("look a worker up", lambda: self._find(worker)):
-            return False
-        asked = await self._call("look a worker up", lambda: worker.actor.node_id.remote())
-        try:
-            async with asyncio.timeout(ADOPT_LIMIT_S):
-                await as_future(asked)
-        except Exception as error:  # also those of an actor that has just died
-            why = "it is on no node" if isinstance(error, TimeoutError) else cause(error)
-            log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=why)
-            await self._end(worker)
-            return False
-        return True
-
-    async def _place(self, worker: _Worker, placement: RayPlacement) -> Node:
-        """Have an actor on a node that has our Baton, which Ray chooses; the node. Raises WorkerFailed or NodesRefused."""
-        for _ in range(PLACE_ATTEMPTS):
-            num_refused = len(self._nodes.refused)
-            try:
-                node_id = await self._placed(worker, placement)
-            except WorkerFailed:
-                await self._end(worker)
-                await self._nodes.look()
-                if len(self._nodes.refused) == num_refused:
-                    raise
-                continue  # it was on a node that had just come, with a Baton that could not even make the actor
-            await self._nodes.look()
-            node = self._nodes.node(node_id)
-            if node is not None and self._nodes.is_accepted(node_id):
-                return node
-            await self._end(worker)
-        raise WorkerFailed(f"worker {worker.spec.worker_id} was placed {PLACE_ATTEMPTS} times on nodes that cannot be used")
-
-    async def _placed(self, worker: _Worker, placement: RayPlacement) -> str:
-        """The id of the node on which the actor is, once it is on one; until then Ray's autoscaler sees that a node is missing. What is
-        asked for follows the nodes that come and go. Raises WorkerFailed, but never because a detached one waits."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        end_s = None if self._is_detached else began_s + PLACE_LIMIT_S
-        say_s = began_s + SAY_WAITING_S
-        asked: asyncio.Task[Any] | None = None
-        options: dict[str, Any] | None = None
-        try:
-            while True:
-                await self._nodes.look()
-                demand = demand_of(worker.config, placement, self._nodes.offered)
-                if not self._is_detached:
-                    self._nodes.check(demand)
-                if (new_options := options_of(demand, self._nodes.selector())) != options:
-                    if asked is not None:
-                        asked.cancel()
-                        await self._end(worker)
-                    options = new_options
-                    await self._call("place a worker", lambda options=options: self._create(worker, options))  # type: ignore[misc]
-                    asked = asyncio.create_task(as_future(await self._call("place a worker", lambda: worker.actor.node_id.remote())))
-                assert asked is not None
-                await asyncio.wait((asked,), timeout=LOOK_S if end_s is None else min(LOOK_S, max(0.0, end_s - loop.time())))
-                if asked.done():
-                    return str(asked.result())
-                if end_s is not None and loop.time() >= end_s:
-                    asks = f"it asks for {demand}; of the nodes, {self._nodes.places()}"
-                    raise WorkerFailed(f"worker {worker.spec.worker_id} was not placed within {PLACE_LIMIT_S:g} s: {asks}")
-                if loop.time() >= say_s:
-                    self._say_waiting(worker, demand, loop.time() - began_s)
-                    say_s = loop.time() + SAY_AGAIN_S
-        except BatonError:
-            raise
-        except Exception as error:  # of the actor's making, in one of many classes of Ray's
-            raise WorkerFailed(f"worker {worker.spec.worker_id} could not be placed: {cause(error)}") from error
-        finally:
-            if asked is not None:
-                asked.cancel()
-                await asyncio.wait((asked,))
 
     def _say_waiting(self, worker: _Worker, demand: Demand, waited_s: float) -> None:
         worker.is_settled = True
@@ -370,13 +277,13 @@ class RayFleet:
         worker.starts()
         log_dir = str(self._log_dir) if self._log_dir else None
         arguments = (dump(config), log_dir, self._joined is not None, release_probe()())
-        began = await self._call("start a worker", lambda: worker.actor.start.remote(*arguments))
+        began = await self._call("start a worker", lambda: worker.place.actor.start.remote(*arguments))
         try:
             async with asyncio.timeout(self._start_limit_s):
                 facts: WorkerFacts = await as_future(began)
         except Exception as error:
             why = self._too_slow(worker) if isinstance(error, TimeoutError) else f"did not start: {cause(error)}"
-            await self._end(worker)
+            await worker.place.end()
             raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
         worker.facts, worker.stage, worker.num_failures, worker.is_settled = facts, Stage.SERVING, 0, True
         log.info("worker_started", worker=facts.worker_id, pid=facts.pid, host=facts.host, address=facts.address, seconds=facts.start_s)
@@ -427,27 +334,15 @@ class RayFleet:
         if node_leaves:
             self._nodes.leave(worker.facts.node_id)
         try:
-            await self._end(worker)
+            await worker.place.end()
         except WorkerFailed as error:
             return str(error)
         return ""
 
-    async def _end(self, worker: _Worker) -> None:
-        """End the actor, if there is one, and with it a detached one's claim to its name. Raises WorkerFailed when Ray keeps that."""
-        if not await self._call("end a worker", lambda: self._kill(worker)) or not self._is_detached:
-            return
-        worker_id = worker.spec.worker_id
-        try:
-            async with asyncio.timeout(NAME_FREE_S):
-                while await self._call("look a worker up", lambda: find_actor(worker_id)) is not None:  # noqa: ASYNC110 - nothing says when
-                    await asyncio.sleep(NAME_POLL_S)
-        except TimeoutError:
-            raise WorkerFailed(f"Ray has not let go of the name of worker {worker_id} within {NAME_FREE_S:g} s") from None
-
     async def _until_ended(self, worker: _Worker) -> str:
         """Why it ended; empty when it was asked to, by `baton drain` or by us, `NODE_LEAVES` when its node was drained."""
         while True:
-            asked = await self._call("watch a worker", lambda: worker.actor.wait.remote(WAIT_S))
+            asked = await self._call("watch a worker", lambda: worker.place.actor.wait.remote(WAIT_S))
             try:
                 why: str | None = await as_future(asked)
             except Exception as error:  # an actor's death arrives as one of many classes of Ray's
@@ -461,21 +356,6 @@ class RayFleet:
     def _join_ray(self) -> str:
         assert self._joined is not None
         return join_ray(self._joined.address, self._joined.namespace)
-
-    def _find(self, worker: _Worker) -> bool:
-        """Take the detached actor that an earlier driver left, if there is one."""
-        worker.actor = find_actor(worker.spec.worker_id)
-        return worker.actor is not None
-
-    def _create(self, worker: _Worker, options: dict[str, Any]) -> None:
-        worker.actor = create_actor(worker.spec.worker_id, worker.spec.cores, options, is_detached=self._is_detached)
-
-    def _kill(self, worker: _Worker) -> bool:
-        """Whether there was an actor to kill."""
-        actor, worker.actor = worker.actor, None
-        if actor is not None:
-            kill_actor(actor)
-        return actor is not None
 
     def _too_slow(self, worker: _Worker) -> str:
         log_file = f"{self._log_dir}/worker-{worker.spec.worker_id}.log" if self._log_dir else "in the logs of Ray (see --log-dir)"

@@ -300,8 +300,9 @@ class Worker:
         match command.kind:
             case CommandKind.DRAIN:
                 self.drain(node_leaves=command.node_leaves)
-            case CommandKind.SNAPSHOT if self.publisher is not None:
-                self.publisher.ask_snapshot()
+            case CommandKind.SNAPSHOT:
+                if self.publisher is not None:  # without a store nobody's events are kept
+                    self.publisher.ask_snapshot()
             case CommandKind.LEAVE:
                 self._life.let_go()
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:

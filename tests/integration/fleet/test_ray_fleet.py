@@ -97,7 +97,7 @@ async def test_a_worker_that_could_not_load_makes_room_for_the_next_try(ray_addr
             await fleet.start(*worker("w2", str(model)))
         model.symlink_to(DEMO_DIR)
         assert (await fleet.start(*worker("w2", str(model)))).worker_id == "w2"
-        actor = fleet._workers["w2"].actor
+        actor = fleet._workers["w2"].place.actor
         await fleet.let_go_of_others()
         assert await fleet._call("wait", lambda: the_ray().get(actor.wait.remote(0.1))) is None, "it is wanted"
         del fleet._workers["w2"]  # as a fleet is that was told to have fewer

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.core.cluster import WorkerRole
-from baton.fleet import actors, ray_fleet, ray_nodes
+from baton.fleet import actors, placing, ray_fleet, ray_nodes
 from baton.fleet.plan import Wanted, WorkerSpec
 from baton.fleet.ray_fleet import Joined, RayFleet, Stage, WorkerFailed
 from baton.fleet.ray_nodes import NodesRefused
@@ -32,8 +32,9 @@ WORN_OUT = "WorkerWornOut: too many blocks were quarantined"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits_s = {"LOOK_S": 0.005, "SAY_WAITING_S": 0.02, "SAY_AGAIN_S": 0.05, "ADOPT_LIMIT_S": 0.05, "LEFT_BEHIND_LIMIT_S": 0.05}
-    for name, seconds in limits_s.items():
+    for name, seconds in {"LOOK_S": 0.005, "SAY_WAITING_S": 0.02, "SAY_AGAIN_S": 0.05, "ADOPT_LIMIT_S": 0.05}.items():
+        monkeypatch.setattr(placing, name, seconds)
+    for name, seconds in {"LOOK_S": 0.005, "LEFT_BEHIND_LIMIT_S": 0.05}.items():
         monkeypatch.setattr(ray_fleet, name, seconds)
 
 
@@ -95,7 +96,7 @@ def events(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]
 async def test_a_worker_without_a_node_keeps_nobody_from_being_looked_after(
     use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "PLACE_LIMIT_S", 0.01)
+    monkeypatch.setattr(placing, "PLACE_LIMIT_S", 0.01)
     ray = use(FakeRay(d={"baton_decode": 1}))
     with caplog.at_level(logging.INFO):
         async with keeping(tmp_path, wanted()) as fleet:
@@ -127,7 +128,7 @@ async def test_who_was_held_up_does_not_say_it_more_often_afterwards(use: Use, t
 
 
 async def test_one_that_ends_with_its_driver_is_given_up_without_a_node(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_fleet, "PLACE_LIMIT_S", 0.05)
+    monkeypatch.setattr(placing, "PLACE_LIMIT_S", 0.05)
     use(FakeRay(d={"baton_decode": 1}))
     fleet = await connected(tmp_path, is_detached=False)
     spec = WorkerSpec(worker_id="prefill-0", role=P)
@@ -200,7 +201,7 @@ async def test_while_ray_keeps_the_name_of_one_the_others_are_looked_after(use: 
 async def test_a_name_that_ray_keeps_is_a_failure_of_that_worker_alone(
     use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "NAME_FREE_S", 0.02)
+    monkeypatch.setattr(placing, "NAME_FREE_S", 0.02)
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     with caplog.at_level(logging.INFO):
         async with keeping(tmp_path, wanted()) as fleet:
@@ -308,7 +309,7 @@ async def test_one_that_ends_before_it_is_told_to_is_nobodys_failure(use: Use, t
 async def test_the_rest_is_not_drained_before_ours_serve_or_are_known_to_wait(
     use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_fleet, "SAY_WAITING_S", 0.2)
+    monkeypatch.setattr(placing, "SAY_WAITING_S", 0.2)
     ray = use(FakeRay(d={"baton_decode": 1, "baton_hybrid": 1}))
     other = left_behind(ray, "hybrid-0", resources={"baton_hybrid": 1})
     async with keeping(tmp_path, wanted()):
@@ -389,7 +390,7 @@ async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, 
 
 
 async def test_one_that_may_serve_is_not_ended_for_want_of_places(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_fleet, "ADOPT_LIMIT_S", 5.0)
+    monkeypatch.setattr(placing, "ADOPT_LIMIT_S", 5.0)
     ray = use(FakeRay(p={"baton_prefill": 1}))
     there = []
     for worker_id, node in {"decode-0": "f", "decode-1": "d", "decode-2": "e"}.items():

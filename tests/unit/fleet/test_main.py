@@ -13,7 +13,7 @@ import pytest
 
 from baton.core.cluster import WorkerRole
 from baton.core.errors import ConfigError
-from baton.fleet import actors, main, ray_fleet, ray_nodes
+from baton.fleet import actors, main, placing, ray_fleet, ray_nodes
 from baton.fleet.plan import WorkerSpec
 from baton.fleet.ray_fleet import RayFleet
 from baton.runtime.network import choose_port
@@ -55,7 +55,8 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     found = FakeRay(d={"baton_decode": 1})
     for module in (actors, ray_fleet, ray_nodes):
         monkeypatch.setattr(module, "the_ray", lambda: found)
-    monkeypatch.setattr(ray_fleet, "LOOK_S", 0.01)
+    for module in (placing, ray_fleet):
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
     return found
 
