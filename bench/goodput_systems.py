@@ -24,7 +24,7 @@ OPENMP = "libiomp5.so"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What all systems are given alike. `cores`: two of them. `kv_gib`: KV memory of a system in all. `vllm`: the Python of its virtual
-    environment. `logs`: a directory for their words."""
+    environment. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
 
     model: Path
     max_model_len: int
@@ -32,6 +32,7 @@ class Setting:
     kv_gib: int
     vllm: Path
     logs: Path
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def _baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContext
             *flags,
         ]
         command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
-        command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB"]
+        command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB", "--device", setting.device]
         with _served(command, port, setting.logs / f"baton-{'-'.join(flags)}.log") as url:
             yield url
 

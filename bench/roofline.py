@@ -9,40 +9,56 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-READ_BYTES = 2**29
-PRODUCTS = ((2048, 1024, 3072), (2048, 2048, 2048), (512, 1024, 4096))
+READ_BYTES = {"cpu": 2**29, "cuda": 2**33}
+"""Far more than its caches hold."""
+PRODUCTS = {
+    "cpu": ((2048, 1024, 3072), (2048, 2048, 2048), (512, 1024, 4096)),
+    "cuda": ((8192, 8192, 8192), (8192, 4096, 16384), (4096, 4096, 4096)),
+}
+"""(rows, inner, columns)"""
 REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Per second: floating point operations of bfloat16 products, and bytes read."""
+    """Of one device, per second: floating point operations of bfloat16 products, and bytes read."""
 
     flops: float
     bytes: float
 
 
-def measured(num_threads: int) -> Roofline:
-    """The best of some products and some ways to read: nothing here may be faster."""
+def measured(num_threads: int, device: str = "cpu") -> Roofline:
+    """The best of some products and some ways to read: nothing here may be faster. `num_threads` of a CPU."""
     torch.set_num_threads(num_threads)
+    num_bytes = READ_BYTES[device]
     flops = []
-    with torch.inference_mode():
-        for rows, inner, columns in PRODUCTS:
+    with torch.inference_mode(), torch.device(device):
+        for rows, inner, columns in PRODUCTS[device]:
             a, b = torch.randn(rows, inner, dtype=torch.bfloat16), torch.randn(columns, inner, dtype=torch.bfloat16)
             flops.append(2 * rows * inner * columns / _best_s(lambda a=a, b=b: torch.nn.functional.linear(a, b)))
-        memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
-        rows = memory.view(-1, 4096)
-        vector = torch.ones(4096)
-        reads = [READ_BYTES / _best_s(read) for read in (memory.sum, memory.max, lambda: torch.mv(rows, vector))]
-    return Roofline(flops=max(flops), bytes=max(reads))
+        read_s = _read_s(num_bytes)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the engines need the memory
+    return Roofline(flops=max(flops), bytes=num_bytes / read_s)
+
+
+def _read_s(num_bytes: int) -> float:
+    memory = torch.ones(num_bytes // 4, dtype=torch.float32)
+    rows, vector = memory.view(-1, 4096), torch.ones(4096)
+    return min(_best_s(read) for read in (memory.sum, memory.max, lambda: torch.mv(rows, vector)))
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    run()
+    def done() -> None:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    done()
     took = []
     for _ in range(REPEATS):
         began_s = time.perf_counter()
-        run()
+        done()
         took.append(time.perf_counter() - began_s)
     return min(took)
 
@@ -78,10 +94,14 @@ class Needs:
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
         return 2 * (self.weight_params - self.head_params) * num_tokens + 2 * self.head_params + attention
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
     def decode_bytes(self, num_seqs: int, context: float) -> float:
         """Of a step: all weights once, and each sequence's keys and values."""
-        kv_bytes = 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return 2 * self.weight_params + num_seqs * context * kv_bytes
+        return 2 * self.weight_params + num_seqs * context * self.kv_bytes_per_token
 
 
 def _size(file: Path) -> int:
