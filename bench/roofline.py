@@ -51,7 +51,7 @@ def _read_s(num_bytes: int) -> float:
 def _best_s(run: Callable[[], object]) -> float:
     def done() -> None:
         run()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
     done()

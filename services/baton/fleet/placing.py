@@ -1,16 +1,16 @@
 """One worker's actor: found where an earlier driver has left it, put on a node that has our Baton, ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from baton.core.errors import BatonError
 from baton.fleet.actors import create_actor, find_actor, kill_actor, options_of
 from baton.fleet.nodes import Demand, Node, demand_of
 from baton.fleet.plan import WorkerSpec
 from baton.fleet.ray_calls import as_future, cause
-from baton.fleet.ray_nodes import RayNodes
+from baton.fleet.ray_nodes import Call, RayNodes
 from baton.runtime.logging import get_logger
 from baton.runtime.settings import RayPlacement, WorkerConfig
 
@@ -38,12 +38,6 @@ class WorkerFailed(BatonError):
     """A worker did not start, or died more often than it may; the message says why, in its own words."""
 
 
-class AskRay(Protocol):
-    def __call__(self, what: str, call: Callable[[], Any]) -> Awaitable[Any]:
-        """What `call` returns, which may name Ray. Raises RayFailed."""
-        ...
-
-
 OnWaiting = Callable[[Demand, float], None]
 """Told now and then what a worker that has no node asks for, and for how many seconds it has."""
 
@@ -55,7 +49,7 @@ class ActorOf:
     spec: WorkerSpec
     is_detached: bool
     nodes: RayNodes
-    ask: AskRay
+    ask: Call
     actor: Any = None
 
     async def is_found_on_a_node(self) -> bool:
@@ -64,11 +58,12 @@ class ActorOf:
         if not await self.ask("look a worker up", self._find):
             return False
         asked = await self.ask("look a worker up", lambda: self.actor.node_id.remote())
+        limit = asyncio.timeout(ADOPT_LIMIT_S)
         try:
-            async with asyncio.timeout(ADOPT_LIMIT_S):
+            async with limit:
                 await as_future(asked)
         except Exception as error:  # also those of an actor that has just died
-            why = "it is on no node" if isinstance(error, TimeoutError) else cause(error)
+            why = "it is on no node" if limit.expired() else cause(error)
             log.warning("worker_not_adopted", worker=self.spec.worker_id, why=why)
             await self.end()
             return False
@@ -131,6 +126,7 @@ class ActorOf:
                 if (new_options := options_of(demand, self.nodes.selector())) != options:
                     if asked is not None:
                         asked.cancel()
+                        await asyncio.gather(asked, return_exceptions=True)
                         await self.end()
                     options = new_options
                     await self.create(options)
@@ -152,7 +148,7 @@ class ActorOf:
         finally:
             if asked is not None:
                 asked.cancel()
-                await asyncio.wait((asked,))
+                await asyncio.gather(asked, return_exceptions=True)
 
     def _find(self) -> bool:
         self.actor = find_actor(self.spec.worker_id)

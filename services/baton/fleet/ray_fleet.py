@@ -33,7 +33,7 @@ log = get_logger(__name__)
 CONNECT_LIMIT_S = 120.0
 """A Ray on two busy cores takes ten seconds; one that never answers is given up."""
 LEFT_BEHIND_LIMIT_S = 5.0
-"""One that has not said so within so long is not preferred to others. Nobody is looked after meanwhile, so this is shorter."""
+"""One that has not said so within so long is not preferred to others. While that is asked nobody is looked after."""
 WAIT_S = 10.0
 """A worker is asked anew at such intervals whether it has ended, so that a driver that went away leaves no thread of it waiting."""
 
@@ -151,7 +151,7 @@ class RayFleet:
                 await self._adapt(wanted, left_behind, group)
                 if not are_others_told and all(worker.is_settled for worker in self._workers.values()):
                     await self.let_go_of_others()  # not before: until ours serve, they may be all that there is
-                    are_others_told = True
+                    are_others_told, left_behind = True, ()
                 await asyncio.sleep(LOOK_S)
 
     async def let_go_of_others(self) -> None:
@@ -278,11 +278,12 @@ class RayFleet:
         log_dir = str(self._log_dir) if self._log_dir else None
         arguments = (dump(config), log_dir, self._joined is not None, release_probe()())
         began = await self._call("start a worker", lambda: worker.place.actor.start.remote(*arguments))
+        limit = asyncio.timeout(self._start_limit_s)
         try:
-            async with asyncio.timeout(self._start_limit_s):
+            async with limit:
                 facts: WorkerFacts = await as_future(began)
         except Exception as error:
-            why = self._too_slow(worker) if isinstance(error, TimeoutError) else f"did not start: {cause(error)}"
+            why = self._too_slow(worker) if limit.expired() else f"did not start: {cause(error)}"
             await worker.place.end()
             raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
         worker.facts, worker.stage, worker.num_failures, worker.is_settled = facts, Stage.SERVING, 0, True

@@ -60,7 +60,8 @@ class Rows(Generic[N]):
     running yet; where it is not known, their context is the mean of those that decode, and `joining_alike` of them have that of the prompt
     at hand, because nothing decodes. `decoding_s`: what the decoding ones add to a step. `link_s_per_byte`: of a source not read from yet.
     `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
-    steps without prefill. `has_costs`: 1 where they are the worker's own, 0.5 where they are borrowed, 0 where there are none.
+    steps without prefill; `beside_by_alone`: how much further the first are from what was measured. `has_costs`: 1 where they are the
+    worker's own, 0.5 where they are borrowed, 0 where there are none.
     `chunk_tokens`: of a prompt in one step, at most. `tpot_slo_s`: within which the worker keeps its steps, 0 for none.
 
     Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s` of the
@@ -96,6 +97,7 @@ class Rows(Generic[N]):
     decode_step_s: N
     decode_seq_s: N
     decode_context_s: N
+    beside_by_alone: N
     # With own reservations.
     free_blocks: N
     free_tokens: N
@@ -114,7 +116,7 @@ class Rows(Generic[N]):
 
 
 ROWS = tuple(Rows.__annotations__)
-_COSTS = slice(ROWS.index("step_s"), ROWS.index("decode_context_s") + 1)
+_COSTS = slice(ROWS.index("step_s"), ROWS.index("beside_by_alone") + 1)
 _HAS_COSTS = ROWS.index("has_costs")
 _LINK = ROWS.index("link_s_per_byte")
 _RESERVED = slice(ROWS.index("free_blocks"), None)
@@ -253,11 +255,11 @@ class ColumnsKeeper:
             costs is not None,
         ]
         if costs is None:
-            return [*numbers, *[0.0] * 7]
+            return [*numbers, *[0.0] * 8]
         prefill, decode = costs.mixed_factor if decoding_seqs else costs.prefill_factor, costs.decode_factor
         decoding_s = (costs.decode_seq_s * decoding_seqs + costs.decode_context_s * decoding_context) * prefill
         numbers += [decoding_s, costs.step_s * prefill, costs.prefill_token_s * prefill, costs.prefill_attended_s * prefill]
-        numbers += [costs.step_s * decode, costs.decode_seq_s * decode, costs.decode_context_s * decode]
+        numbers += [costs.step_s * decode, costs.decode_seq_s * decode, costs.decode_context_s * decode, prefill / decode]
         return numbers
 
 
@@ -298,7 +300,7 @@ def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
     if not seqs or not row.token_s:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    decode_s *= row.step_s / row.decode_step_s if row.decode_step_s else 1.0
+    decode_s *= row.beside_by_alone
     share_s = stall_free_step_s(decode_s, row.tpot_slo_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
     return max(share_s, row.block_tokens * row.token_s), 0.0 if row.tpot_slo_s else decode_s
 

@@ -51,14 +51,14 @@ class RedisConnection:
         num_cancelled = task.cancelling()
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await ask(self._redis)
+                return await ask(self._redis)
         except TimeoutError as error:
             raise StoreUnavailable(f"Redis at {self.where} did not answer within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self.where} cannot be used: {error}") from error
-        if task.cancelling() > num_cancelled:  # redis-py sends within `asyncio.wait_for`, which loses a cancellation before Python 3.12
-            raise asyncio.CancelledError
-        return answer
+        finally:
+            if task.cancelling() > num_cancelled:  # redis-py sends within `asyncio.wait_for`, which loses a cancellation before Python 3.12
+                raise asyncio.CancelledError
 
     async def ping(self) -> None:
         """Raises StoreUnavailable."""

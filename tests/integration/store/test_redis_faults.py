@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
 import redis as sync_redis
@@ -63,11 +64,34 @@ async def test_whoever_is_told_to_end_in_the_middle_of_a_call_ends(connection: R
     for _ in range(num_turns):  # of the event loop: one of them lies between the end of a write and its notice
         await asyncio.sleep(0)
     task.cancel()
-    ended, _ = await asyncio.wait((task,), timeout=1.0)
+    ended, _ = await asyncio.wait((task,), timeout=10.0)
     while not task.done():
         task.cancel()
         await asyncio.sleep(0)
     assert ended
+
+
+async def test_whoever_is_told_to_end_while_a_call_fails_ends(connection: RedisConnection) -> None:
+    is_asked = asyncio.Event()
+
+    async def fail(_: object) -> None:
+        is_asked.set()
+        try:
+            await asyncio.sleep(LONG_S)
+        except asyncio.CancelledError:  # as `asyncio.wait_for` does where what it waits for has just failed
+            raise ConnectionError from None
+
+    async def for_ever() -> None:
+        while True:
+            with suppress(StoreUnavailable):
+                await connection.call(fail)
+
+    connection._timeout_s = LONG_S
+    task = asyncio.create_task(for_ever())
+    await is_asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10.0)
 
 
 async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_question(

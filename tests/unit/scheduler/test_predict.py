@@ -32,9 +32,12 @@ def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float, costs: Ste
     seqs=st.integers(0, 40),
     slo_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
     mixed_factor=st.sampled_from([1.0, 2.5]),
+    decode_factor=st.sampled_from([0.5, 1.0]),
 )
-def test_a_prompt_takes_its_parts_beside_what_decodes(num_tokens: int, seqs: int, slo_s: float, mixed_factor: float) -> None:
-    costs = replace(COSTS, mixed_factor=mixed_factor)
+def test_a_prompt_takes_its_parts_beside_what_decodes(
+    num_tokens: int, seqs: int, slo_s: float, mixed_factor: float, decode_factor: float
+) -> None:
+    costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
     row = columns_of(seen(costed("d", "decode", tpot_slo_s=slo_s, costs=costs, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, slo_s, costs)
     assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
