@@ -24,12 +24,7 @@ class Leftovers:
         self.processes = below | {*marked(self.run_id)}
         unmarked = [_words(process) for process in below - {*marked(self.run_id)} if _lives(process) and not _is_redis(process)]
         assert not unmarked, f"the reaper would not find {unmarked}"
-        self._ports = {
-            connection.laddr.port
-            for process in [psutil.Process(self._reaper.ppid()), *self.processes]
-            for connection in process.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        }
+        self._ports = {port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)}
         assert self.directory.is_dir()
 
     def assert_gone(self, within_s: float = 1.0) -> None:
@@ -44,6 +39,15 @@ class Leftovers:
         left += [str(self.directory)] if self.directory.exists() else []
         left += [f"port {port}" for port in sorted(self._ports) if not left and _answers(port)]
         return left + [f"{SHM}/{name}" for name in sorted(shared_memory() - self._before - _mapped())]
+
+
+def _listens_at(process: psutil.Process) -> set[int]:
+    """No port, where it has just ended: some of Ray's processes live for a moment."""
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return set()
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 def shared_memory() -> set[str]:
@@ -65,7 +69,7 @@ def _mapped() -> set[str]:
 def _reaper_below(pid: int) -> tuple[psutil.Process, str, Path]:
     """The process that was told the mark and the directory."""
     for child in psutil.Process(pid).children(recursive=True):
-        command = child.cmdline()
+        command = _command(child)
         if "baton.fleet.reaper" in command:
             return child, command[-2], Path(command[-1])
     raise AssertionError("no reaper beside baton up")
@@ -79,7 +83,7 @@ def _answers(port: int) -> bool:
 
 def _is_redis(process: psutil.Process) -> bool:
     """It writes its title over its whole environment; the kernel ends it with `baton up`."""
-    return "-server" in process.cmdline()[0]
+    return "-server" in "".join(_command(process)[:1])
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -91,7 +95,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _words(process: psutil.Process) -> str:
+    return " ".join([str(process.pid), *_command(process)])
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Nothing, where it has ended."""
     try:
-        return f"{process.pid} {' '.join(process.cmdline())}"
+        return list(process.cmdline())
     except psutil.Error:
-        return str(process.pid)
+        return []
