@@ -28,22 +28,8 @@ PROMPT_TOKENS, ANSWER_TOKENS, RATE = 512, 64, 1
 def ours(url: str, out: Path, requests: int, seed: int) -> tuple[float, float]:
     """(median TTFT, median TPOT) in seconds."""
     lengths = ["--input-tokens", PROMPT_TOKENS, "--output-tokens", ANSWER_TOKENS]
-    loadgen(
-        "run",
-        "--url",
-        url,
-        "--rate",
-        RATE,
-        "--seconds",
-        f"{requests / RATE:g}s",
-        *lengths,
-        "--seed",
-        seed,
-        "--quiet",
-        "--out",
-        out,
-        may_exit=(0, INVALID),
-    )
+    asked = ["--url", url, "--rate", RATE, "--seconds", f"{requests / RATE:g}s", *lengths, "--seed", seed]
+    loadgen("run", *asked, "--quiet", "--out", out, may_exit=(0, INVALID))
     records = read_result(out).records
     ttfts = [at_s for record in records if (at_s := ttft_s(record, from_intended=False)) is not None]
     return statistics.median(ttfts), statistics.median(gap_s for record in records if (gap_s := tpot_s(record)) is not None)
