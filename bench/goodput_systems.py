@@ -23,12 +23,12 @@ OPENMP = "libiomp5.so"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all systems are given alike. `cores`: two of them. `kv_gib`: KV memory of a system in all. `vllm`: the Python of its virtual
-    environment. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
+    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory of a system in all. `vllm`:
+    the Python of its virtual environment. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
 
     model: Path
     max_model_len: int
-    cores: tuple[int, int]
+    cores: tuple[int, ...]
     kv_gib: int
     vllm: Path
     logs: Path
@@ -85,7 +85,7 @@ def _vllm_env(setting: Setting, cores: Sequence[int], kv_gib: float, **more: str
 
 @contextmanager
 def vllm(setting: Setting) -> Iterator[str]:
-    """One server with both cores."""
+    """One server with all cores."""
     port = free_port()
     env = _vllm_env(setting, setting.cores, setting.kv_gib)
     with _served(_vllm_command(setting, port), port, setting.logs / "vllm.log", **env) as url:
