@@ -14,11 +14,9 @@ from baton.core.plain import from_plain, to_plain
 COSTS_VERSION = 1
 """Of the features: a model of another version means something else by its numbers."""
 STALL_TIMES = 1.8
-"""Without a promise: a step with a part of a prompt takes so many times what it takes without. Below 2, because steps vary."""
-SLO_PART = 0.9
-"""With a promise such a step may take so much of it."""
+"""A step with a part of a prompt may always take so many times what it takes without. Below 2, because steps vary."""
 PATIENCE_S = 3.0
-"""So long prompts may wait for the good of those that decode, and were promised nothing."""
+"""So long prompts may wait for the good of those that decode."""
 MAX_PREFILL_PART = 0.95
 NUM_FEATURES = 5
 
@@ -165,16 +163,16 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
 
-def stall_free_step_s(decode_step_s: float, tpot_slo_s: float, queued_s: float, num_prompts: float, num_decoding: float) -> float:
+def stall_free_step_s(decode_step_s: float, limit_s: float, queued_s: float, num_prompts: float, num_decoding: float) -> float:
     """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode, and whose step without it takes
-    `decode_step_s`. `tpot_slo_s`: promised to all of them, 0 for none. Without a promise the `num_prompts` that wait, `queued_s` of
-    computing, get more where stalling nobody would keep more waiting than it serves: the part of the time with which they are done in
-    `PATIENCE_S`, or what those behind the first are of all that wait for a step."""
-    if tpot_slo_s:
-        return SLO_PART * tpot_slo_s
+    `decode_step_s`. `limit_s`: what keeps the promises to all of them, 0 where one was promised nothing. The
+    `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody would keep more waiting than it serves: the part of the
+    time with which they are done in `PATIENCE_S`, or what those behind the first are of all that wait for a step.
+
+    A promise makes steps longer, never shorter: in parts too small prompts cost far more than their tokens, which helps nobody."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
     by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
-    return decode_step_s * max(STALL_TIMES, in_time, by_heads)
+    return max(limit_s, decode_step_s * max(STALL_TIMES, in_time, by_heads))
 
 
 class CostCorrection:

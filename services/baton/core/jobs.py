@@ -43,7 +43,8 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What both legs of one attempt share. `token_ids` is the original prompt of `num_prompt_tokens` plus outputs already delivered."""
+    """What both legs of one attempt share. `token_ids` is the original prompt of `num_prompt_tokens` plus outputs already delivered.
+    `tpot_slo_s`: promised between two tokens in the mean, 0 for nothing."""
 
     job: JobId
     token_ids: TokenIds
@@ -55,6 +56,7 @@ class Job:
     cache_salt: bytes = b""
     decision_id: DecisionId = NO_DECISION
     trace_context: str = ""
+    tpot_slo_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

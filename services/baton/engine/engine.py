@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
+from baton.engine import promises
 from baton.engine.batcher import share_budget
 from baton.engine.block_pool import BlockPool
 from baton.engine.coming import ComingPrompts
@@ -16,7 +17,7 @@ from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutp
 from baton.engine.room import Room
 from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
 from baton.engine.sequence_table import SequenceTable
-from baton.engine.stall_free import Pace, tokens_beside
+from baton.engine.stall_free import Pace, decode_step_s, tokens_beside
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
@@ -148,18 +149,34 @@ class Engine:
         most = self.config.max_num_batched_tokens
         if self.pace is None:
             return most
-        decoding = [seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
+        decoding = self._decoding()
         if not decoding:
             return most
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
         return len(decoding) + tokens_beside(
-            self.pace,
-            decoding,
+            self.pace.costs(),
+            [seq.num_computed_tokens for seq in decoding],
+            lambda decode_s: self._promised_s(decoding, decode_s),
             max(begun, default=0),
             lambda: tuple(self._prefills()),
             at_most=most - len(decoding),
             at_least=self.config.block_size_tokens,
         )
+
+    @property
+    def step_limit_s(self) -> float:
+        """Within which steps are kept now, for the promises to those that decode; 0 where one of them, or nobody, has one."""
+        costs = self.pace.costs() if self.pace is not None else None
+        if costs is None or not (decoding := self._decoding()):
+            return 0.0
+        return self._promised_s(decoding, decode_step_s(costs, [seq.num_computed_tokens for seq in decoding]))
+
+    def _promised_s(self, decoding: Sequence[EngineSequence], decode_s: float) -> float:
+        now_s = self.pace.now_s() if self.pace is not None else 0.0
+        return promises.limit_s(decoding, now_s, decode_s, self.counters.mean_output_tokens)
+
+    def _decoding(self) -> list[EngineSequence]:
+        return [seq for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
 
     def plan(self) -> StepPlan:
         """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`, before the step need run."""
@@ -283,6 +300,8 @@ class Engine:
         if not going_on:
             self._end(seq, SequenceState.FINISHED)
             return
+        if self.pace is not None:
+            promises.token_came(seq, self.pace.now_s())
         if seq.state is SequenceState.LANDING:
             self._sequences.landed(seq)
         for token in going_on[1:]:

@@ -22,7 +22,8 @@ class SequenceRequest:
     `block_hashes`: of every full block of `token_ids`, in order. The engine goes on with that chain over the outputs.
     `prefill_only`: ends after its first token(s), whatever `max_tokens`; never preempted. `for_reader`: its KV is for another worker,
     so it is not started while more than half of the pool is held only for others. `pulled`: its KV is not computed here but lands:
-    admission gives all missing blocks at once, and `Engine.landed` starts it.
+    admission gives all missing blocks at once, and `Engine.landed` starts it. `tpot_slo_s`: promised between two tokens in the mean, 0 for
+    nothing.
     """
 
     seq_id: int
@@ -36,6 +37,7 @@ class SequenceRequest:
     prefill_only: bool = False
     for_reader: bool = False
     pulled: bool = False
+    tpot_slo_s: float = 0.0
 
     @property
     def num_slots(self) -> int:
@@ -54,13 +56,14 @@ class EngineSequence:
 
     `key` is the engine's own number (`StepSequence.seq_id`): samples of one request share `request.seq_id` and differ in `key`.
     `num_cached_blocks` counts the leading blocks that this life of the sequence took from cache; `num_cached_tokens` is that of its first
-    admission (None before), as usage reports it.
+    admission (None before), as usage reports it. `due_s`: by when its next token is to come, 0 where none is promised (`engine.promises`).
     """
 
     __slots__ = (
         "_table",
         "arrival",
         "block_table",
+        "due_s",
         "hashes",
         "key",
         "lifecycle",
@@ -83,6 +86,7 @@ class EngineSequence:
         self.num_cached_blocks = 0
         self.num_cached_tokens: int | None = None
         self.block_table: list[int] = []
+        self.due_s = 0.0
         self.hashes: list[BlockHash] = list(request.block_hashes)
         self.num_hashed_blocks = 0
         self.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, SequenceState.WAITING)
@@ -179,6 +183,7 @@ class EngineSequence:
         child.num_cached_blocks = self.num_cached_blocks
         child.num_cached_tokens = self.num_cached_tokens
         child.block_table = self.block_table[:]
+        child.due_s = self.due_s
         child.hashes = self.hashes[:]
         child.num_hashed_blocks = self.num_hashed_blocks
         child.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, self.state)

@@ -16,28 +16,34 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """`costs`: of this worker's steps, as they are now; None: not known. `tpot_slo_s`: promised to whoever decodes here, 0 for none."""
+    """`costs`: of this worker's steps, as they are now; None: not known. `now_s`: the clock by which promises are kept."""
 
     costs: Callable[[], StepCostModel | None]
-    tpot_slo_s: float = 0.0
+    now_s: Callable[[], float]
 
 
 def tokens_beside(
-    pace: Pace, decode_contexts: Sequence[int], num_before: int, queued: Callable[[], Sequence[Part]], *, at_most: int, at_least: int
+    costs: StepCostModel | None,
+    decode_contexts: Sequence[int],
+    promised: Callable[[float], float],
+    num_before: int,
+    queued: Callable[[], Sequence[Part]],
+    *,
+    at_most: int,
+    at_least: int,
 ) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt.
+    takes) and `at_most`. `promised`: what keeps the promises to them, by the time of a step without a prompt (`promises.limit_s`).
+    `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt.
 
     A step without a prompt is taken to be as much slower now than was measured as steps with one are: while prompts keep coming hardly any
     step is without, and what slows the one kind slows the other. Else prompts would get less the slower the machine has become."""
-    costs = pace.costs()
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
-    decode = StepWork.of((), decode_contexts)
-    prompts = () if pace.tpot_slo_s else queued()
+    prompts = queued()
     queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
-    decode_s = costs.uncorrected_step_s(decode) * costs.mixed_factor
-    limit_s = stall_free_step_s(decode_s, pace.tpot_slo_s, queued_s, len(prompts), len(decode_contexts))
+    decode_s = decode_step_s(costs, decode_contexts)
+    limit_s = stall_free_step_s(decode_s, promised(decode_s), queued_s, len(prompts), len(decode_contexts))
     room_s = (limit_s - decode_s) / costs.mixed_factor
 
     def fits(num_tokens: int) -> bool:
@@ -51,6 +57,11 @@ def tokens_beside(
     while found > at_least and not fits(found):
         found -= 1
     return found
+
+
+def decode_step_s(costs: StepCostModel, contexts: Sequence[int]) -> float:
+    """Of a step in which sequences with these contexts decode and there is no prompt, while there are steps with one."""
+    return costs.uncorrected_step_s(StepWork.of((), contexts)) * costs.mixed_factor
 
 
 def _root(costs: StepCostModel, num_before: int, room_s: float) -> float:

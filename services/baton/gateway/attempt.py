@@ -77,6 +77,7 @@ class Attempt:
             "cache_salt": request.cache_salt,
             "decision_id": placement.decision_id,
             "trace_context": request.trace_context,
+            "tpot_slo_s": request.slo.tpot_s or 0.0,
         }
         source = placement.prefix_source  # for the side that computes the prompt
         return (

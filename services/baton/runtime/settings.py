@@ -143,7 +143,7 @@ class ModelSettings(Config):
 
 @config
 class SloSettings(Config):
-    """Read by the gateway, which promises it, and by workers, which keep their steps within it."""
+    """Read by the gateway, which passes it on with each request that asks for nothing else."""
 
     slo: str = setting("", help="SLO of requests that ask for none, such as ttft=500ms,tpot=50ms; without it they are promised nothing")
 
@@ -270,7 +270,6 @@ class SchedulerConfig(
 
 @config
 class WorkerConfig(
-    SloSettings,
     TransferSettings,
     ComputeSettings,
     QueueSettings,
@@ -298,7 +297,6 @@ class WorkerConfig(
 @config
 class FleetConfig(
     FleetSettings,
-    SloSettings,
     TlsSettings,
     TransferSettings,
     ComputeSettings,

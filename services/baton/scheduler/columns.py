@@ -62,7 +62,7 @@ class Rows(Generic[N]):
     `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
     steps without prefill; `beside_by_alone`: how much further the first are from what was measured. `has_costs`: 1 where they are the
     worker's own, 0.5 where they are borrowed, 0 where there are none.
-    `chunk_tokens`: of a prompt in one step, at most. `tpot_slo_s`: within which the worker keeps its steps, 0 for none.
+    `chunk_tokens`: of a prompt in one step, at most. `step_limit_s`: within which the worker keeps its steps, 0 for none.
 
     Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s` of the
     prompts that wait, without these; `share_s` that prompts get of a step, so that those that decode or will join do not wait for long
@@ -85,7 +85,7 @@ class Rows(Generic[N]):
     decoding_context: N
     joining_alike: N
     chunk_tokens: N
-    tpot_slo_s: N
+    step_limit_s: N
     max_num_seqs: N
     output_tokens: N
     link_s_per_byte: N
@@ -248,7 +248,7 @@ class ColumnsKeeper:
             decoding_context,
             0 if decoding_seqs else report.waiting_seqs,
             max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
-            report.tpot_slo_s,
+            report.step_limit_s,
             report.max_num_seqs,
             output_tokens,
             link_s_per_byte,
@@ -301,8 +301,8 @@ def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
     decode_s *= row.beside_by_alone
-    share_s = stall_free_step_s(decode_s, row.tpot_slo_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
-    return max(share_s, row.block_tokens * row.token_s), 0.0 if row.tpot_slo_s else decode_s
+    share_s = stall_free_step_s(decode_s, row.step_limit_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
+    return max(share_s, row.block_tokens * row.token_s), decode_s
 
 
 class _LinkTable:

@@ -140,6 +140,7 @@ class Leg(ABC):
             block_hashes=self._hashes,
             sample_indices=tuple(sorted(self._open_samples)),
             priority=self._job.priority,
+            tpot_slo_s=self._job.tpot_slo_s,
             prefill_only=prefill_only,
             for_reader=for_reader,
             pulled=pulled,

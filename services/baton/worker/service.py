@@ -90,8 +90,7 @@ class Worker:
         self._host = socket.gethostname()
         self.tasks = Tasks(lambda error: self._life.fail(error))
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
-        self._tpot_slo_s = parts.config.default_slo.tpot_s or 0.0
-        parts.engine.pace = Pace(costs=lambda: self._costs.costs, tpot_slo_s=self._tpot_slo_s)
+        parts.engine.pace = Pace(costs=lambda: self._costs.costs, now_s=lambda: asyncio.get_running_loop().time())
         self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver, self._costs.observe)
         self.publisher = self._new_publisher()
         self.owner = OwnerService(
@@ -248,7 +247,7 @@ class Worker:
             worn_out=self._life.is_worn_out,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
-            tpot_slo_s=self._tpot_slo_s,
+            step_limit_s=engine.step_limit_s,
         )
 
     def debug_state(self) -> dict[str, object]:

@@ -1,13 +1,13 @@
 """A prompt beside sequences that decode: their gaps stay short, and the prompt goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import SLO_PART, STALL_TIMES, StepCostModel, StepWork
+from baton.core.costs import STALL_TIMES, StepCostModel, StepWork
 from baton.engine.stall_free import Pace, Part, tokens_beside
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
@@ -16,8 +16,15 @@ from tests.engine_rig import EngineRig
 COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
 
 
-def pace(tpot_slo_s: float = 0.0, costs: StepCostModel | None = COSTS) -> Pace:
-    return Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s)
+def beside(
+    contexts: Sequence[int],
+    queued: Callable[[], list[Part]],
+    *,
+    costs: StepCostModel | None = COSTS,
+    limit_s: float = 0.0,
+    num_before: int = 0,
+) -> int:
+    return tokens_beside(costs, contexts, lambda _: limit_s, num_before, queued, at_most=512, at_least=16)
 
 
 def queued(num_tokens: int, num_prompts: int = 1) -> Callable[[], list[Part]]:
@@ -27,44 +34,42 @@ def queued(num_tokens: int, num_prompts: int = 1) -> Callable[[], list[Part]]:
 @given(
     contexts=st.lists(st.integers(1, 5_000), min_size=1, max_size=64),
     num_before=st.integers(0, 20_000),
-    slo_s=st.just(0.0) | st.floats(0.001, 0.2),
+    promised_s=st.just(0.0) | st.floats(0.001, 0.2),
 )
-def test_the_most_that_keeps_the_limit_is_taken(contexts: list[int], num_before: int, slo_s: float) -> None:
+def test_the_most_that_keeps_the_limit_is_taken(contexts: list[int], num_before: int, promised_s: float) -> None:
     def takes_s(num_tokens: int) -> float:
         return COSTS.step_seconds(StepWork.of([(num_tokens, num_before)], contexts))
 
-    limit_s = STALL_TIMES * COSTS.step_seconds(StepWork.of((), contexts)) if not slo_s else SLO_PART * slo_s
-    taken = tokens_beside(pace(slo_s), contexts, num_before, queued(100), at_most=512, at_least=16)
+    limit_s = max(promised_s, STALL_TIMES * COSTS.step_seconds(StepWork.of((), contexts)))
+    taken = beside(contexts, queued(100), limit_s=promised_s, num_before=num_before)
     assert 16 <= taken <= 512
     assert taken == 16 or takes_s(taken) <= limit_s
     assert taken == 512 or takes_s(taken + 1) > limit_s
 
 
 def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits() -> None:
-    assert tokens_beside(pace(costs=None), [100], 0, queued(100), at_most=512, at_least=16) == 512
-    assert tokens_beside(pace(), [], 0, queued(100), at_most=512, at_least=16) == 512
+    assert beside([100], queued(100), costs=None) == 512
+    assert beside([], queued(100)) == 512
 
 
-def test_prompts_that_have_waited_for_long_get_more_unless_something_is_promised() -> None:
-    def taken(num_queued: int, tpot_slo_s: float = 0.0) -> int:
-        return tokens_beside(pace(tpot_slo_s), [500] * 8, 0, queued(num_queued), at_most=512, at_least=16)
+def test_prompts_that_have_waited_for_long_get_more() -> None:
+    def taken(num_queued: int) -> int:
+        return beside([500] * 8, queued(num_queued))
 
     assert taken(100) == taken(9_000) < taken(14_000) < taken(16_000) <= taken(300_000)
-    assert len({taken(num_queued, 0.01) for num_queued in (100, 16_000, 300_000)}) == 1
 
 
-def test_prompts_that_are_many_beside_those_that_decode_get_more_unless_something_is_promised() -> None:
-    def taken(num_prompts: int, tpot_slo_s: float = 0.0) -> int:
-        return tokens_beside(pace(tpot_slo_s), [500] * 8, 0, queued(1600, num_prompts), at_most=512, at_least=16)
+def test_prompts_that_are_many_beside_those_that_decode_get_more() -> None:
+    def taken(num_prompts: int) -> int:
+        return beside([500] * 8, queued(1600, num_prompts))
 
     assert taken(1) == taken(6) < taken(8) < taken(16) < taken(100) <= 512
-    assert len({taken(num_prompts, 0.01) for num_prompts in (1, 8, 100)}) == 1
 
 
 def test_a_machine_that_is_slow_for_all_gives_prompts_no_less() -> None:
     """While prompts keep coming, how slow steps without them are is not seen."""
     slow = replace(COSTS, mixed_factor=3.0)
-    mine, its = (tokens_beside(pace(costs=costs), [500] * 8, 0, queued(100), at_most=512, at_least=16) for costs in (COSTS, slow))
+    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, slow))
     assert mine == its > 16
 
 
@@ -74,7 +79,7 @@ def test_decode_is_not_stalled_by_a_prompt(is_paced: bool) -> None:
     for seq_id in range(4):
         rig.add(sequence_request(seq_id, range(10), max_tokens=200))
     rig.step()
-    rig.engine.pace = pace() if is_paced else None
+    rig.engine.pace = Pace(costs=lambda: COSTS, now_s=lambda: 0.0) if is_paced else None
     rig.add(sequence_request(9, range(20, 520), max_tokens=2))
     plans: list[StepPlan] = [rig.step() for _ in range(30)]
     prompts = [max(part.num_scheduled_tokens for part in plan.sequences) for plan in plans]

@@ -4,11 +4,24 @@ import pytest
 
 from baton.core.blocks import token_ids
 from baton.core.jobs import PrefixSource
-from baton.core.request import GenerateRequest, Sampling
+from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.gateway.attempt import Attempt
 from tests import builders
 
 SOURCE = PrefixSource(worker=builders.worker_ref("h"), num_blocks=3)
+
+
+def request(slo: Slo = NO_SLO) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=b"r",
+        model="m",
+        token_ids=token_ids((1, 2)),
+        num_prompt_tokens=2,
+        sampling=Sampling(max_tokens=8),
+        received_s=0.0,
+        deadline_s=60.0,
+        slo=slo,
+    )
 
 
 @pytest.mark.parametrize(
@@ -17,16 +30,13 @@ SOURCE = PrefixSource(worker=builders.worker_ref("h"), num_blocks=3)
     ids=["handoff", "first token only", "local", "one worker on both sides"],
 )
 def test_who_computes_the_prompt_is_told_where_its_beginning_is(prefill: str | None, decode: str | None, computes: str) -> None:
-    request = GenerateRequest(
-        request_id=b"r",
-        model="m",
-        token_ids=token_ids((1, 2)),
-        num_prompt_tokens=2,
-        sampling=Sampling(max_tokens=8),
-        received_s=0.0,
-        deadline_s=60.0,
-    )
-    jobs = Attempt(request=request, number=0).jobs(builders.placement(prefill, decode, prefix_source=SOURCE), now_s=0.0)
+    jobs = Attempt(request=request(), number=0).jobs(builders.placement(prefill, decode, prefix_source=SOURCE), now_s=0.0)
     sources = {name: job.prefix_source for name, job in zip(("prefill", "decode"), jobs, strict=True) if job is not None}
     assert sources.pop(computes) == SOURCE
     assert set(sources.values()) <= {None}
+
+
+@pytest.mark.parametrize(("slo", "promised_s"), [(Slo(ttft_s=1.0, tpot_s=0.05), 0.05), (Slo(ttft_s=1.0), 0.0)])
+def test_both_sides_are_told_what_was_promised_between_tokens(slo: Slo, promised_s: float) -> None:
+    jobs = Attempt(request=request(slo), number=0).jobs(builders.placement("p", "d"), now_s=0.0)
+    assert [job.tpot_slo_s for job in jobs if job is not None] == [promised_s, promised_s]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.costs import StepCostModel, StepWork
-from baton.engine.stall_free import Pace, tokens_beside
+from baton.engine.stall_free import tokens_beside
 from baton.scheduler.columns import columns_of
 from baton.scheduler.predict import mixed_step_s, prefill_s
 from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
@@ -15,12 +15,13 @@ from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
 CHUNK, BLOCK = 512, 16
 
 
-def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float, costs: StepCostModel) -> list[float]:
+def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCostModel) -> list[float]:
     """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these contexts."""
-    pace, done, took_s = Pace(costs=lambda: costs, tpot_slo_s=tpot_slo_s), 0, []
+    done, took_s = 0, []
     while done < num_tokens:
         left = num_tokens - done
-        most = tokens_beside(pace, contexts, done, lambda prompt=(left, done): [prompt], at_most=CHUNK - len(contexts), at_least=BLOCK)
+        prompt, most = [(left, done)], CHUNK - len(contexts)
+        most = tokens_beside(costs, contexts, lambda _: limit_s, done, lambda prompt=prompt: prompt, at_most=most, at_least=BLOCK)
         part = min(left, most)
         took_s.append(costs.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
@@ -30,16 +31,16 @@ def steps_of(num_tokens: int, contexts: list[int], tpot_slo_s: float, costs: Ste
 @given(
     num_tokens=st.integers(64, 6_000),
     seqs=st.integers(0, 40),
-    slo_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
+    limit_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
     mixed_factor=st.sampled_from([1.0, 2.5]),
     decode_factor=st.sampled_from([0.5, 1.0]),
 )
 def test_a_prompt_takes_its_parts_beside_what_decodes(
-    num_tokens: int, seqs: int, slo_s: float, mixed_factor: float, decode_factor: float
+    num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
 ) -> None:
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
-    row = columns_of(seen(costed("d", "decode", tpot_slo_s=slo_s, costs=costs, **decoding(seqs)))).row(0)
-    steps = steps_of(num_tokens, [500] * seqs, slo_s, costs)
+    row = columns_of(seen(costed("d", "decode", step_limit_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
+    steps = steps_of(num_tokens, [500] * seqs, limit_s, costs)
     assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
     assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
 

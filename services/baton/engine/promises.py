@@ -1,0 +1,47 @@
+"""What a step may take so that the promises of time between tokens are kept.
+
+A promise is of the mean over an answer, so what counts is its end: an answer whose tokens come faster than promised can wait, now and then,
+while a prompt is computed in one go, and prompts are done sooner. How long it can wait in all is its laxity, as in least-laxity-first
+scheduling. It shrinks by each wait, so what is lent is always a part of what is left.
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+from baton.engine.sequence import EngineSequence
+
+KEPT_PART = 0.9
+"""What is promised is kept with so much of it: tokens have a way to go from here."""
+LENT_PART = 0.5
+"""One step takes so much of the least laxity: other prompts will come."""
+SURE_PART = 0.25
+"""Of an answer that may end by itself so much of a mean answer is counted as still to come: the rest is not there to make up in."""
+
+
+def token_came(seq: EngineSequence, now_s: float) -> None:
+    """One of its tokens came at `now_s`; the next is due a promised time later, or after the one that was due now."""
+    promised_s = KEPT_PART * seq.request.tpot_slo_s
+    if promised_s:
+        seq.due_s = (seq.due_s or now_s) + promised_s
+
+
+def limit_s(decoding: Iterable[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float) -> float:
+    """What the next step may take beside these, whose step without a prompt takes `decode_s`; 0 where one was promised nothing. A promise
+    that cannot be kept any more holds up nobody. `mean_output_tokens`: of the answers that ended here lately, 0 if none did."""
+    least_s = inf
+    for seq in decoding:
+        if not seq.due_s:
+            return 0.0
+        laxity_s = _laxity_s(seq, now_s, decode_s, mean_output_tokens)
+        if laxity_s > 0:
+            least_s = min(least_s, laxity_s)
+    return 0.0 if least_s == inf else decode_s + LENT_PART * least_s
+
+
+def _laxity_s(seq: EngineSequence, now_s: float, decode_s: float, mean_output_tokens: float) -> float:
+    """How long it can be kept waiting in all, if its tokens come every `decode_s` from now on."""
+    sampling = seq.request.sampling
+    to_come: float = max(1, sampling.max_tokens - seq.num_output_tokens)
+    if not sampling.ignore_eos:
+        to_come = min(to_come, max(1.0, SURE_PART * mean_output_tokens, sampling.min_tokens - seq.num_output_tokens))
+    return seq.due_s - now_s - decode_s + (to_come - 1) * (KEPT_PART * seq.request.tpot_slo_s - decode_s)
