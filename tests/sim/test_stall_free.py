@@ -101,9 +101,11 @@ def test_no_throughput_is_lost_where_prompts_queue(output_tokens: int, num_reque
 
 
 def test_beside_a_promise_prompts_are_done_sooner_and_it_is_kept() -> None:
-    """At four fifths of what it can do."""
-    num_requests, slo_s = 60 * TIMES, 0.04
-    per_s = 0.8 * num_requests / run(False, num_requests, 128, None).took_s
-    promised, without = (run(True, num_requests, 128, per_s, tpot_slo_s) for tpot_slo_s in (slo_s, 0.0))
+    """At four fifths of what it can do. Steps that take whatever fits would break it."""
+    num_requests, slo_s = 120 * TIMES, 0.04
+    per_s = 0.8 * 60 / run(False, 60, 128, None).took_s
+    promised, without, unpaced = (
+        run(is_paced, num_requests, 128, per_s, tpot_slo_s) for is_paced, tpot_slo_s in ((True, slo_s), (True, 0.0), (False, 0.0))
+    )
     assert np.percentile(promised.ttfts_s, 90) < 0.5 * np.percentile(without.ttfts_s, 90)
-    assert np.percentile(promised.tpots_s, 90) <= slo_s
+    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(unpaced.tpots_s, 95)

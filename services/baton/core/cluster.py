@@ -70,8 +70,8 @@ class WorkerReport:
     """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already contain. `worn_out`: so much of
     its memory is quarantined that it asks to be let go, since only a new process has it back. `costs` None: it has not measured itself.
     `waiting_prefill_attended_tokens`: what the waiting tokens attend to (`core.costs.attended_tokens`). Of that, of
-    `max_num_batched_tokens` and of `mean_output_tokens` (of the sequences that ended here lately) 0 means not known. `step_limit_s`:
-    its steps keep within it now, for the promises to whoever decodes there, 0 for none (`core.costs.stall_free_step_s`)."""
+    `max_num_batched_tokens` and of `mean_output_tokens` (of the sequences that ended here lately) 0 means not known. `promised_step_s`:
+    its next step may take so long, for the promises to whoever decodes there; 0 where they allow nothing."""
 
     worker: WorkerRef
     report_seq: int
@@ -97,7 +97,7 @@ class WorkerReport:
     max_num_batched_tokens: int = 0
     waiting_prefill_attended_tokens: int = 0
     mean_output_tokens: float = 0.0
-    step_limit_s: float = 0.0
+    promised_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

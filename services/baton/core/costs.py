@@ -165,11 +165,11 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
 
 def stall_free_step_s(decode_step_s: float, limit_s: float, queued_s: float, num_prompts: float, num_decoding: float) -> float:
     """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode, and whose step without it takes
-    `decode_step_s`. `limit_s`: what keeps the promises to all of them, 0 where one was promised nothing. The
+    `decode_step_s`. `limit_s`: what the promises to them allow, 0 for nothing. The
     `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody would keep more waiting than it serves: the part of the
     time with which they are done in `PATIENCE_S`, or what those behind the first are of all that wait for a step.
 
-    A promise makes steps longer, never shorter: in parts too small prompts cost far more than their tokens, which helps nobody."""
+    A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it while no prompts come."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
     by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
     return max(limit_s, decode_step_s * max(STALL_TIMES, in_time, by_heads))

@@ -1,4 +1,5 @@
-"""The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no clock, no device."""
+"""The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no device; promises of time are
+kept by the clock of `pace`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -164,8 +165,8 @@ class Engine:
         )
 
     @property
-    def step_limit_s(self) -> float:
-        """Within which steps are kept now, for the promises to those that decode; 0 where one of them, or nobody, has one."""
+    def promised_step_s(self) -> float:
+        """The next step may take so long, for the promises to those that decode; 0 where they allow nothing (`promises.limit_s`)."""
         costs = self.pace.costs() if self.pace is not None else None
         if costs is None or not (decoding := self._decoding()):
             return 0.0
@@ -173,7 +174,7 @@ class Engine:
 
     def _promised_s(self, decoding: Sequence[EngineSequence], decode_s: float) -> float:
         now_s = self.pace.now_s() if self.pace is not None else 0.0
-        return promises.limit_s(decoding, now_s, decode_s, self.counters.mean_output_tokens)
+        return promises.limit_s(decoding, now_s, decode_s, self.counters.mean_output_tokens, self.config.max_model_len)
 
     def _decoding(self) -> list[EngineSequence]:
         return [seq for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]

@@ -12,36 +12,41 @@ from baton.engine.sequence import EngineSequence
 
 KEPT_PART = 0.9
 """What is promised is kept with so much of it: tokens have a way to go from here."""
-LENT_PART = 0.5
-"""One step takes so much of the least laxity: other prompts will come."""
+LENT_PART = 0.25
+"""One step takes so much of the least laxity: other prompts will come, and more answers make each step longer."""
 SURE_PART = 0.25
 """Of an answer that may end by itself so much of a mean answer is counted as still to come: the rest is not there to make up in."""
 
 
 def token_came(seq: EngineSequence, now_s: float) -> None:
-    """One of its tokens came at `now_s`; the next is due a promised time later, or after the one that was due now."""
+    """One of its tokens came at `now_s`; the next is due a promised time later, or after the one that was due now. Of an answer whose
+    first token another worker made, the time begins when its KV is here."""
     promised_s = KEPT_PART * seq.request.tpot_slo_s
     if promised_s:
         seq.due_s = (seq.due_s or now_s) + promised_s
 
 
-def limit_s(decoding: Iterable[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float) -> float:
-    """What the next step may take beside these, whose step without a prompt takes `decode_s`; 0 where one was promised nothing. A promise
-    that cannot be kept any more holds up nobody. `mean_output_tokens`: of the answers that ended here lately, 0 if none did."""
+def limit_s(decoding: Iterable[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float, max_model_len: int) -> float:
+    """What the next step may take beside these, whose step without a prompt takes `decode_s`; 0 where one was promised nothing, or nobody
+    can spare anything. A promise that cannot be kept any more holds up nobody. `mean_output_tokens`: of the answers that ended here lately,
+    0 if none did."""
     least_s = inf
     for seq in decoding:
-        if not seq.due_s:
+        if not seq.request.tpot_slo_s:
             return 0.0
-        laxity_s = _laxity_s(seq, now_s, decode_s, mean_output_tokens)
-        if laxity_s > 0:
-            least_s = min(least_s, laxity_s)
-    return 0.0 if least_s == inf else decode_s + LENT_PART * least_s
+        if not seq.due_s:  # what is left of its prompt is one token
+            continue
+        most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
+        gain_s = KEPT_PART * seq.request.tpot_slo_s - decode_s
+        ahead_s = seq.due_s - now_s - decode_s
+        if ahead_s + (most - 1) * gain_s > 0:
+            least_s = min(least_s, max(0.0, ahead_s + (_sure_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
+    return 0.0 if least_s in (0.0, inf) else decode_s + LENT_PART * least_s
 
 
-def _laxity_s(seq: EngineSequence, now_s: float, decode_s: float, mean_output_tokens: float) -> float:
-    """How long it can be kept waiting in all, if its tokens come every `decode_s` from now on."""
+def _sure_tokens(seq: EngineSequence, most: int, mean_output_tokens: float) -> float:
+    """How many of its at most `most` tokens are counted on: in them it can make up for a wait."""
     sampling = seq.request.sampling
-    to_come: float = max(1, sampling.max_tokens - seq.num_output_tokens)
-    if not sampling.ignore_eos:
-        to_come = min(to_come, max(1.0, SURE_PART * mean_output_tokens, sampling.min_tokens - seq.num_output_tokens))
-    return seq.due_s - now_s - decode_s + (to_come - 1) * (KEPT_PART * seq.request.tpot_slo_s - decode_s)
+    if sampling.ignore_eos and not sampling.stop_token_ids:
+        return most
+    return min(most, max(1.0, SURE_PART * mean_output_tokens, sampling.min_tokens - seq.num_output_tokens))

@@ -62,12 +62,13 @@ class Rows(Generic[N]):
     `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
     steps without prefill; `beside_by_alone`: how much further the first are from what was measured. `has_costs`: 1 where they are the
     worker's own, 0.5 where they are borrowed, 0 where there are none.
-    `chunk_tokens`: of a prompt in one step, at most. `step_limit_s`: within which the worker keeps its steps, 0 for none.
+    `chunk_tokens`: of a prompt in one step, at most. `promised_step_s`: the next step
+    may take so long, for the promises to those that decode; 0 where they allow nothing.
 
     Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s` of the
     prompts that wait, without these; `share_s` that prompts get of a step, so that those that decode or will join do not wait for long
     (`core.costs.stall_free_step_s`), infinite where there are none; `relax_s`, the time of a step of those, where prompts that take long
-    get more than that, 0 where they do not; `leave_s`, in
+    get more than that, 0 where nobody decodes; `leave_s`, in
     how long all but 1/e of the sequences that decode there will have ended (an answer's age says little about what is left of it, so each
     is expected to go on for a whole mean length); `queue_s` until the prompts that wait there now, own placements included, are computed.
     """
@@ -85,7 +86,7 @@ class Rows(Generic[N]):
     decoding_context: N
     joining_alike: N
     chunk_tokens: N
-    step_limit_s: N
+    promised_step_s: N
     max_num_seqs: N
     output_tokens: N
     link_s_per_byte: N
@@ -248,7 +249,7 @@ class ColumnsKeeper:
             decoding_context,
             0 if decoding_seqs else report.waiting_seqs,
             max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
-            report.step_limit_s,
+            report.promised_step_s,
             report.max_num_seqs,
             output_tokens,
             link_s_per_byte,
@@ -301,7 +302,7 @@ def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
     decode_s *= row.beside_by_alone
-    share_s = stall_free_step_s(decode_s, row.step_limit_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
+    share_s = stall_free_step_s(decode_s, row.promised_step_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
     return max(share_s, row.block_tokens * row.token_s), decode_s
 
 

@@ -255,7 +255,7 @@ def to_worker_report(report: WorkerReport) -> pb.WorkerReport:
         max_num_batched_tokens=report.max_num_batched_tokens,
         waiting_prefill_attended_tokens=report.waiting_prefill_attended_tokens,
         mean_output_tokens=report.mean_output_tokens,
-        step_limit_s=report.step_limit_s,
+        promised_step_s=report.promised_step_s,
     )
 
 
@@ -313,7 +313,7 @@ def from_worker_report(message: pb.WorkerReport) -> WorkerReport:
         max_num_batched_tokens=message.max_num_batched_tokens,
         waiting_prefill_attended_tokens=message.waiting_prefill_attended_tokens,
         mean_output_tokens=c.amount(message.mean_output_tokens, "mean_output_tokens"),
-        step_limit_s=c.amount(message.step_limit_s, "step_limit_s"),
+        promised_step_s=c.amount(message.promised_step_s, "promised_step_s"),
     )
 
 

@@ -247,7 +247,7 @@ class Worker:
             worn_out=self._life.is_worn_out,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
-            step_limit_s=engine.step_limit_s,
+            promised_step_s=engine.promised_step_s,
         )
 
     def debug_state(self) -> dict[str, object]:

@@ -26,34 +26,51 @@ def decoding(num_left: int, came_s: float, *, num_tokens: int = 1, slo_s: float 
     return seq
 
 
+def limit_s(
+    seqs: list[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float = 0.0, *, max_model_len: int = 10_000
+) -> float:
+    return promises.limit_s(seqs, now_s, decode_s, mean_output_tokens, max_model_len)
+
+
 def test_what_is_left_of_an_answer_makes_up_for_a_wait() -> None:
     """Due 9 ms apart, they come 4 ms apart: the next in time with 5 ms to spare, and 5 more for each after it."""
-    assert promises.limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 0.005)
-    assert promises.limit_s([decoding(21, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 21 * 0.005)
+    assert limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 0.005)
+    assert limit_s([decoding(21, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 21 * 0.005)
 
 
 def test_tokens_that_came_early_are_time_to_spare() -> None:
-    late, early = (promises.limit_s([decoding(1, 0.0, num_tokens=count)], 0.0, 0.004, 0.0) for count in (1, 11))
+    late, early = (limit_s([decoding(1, 0.0, num_tokens=count)], 0.0, 0.004, 0.0) for count in (1, 11))
     assert early == pytest.approx(late + LENT_PART * 10 * KEPT_PART * SLO_S)
 
 
 def test_of_an_answer_that_may_end_by_itself_little_is_counted_on() -> None:
-    sure = promises.limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, mean_output_tokens=400)
+    sure = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, mean_output_tokens=400)
     assert sure == pytest.approx(0.004 + LENT_PART * SURE_PART * 400 * 0.005)
-    unknown = promises.limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, 0.0)
-    assert unknown == promises.limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0)
+    unknown = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, 0.0)
+    assert unknown == limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0)
 
 
 def test_the_one_that_can_wait_least_decides_unless_it_is_too_late_for_it() -> None:
     tight, loose, hopeless = decoding(1, 0.0), decoding(100, 0.0), decoding(5, -10.0)
-    assert promises.limit_s([loose, tight], 0.0, 0.004, 0.0) == promises.limit_s([tight], 0.0, 0.004, 0.0)
-    assert promises.limit_s([loose, hopeless], 0.0, 0.004, 0.0) == promises.limit_s([loose], 0.0, 0.004, 0.0)
-    assert promises.limit_s([hopeless], 0.0, 0.004, 0.0) == 0.0, "and gets what everybody gets"
+    assert limit_s([loose, tight], 0.0, 0.004, 0.0) == limit_s([tight], 0.0, 0.004, 0.0)
+    assert limit_s([loose, hopeless], 0.0, 0.004, 0.0) == limit_s([loose], 0.0, 0.004, 0.0)
+    assert limit_s([hopeless], 0.0, 0.004, 0.0) == 0.0, "and gets what everybody gets"
+
+
+def test_an_answer_that_may_still_be_long_is_not_given_up() -> None:
+    """At 6 ms a token it gains 3 with each; that it is late is no reason to make it later."""
+    late, loose = decoding(500, -0.02, ignore_eos=False), decoding(500, 0.0)
+    assert limit_s([loose], 0.0, 0.006, 0.0) > 0.1
+    assert limit_s([late, loose], 0.0, 0.006, 0.0) == 0.0
+
+
+def test_nothing_is_made_up_in_tokens_that_the_model_has_no_room_for() -> None:
+    assert limit_s([decoding(1000, 0.0)], 0.0, 0.004, 0.0, max_model_len=30) == limit_s([decoding(21, 0.0)], 0.0, 0.004, 0.0)
 
 
 def test_beside_one_that_was_promised_nothing_there_is_no_limit_by_promises() -> None:
-    assert promises.limit_s([decoding(100, 0.0), decoding(100, 0.0, slo_s=0.0)], 0.0, 0.004, 0.0) == 0.0
-    assert promises.limit_s([], 0.0, 0.004, 0.0) == 0.0
+    assert limit_s([decoding(100, 0.0), decoding(100, 0.0, slo_s=0.0)], 0.0, 0.004, 0.0) == 0.0
+    assert limit_s([], 0.0, 0.004, 0.0) == 0.0
 
 
 @given(decode_s=st.floats(0.001, 0.008), num_tokens=st.integers(2, 300), wants=st.lists(st.booleans(), min_size=300, max_size=300))
@@ -61,7 +78,9 @@ def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, num_tokens: 
     """Whenever a prompt wants it, a step takes all that it may."""
     seq, now_s = decoding(num_tokens - 1, 0.0), 0.0
     for token in range(num_tokens - 1):
-        now_s += promises.limit_s([seq], now_s, decode_s, 0.0) if wants[token] else decode_s
+        allowed_s = limit_s([seq], now_s, decode_s, 0.0)
+        assert allowed_s > decode_s or token, "there is time to spare at first"
+        now_s += max(decode_s, allowed_s) if wants[token] else decode_s
         promises.token_came(seq, now_s)
         seq.append(token)
     assert now_s / (num_tokens - 1) <= KEPT_PART * SLO_S + 1e-9
@@ -75,7 +94,7 @@ def test_a_prompt_is_computed_in_one_go_beside_an_answer_that_can_wait() -> None
         rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: 100.0)
         rig.add(sequence_request(1, range(10), max_tokens=200, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
         rig.step()
-        assert (rig.engine.step_limit_s > 0.05) == bool(tpot_slo_s)
+        assert (rig.engine.promised_step_s > 0.05) == bool(tpot_slo_s)
         rig.add(sequence_request(9, range(20, 520), max_tokens=2))
         return max(part.num_scheduled_tokens for part in rig.step().sequences)
 

@@ -39,7 +39,7 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
     num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
 ) -> None:
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
-    row = columns_of(seen(costed("d", "decode", step_limit_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
+    row = columns_of(seen(costed("d", "decode", promised_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, limit_s, costs)
     assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
     assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)

@@ -74,6 +74,26 @@ async def test_prompts_that_wait_for_the_running_step_are_in_the_report() -> Non
 
 
 @virtual
+@pytest.mark.parametrize("is_pulled", [False, True])
+async def test_what_promises_allow_is_in_the_report(is_pulled: bool) -> None:
+    """Of all samples of an answer whose tokens come faster than was promised, computed here or pulled."""
+    sampling = Sampling(max_tokens=200, ignore_eos=True)
+    async with pair(num_blocks=400) as made:
+        fields = {"sampling": sampling, "sample_indices": (0, 1), "tpot_slo_s": 60.0}
+        if is_pulled:
+            made.send(**fields)
+        else:
+            made.to_d.send(decode_job(30, **fields))
+        await asyncio.sleep(0.2)
+        report = made.d.worker.report(1, ())
+        assert report.running_seqs == 2
+        assert report.promised_step_s > 60
+        made.to_d.send(decode_job(30, request=b"nothing promised", sampling=sampling))
+        await asyncio.sleep(0.1)
+        assert made.d.worker.report(2, ()).promised_step_s == 0
+
+
+@virtual
 async def test_a_refused_job_is_counted_too() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
