@@ -265,12 +265,6 @@ def test_it_is_barred_where_a_chunk_would_break_a_promise(promised: str) -> None
         assert ids(chosen(seen(p, replace(d, tpot_slo_s=0.005)), asking)) == ("p", "d")
 
 
-def test_it_is_not_barred_where_answers_are_ahead_of_their_promise() -> None:
-    p, asking = costed("p", "prefill", **queued(50_000)), asked(2048, slo=Slo(tpot_s=0.005))
-    views = [WorkerView(report=costed("d", "decode", promised_step_s=spare_s, **decoding(2))) for spare_s in (0.0, 2.0)]
-    assert [ids(chosen(seen(p, d), asking)) for d in views] == [("p", "d"), (None, "d")]
-
-
 def test_without_anybody_else_it_prefills_whatever_is_promised() -> None:
     assert ids(chosen(seen(busy()), asked(2048, slo=Slo(tpot_s=0.001)))) == (None, "d")
 

@@ -279,8 +279,7 @@ def _add_alone(query: PlacementQuery, c: Columns, prompt: Prompt, terms: Prefill
     if rules.charges_busy and delayed:
         terms.busy_s = added_s(row, prompt.num_tokens, cached_tokens) * delayed
         promises = [slo_s for slo_s in (query.slo.tpot_s, c.views[decode].tpot_slo_s) if slo_s is not None]
-        allowed_s = max(min(promises, default=inf), row.promised_step_s)
-        is_barred = mixed_step_s(row, prompt.num_tokens, cached_tokens) > allowed_s
+        is_barred = bool(promises) and mixed_step_s(row, prompt.num_tokens, cached_tokens) > min(promises)
     if is_barred and not is_only:
         return
     if not is_only and not row.can_prefill:
