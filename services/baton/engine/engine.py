@@ -157,7 +157,7 @@ class Engine:
         return len(decoding) + tokens_beside(
             self.pace.costs(),
             [seq.num_computed_tokens for seq in decoding],
-            lambda decode_s: self._promised_s(decoding, decode_s),
+            self.promised_step_s,
             max(begun, default=0),
             lambda: tuple(self._prefills()),
             at_most=most - len(decoding),
@@ -167,16 +167,14 @@ class Engine:
     @property
     def promised_step_s(self) -> float:
         """The next step may take so long, for the promises to those that decode; 0 where they allow nothing (`promises.limit_s`)."""
-        costs = self.pace.costs() if self.pace is not None else None
-        if costs is None or not (decoding := self._decoding()):
+        decoding = self._decoding()
+        if self.pace is None or not decoding or (costs := self.pace.costs()) is None:
             return 0.0
-        return self._promised_s(decoding, decode_step_s(costs, [seq.num_computed_tokens for seq in decoding]))
-
-    def _promised_s(self, decoding: Sequence[EngineSequence], decode_s: float) -> float:
-        now_s = self.pace.now_s() if self.pace is not None else 0.0
-        return promises.limit_s(decoding, now_s, decode_s, self.counters.mean_output_tokens, self.config.max_model_len)
+        decode_s = decode_step_s(costs, [seq.num_computed_tokens for seq in decoding])
+        return promises.limit_s(decoding, self.pace.now_s(), decode_s, self.counters.mean_output_tokens, self.config.max_model_len)
 
     def _decoding(self) -> list[EngineSequence]:
+        """Those that the next step carries by one token."""
         return [seq for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
 
     def plan(self) -> StepPlan:

@@ -15,7 +15,8 @@ KEPT_PART = 0.9
 LENT_PART = 0.25
 """One step takes so much of the least laxity: other prompts will come, and more answers make each step longer."""
 SURE_PART = 0.25
-"""Of an answer that may end by itself so much of a mean answer is counted as still to come: the rest is not there to make up in."""
+"""Of an answer that may end by itself so much of a mean answer is counted as still to come: the rest may not be there to make up in. A
+guess; the part that is lent is what was compared, in the simulation and on a machine."""
 
 
 def token_came(seq: EngineSequence, now_s: float) -> None:

@@ -25,7 +25,7 @@ class Pace:
 def tokens_beside(
     costs: StepCostModel | None,
     decode_contexts: Sequence[int],
-    promised: Callable[[float], float],
+    promised_s: float,
     num_before: int,
     queued: Callable[[], Sequence[Part]],
     *,
@@ -33,7 +33,7 @@ def tokens_beside(
     at_least: int,
 ) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `promised`: what keeps the promises to them, by the time of a step without a prompt (`promises.limit_s`).
+    takes) and `at_most`. `promised_s`: how long the promises to them allow the step to take, 0 for nothing (`promises.limit_s`).
     `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt.
 
     A step without a prompt is taken to be as much slower now than was measured as steps with one are: while prompts keep coming hardly any
@@ -43,7 +43,7 @@ def tokens_beside(
     prompts = queued()
     queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
     decode_s = decode_step_s(costs, decode_contexts)
-    limit_s = stall_free_step_s(decode_s, promised(decode_s), queued_s, len(prompts), len(decode_contexts))
+    limit_s = stall_free_step_s(decode_s, promised_s, queued_s, len(prompts), len(decode_contexts))
     room_s = (limit_s - decode_s) / costs.mixed_factor
 
     def fits(num_tokens: int) -> bool:

@@ -62,8 +62,9 @@ class Rows(Generic[N]):
     `step_s`, `token_s`, `attended_s`: corrected costs of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of
     steps without prefill; `beside_by_alone`: how much further the first are from what was measured. `has_costs`: 1 where they are the
     worker's own, 0.5 where they are borrowed, 0 where there are none.
-    `chunk_tokens`: of a prompt in one step, at most. `promised_step_s`: the next step
-    may take so long, for the promises to those that decode; 0 where they allow nothing.
+    `chunk_tokens`: of a prompt in one step, at most. `promised_step_s`: the next step may take so long, for the
+    promises to those that decode; 0 where they allow nothing. They can spare it once, and each step of a queue is taken to have it: with
+    little to spare beside a long queue the prediction is too early.
 
     Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s` of the
     prompts that wait, without these; `share_s` that prompts get of a step, so that those that decode or will join do not wait for long

@@ -43,6 +43,14 @@ def test_tokens_that_came_early_are_time_to_spare() -> None:
     assert early == pytest.approx(late + LENT_PART * 10 * KEPT_PART * SLO_S)
 
 
+def test_samples_that_part_have_had_their_first_token_at_the_same_time() -> None:
+    seq = decoding(100, 5.0)
+    child = seq.fork(key=2, sample_index=1)
+    promises.token_came(seq, 6.0)
+    promises.token_came(child, 7.0)
+    assert seq.due_s == child.due_s == pytest.approx(5.0 + 2 * KEPT_PART * SLO_S)
+
+
 def test_of_an_answer_that_may_end_by_itself_little_is_counted_on() -> None:
     sure = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, mean_output_tokens=400)
     assert sure == pytest.approx(0.004 + LENT_PART * SURE_PART * 400 * 0.005)

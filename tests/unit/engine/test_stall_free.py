@@ -24,7 +24,7 @@ def beside(
     limit_s: float = 0.0,
     num_before: int = 0,
 ) -> int:
-    return tokens_beside(costs, contexts, lambda _: limit_s, num_before, queued, at_most=512, at_least=16)
+    return tokens_beside(costs, contexts, limit_s, num_before, queued, at_most=512, at_least=16)
 
 
 def queued(num_tokens: int, num_prompts: int = 1) -> Callable[[], list[Part]]:

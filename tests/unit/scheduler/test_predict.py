@@ -21,7 +21,7 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
     while done < num_tokens:
         left = num_tokens - done
         prompt, most = [(left, done)], CHUNK - len(contexts)
-        most = tokens_beside(costs, contexts, lambda _: limit_s, done, lambda prompt=prompt: prompt, at_most=most, at_least=BLOCK)
+        most = tokens_beside(costs, contexts, limit_s, done, lambda prompt=prompt: prompt, at_most=most, at_least=BLOCK)
         part = min(left, most)
         took_s.append(costs.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
