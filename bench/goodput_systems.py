@@ -19,6 +19,8 @@ SERVED = "goodput"
 START_S = 300.0
 TCMALLOC = "libtcmalloc_minimal.so.4"
 OPENMP = "libiomp5.so"
+UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
+"""For vllm's pair: left to itself, its decode server takes half a minute for the first KV, or waits for it for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +97,12 @@ def vllm(setting: Setting) -> Iterator[str]:
 @contextmanager
 def vllm_pair(setting: Setting) -> Iterator[str]:
     """A prefill and a decode server with a core each, KV over NIXL, and a router before them."""
-    connector = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
     with ExitStack() as stack:
         urls = []
-        for role, core in zip(("prefill", "decode"), setting.cores, strict=True):
+        for role, kv_role, core in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), setting.cores, strict=True):
             port = free_port()
-            env = _vllm_env(setting, (core,), setting.kv_gib / 2, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+            env = _vllm_env(setting, (core,), setting.kv_gib / 2, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX)
+            connector = f'{{"kv_connector":"NixlConnector","kv_role":"{kv_role}","kv_buffer_device":"cpu"}}'
             command = _vllm_command(setting, port, "--kv-transfer-config", connector)
             urls.append(stack.enter_context(_served(command, port, setting.logs / f"vllm-{role}.log", **env)))
         port = free_port()

@@ -9,7 +9,9 @@ from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Failure
 from baton.core.kv_layout import KvLayout
 from baton.core.request import FinishReason, Sampling
+from baton.engine.ahead import known
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.turns import Turns
 from tests import builders
 
 NOTHING = -1
@@ -78,11 +80,15 @@ class FakeExecutor:
     def __init__(self, num_blocks: int, block_size_tokens: int, life_table: FakeLifeTable, *, forget_on_new_life: bool = True) -> None:
         self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
+        self.num_ahead = 0
+        """Steps that were planned before the one before them had ended."""
         self.guilty: Callable[[StepSequence], bool] = lambda _: False
         self.failing: Callable[[StepSequence], Failure | None] = lambda _: None
         self.gate: asyncio.Event | None = None
         self._block_size_tokens = block_size_tokens
         self._life_table = life_table
+        self._turns = Turns()
+        self._before: StepResult | None = None
         if forget_on_new_life:
             life_table.on_new_life = self.spoil
 
@@ -95,9 +101,14 @@ class FakeExecutor:
         return len(self.memory)
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        if self.gate is not None:
-            await self.gate.wait()
-        return self.run(plan)
+        async with self._turns.turn():
+            await asyncio.sleep(0)  # a device takes its time
+            if self.gate is not None:
+                await self.gate.wait()
+            return self.run(plan)
+
+    def withdraw(self) -> bool:
+        return self._turns.withdraw()
 
     async def aclose(self) -> None:
         """Nothing to free."""
@@ -116,6 +127,9 @@ class FakeExecutor:
         return list(chain.from_iterable(self.memory[b] for b in block_table))[:num_tokens]
 
     def run(self, plan: StepPlan) -> StepResult:
+        before, self._before = self._before, None
+        self.num_ahead += plan.follows is not None
+        plan = known(plan, before)
         self.plans.append(plan)
         if any(self.guilty(part) for part in plan.sequences):
             raise RuntimeError("injected")
@@ -127,7 +141,8 @@ class FakeExecutor:
             self._write(part, written)
         failures = {part.seq_id: failure for part in plan.sequences if (failure := self.failing(part)) is not None}
         samples = {p.seq_id: self._sample(p, p.sample) for p in plan.sequences if p.sample is not None and p.seq_id not in failures}
-        return StepResult(step_id=plan.step_id, samples=samples, failures=failures)
+        self._before = StepResult(step_id=plan.step_id, samples=samples, failures=failures)
+        return self._before
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin

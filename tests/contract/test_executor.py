@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from baton.core.blocks import token_ids
 from baton.core.errors import Failure
 from baton.core.request import Sampling
+from baton.engine.ahead import UNKNOWN
 from baton.engine.paced import PacedExecutor
-from baton.engine.step import DeviceFault, Executor, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.step import DeviceFault, Executor, NothingToFollow, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime.metrics import EngineMetrics
 from baton.sim.executor import SimExecutor, SimStepCost
 from baton.sim.memory import SimMemory
@@ -229,6 +230,74 @@ async def test_whoever_fails_is_named_and_the_others_results_stand(device: Devic
     assert await ran(device, *good) == wanted
     # Nor does what it left in its blocks harm whoever gets them next.
     assert await ran(device, part(4, PROMPTS[1], blocks=bad.block_table)) == {4: wanted[1]}
+
+
+def after(step_id: int, *parts: StepSequence) -> StepPlan:
+    """The step in which each of these, whose step is `step_id`, goes on by the token that is drawn for it there."""
+    going_on = []
+    for one in parts:
+        assert one.sample is not None
+        sample = replace(one.sample, position=one.sample.position + 1)
+        going_on.append(replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=sample))
+    return StepPlan(step_id=step_id + 1, sequences=tuple(going_on), follows=step_id)
+
+
+async def test_a_step_that_follows_goes_on_from_what_was_drawn(device: Device) -> None:
+    first = [part(i, prompt, sampling=SEEDED) for i, prompt in enumerate(PROMPTS)]
+    drawn = await ran(device, *first)
+    wanted = await ran(device, *(part(3 + i, (*prompt, *drawn[i]), sampling=SEEDED) for i, prompt in enumerate(PROMPTS)))
+    plans = StepPlan(step_id=1, sequences=tuple(first)), after(1, *first)
+    before, following = await asyncio.gather(*map(device.executor.execute, plans))
+    assert (tokens_of(before), following.step_id) == (drawn, 2)
+    assert tokens_of(following) == {i: wanted[3 + i] for i in range(3)}
+
+
+async def test_a_history_that_has_grown_meanwhile_is_no_other(device: Device) -> None:
+    """The engine appends what was drawn to the same array, perhaps before the step that follows looks at it."""
+    first = part(0, PROMPTS[1])
+    assert first.sample is not None
+    before = await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
+    first.sample.history.append(before.samples[0][0].token_id)
+    following = await device.executor.execute(after(1, first))
+    assert tokens_of(following)[0] == (await ran(device, part(1, tuple(first.sample.history))))[1]
+
+
+async def test_a_sequence_that_failed_is_not_in_the_step_that_follows(device: Device) -> None:
+    good, bad = part(0, PROMPTS[0]), device.at_fault(part(1, (21, 22, 23, 24, 25)))
+    (before,) = await asyncio.gather(device.executor.execute(StepPlan(step_id=1, sequences=(good, bad))), return_exceptions=True)
+    (following,) = await asyncio.gather(device.executor.execute(after(1, good, bad)), return_exceptions=True)
+    if isinstance(before, StepResult):
+        assert isinstance(following, StepResult)
+        assert set(following.samples) == {0}
+    else:
+        assert isinstance(following, NothingToFollow)
+
+
+async def test_a_step_follows_none_but_the_last(device: Device) -> None:
+    first = part(0, PROMPTS[0])
+    await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
+    with pytest.raises(NothingToFollow):
+        await device.executor.execute(after(7, first))
+    with pytest.raises(NothingToFollow):
+        await device.executor.execute(after(1, first))
+    await ran(device, first)
+
+
+async def test_a_step_that_waits_can_be_withdrawn(device: Device) -> None:
+    first = part(0, PROMPTS[1])
+    assert not device.executor.withdraw(), "nothing waits"
+    running = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
+    waiting = asyncio.create_task(device.executor.execute(after(1, first)))
+    while not device.executor.withdraw():
+        await asyncio.sleep(0)  # until it waits: none of these devices is done by then
+        assert not waiting.done()
+    assert not device.executor.withdraw(), "twice"
+    result = await running
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert tokens_of(await device.executor.execute(after(1, first)))[0]
+    assert tokens_of(result)[0] == (await ran(device, first))[0]
+    assert not device.executor.withdraw(), "what has run does not wait"
 
 
 async def test_closing_waits_for_a_step_that_runs_and_leaves_no_thread(device: Device) -> None:

@@ -53,13 +53,13 @@ class BlockPool:
         self._changes: dict[BlockHash, KvEventKind] = {}  # net since last taken, so never more than twice the pool
         self._steps_launched = 0
         self._steps_finished = 0
-        self._fenced: OrderedDict[int, int] = OrderedDict()  # idle block -> last step that may still write to it; oldest first
+        self._fenced: OrderedDict[int, int] = OrderedDict()  # idle block -> last step that may still use it; oldest first
 
     # -- counts -------------------------------------------------------------------------------------------------------------------------
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones that nobody uses."""
+        """Blocks that can be handed out once no step is in flight: free ones, and cached ones that nobody uses."""
         return len(self._idle)
 
     @property
@@ -102,19 +102,25 @@ class BlockPool:
     # -- handing out and taking back ----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Blocks to compute into, each with a new life and one reference; None, and nothing changed, if there are not so many."""
-        if num_blocks > self.num_allocatable:
-            return None
-        return self._hand_out(list(islice(self._idle, num_blocks)))
-
-    def allocate_landing(self, num_blocks: int) -> list[int] | None:
-        """Blocks to read into, each with a new life and one reference: none that a step in flight may still write to."""
+        """Blocks to compute into, each with a new life and one reference: none that a step in flight may still read or write. None, and
+        nothing changed, if there are not so many."""
         chosen = list(islice((b for b in self._idle if b not in self._fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
-        for block_id in self._hand_out(chosen):
+        for block_id in chosen:
+            self._idle.take(block_id)
+            if self._hash[block_id] != NO_HASH:
+                self._forget_content(block_id)
+            self._life_table.begin_life(block_id)
+            self._refs[block_id] = 1
+        return chosen
+
+    def allocate_landing(self, num_blocks: int) -> list[int] | None:
+        """As `allocate`, to read into."""
+        chosen = self.allocate(num_blocks)
+        for block_id in chosen or ():
             self._fill[block_id] = BlockFill.LANDING
-        self._num_landing += num_blocks
+        self._num_landing += len(chosen or ())
         return chosen
 
     def ref(self, block_ids: Iterable[int]) -> None:
@@ -266,16 +272,24 @@ class BlockPool:
     # -- fence --------------------------------------------------------------------------------------------------------------------------
 
     def step_launched(self) -> None:
-        """From now on the device may write to blocks that are in use now, until as many steps have finished."""
+        """From now on the device may read and write blocks that are in use now, until as many steps have finished."""
         self._steps_launched += 1
+
+    def step_withdrawn(self) -> None:
+        """The step that was launched last will not run, and writes nothing."""
+        if self._steps_finished == self._steps_launched:
+            raise ValueError("no step is in flight")
+        self._steps_launched -= 1
+        for block_id, last_step in self._fenced.items():
+            self._fenced[block_id] = min(last_step, self._steps_launched)
+        self._lift_fence()
 
     def step_finished(self) -> None:
         """The oldest step in flight has completed on the device."""
         if self._steps_finished == self._steps_launched:
             raise ValueError("no step is in flight")
         self._steps_finished += 1
-        while self._fenced and next(iter(self._fenced.values())) <= self._steps_finished:
-            self._fenced.popitem(last=False)
+        self._lift_fence()
 
     # -- invariants ---------------------------------------------------------------------------------------------------------------------
 
@@ -306,17 +320,6 @@ class BlockPool:
 
     def _is_held(self, block_id: int) -> bool:
         return self._pins[block_id] > 0 and not self._refs[block_id]
-
-    def _hand_out(self, block_ids: list[int]) -> list[int]:
-        """Idle blocks become used, with a new life."""
-        for block_id in block_ids:
-            self._idle.take(block_id)
-            if self._hash[block_id] != NO_HASH:
-                self._forget_content(block_id)
-            self._fenced.pop(block_id, None)
-            self._life_table.begin_life(block_id)
-            self._refs[block_id] = 1
-        return block_ids
 
     def _take(self, block_id: int) -> None:
         """Before a cached block is used again. Raises ValueError if it is free."""
@@ -358,6 +361,10 @@ class BlockPool:
         else:
             del self._by_hash[block_hash]
             self._changed(block_hash, KvEventKind.EVICTED)
+
+    def _lift_fence(self) -> None:
+        while self._fenced and next(iter(self._fenced.values())) <= self._steps_finished:
+            self._fenced.popitem(last=False)
 
     def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
         if self._changes.pop(block_hash, kind) is kind:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
-from baton.engine import promises
+from baton.engine import ahead, promises
 from baton.engine.batcher import share_budget
 from baton.engine.block_pool import BlockPool
 from baton.engine.coming import ComingPrompts
@@ -194,6 +194,30 @@ class Engine:
             self.pool.step_launched()
         return plan
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan:
+        """The step after `plan`, which runs now and has no result yet; empty where only that result can tell. It is launched like any
+        other, after which `apply` comes for `plan` and then for it; or it is `withdrawn` before it has begun."""
+        after = StepPlan(
+            step_id=self._next_step_id,
+            sequences=tuple(self._step_ahead(seq) for seq in ahead.going_on(plan, self._sequences, self.pool, self.config)),
+            follows=plan.step_id,
+        )
+        if not after.is_empty:
+            self._next_step_id += 1
+            self.pool.step_launched()
+        return after
+
+    def withdrawn(self) -> None:
+        """The step that was planned ahead will not run."""
+        self.pool.step_withdrawn()
+
+    def known(self, plan: StepPlan) -> StepPlan:
+        """`plan`, the step in flight, with the tokens that were not known when it was made, without the sequences that have ended since."""
+        if plan.follows is None:
+            return plan
+        seqs = [seq for part in plan.sequences if (seq := self._sequences.running.get(part.seq_id)) is not None]
+        return StepPlan(step_id=plan.step_id, sequences=tuple(self._step_sequence(seq, 1) for seq in seqs))
+
     def request_of(self, key: int) -> int:
         """Whose sequence that is which the present plan calls `key`: the `seq_id` that it was added with, shared by all samples."""
         return self._sequences.running[key].seq_id
@@ -244,13 +268,26 @@ class Engine:
             sample=self._sample_request(seq) if num_scheduled_tokens == seq.num_tokens_behind else None,
         )
 
-    def _sample_request(self, seq: EngineSequence) -> SampleRequest:
+    def _step_ahead(self, seq: EngineSequence) -> StepSequence:
+        """Of the step after the one that is about to append a token."""
+        begin = len(seq.token_ids)
+        return StepSequence(
+            seq_id=seq.key,
+            token_ids=ahead.UNKNOWN,
+            position_begin=begin,
+            kv_begin=begin,
+            block_table=seq.table,
+            sample=self._sample_request(seq, num_more_tokens=1),
+        )
+
+    def _sample_request(self, seq: EngineSequence, num_more_tokens: int = 0) -> SampleRequest:
+        """Once it has so many tokens more."""
         sampling = seq.request.sampling
-        is_too_early_to_end = seq.num_output_tokens < sampling.min_tokens
+        is_too_early_to_end = seq.num_output_tokens + num_more_tokens < sampling.min_tokens
         return SampleRequest(
             sampling=sampling,
             sample_indices=seq.sample_indices,
-            position=len(seq.token_ids),
+            position=len(seq.token_ids) + num_more_tokens,
             history=seq.token_ids,
             num_prompt_tokens=seq.request.num_prompt_tokens,
             banned_token_ids=ends_of_text(sampling, self.config.eos_token_ids) if is_too_early_to_end else (),

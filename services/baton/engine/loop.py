@@ -1,7 +1,12 @@
-"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine that takes time."""
+"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine that takes time.
+
+While answers merely go on, the step after the one that runs is planned and waits at the device (`engine.ahead`), so that the device has no
+pause between them. Whatever comes in meanwhile takes it back, unless it has begun.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.core.costs import attended_tokens
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
@@ -16,6 +21,15 @@ log = get_logger(__name__)
 
 MAX_FAILED_IN_A_ROW = 2
 """Different requests that fail, each alone, while nothing succeeds in between: then it is not they but the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step at the device. `at_s`: since when, by the event loop's clock; it may have waited for the one before it."""
+
+    plan: StepPlan
+    result: asyncio.Future[StepResult]
+    at_s: float
 
 
 class EngineUnhealthy(BatonError):
@@ -52,6 +66,7 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
+        self._ahead: _Launched | None = None  # behind the step whose result is awaited
         self._held = Outcome()
         """Not delivered yet: nobody's next move depends on it."""
         self._has_ended = False
@@ -116,18 +131,24 @@ class EngineLoop:
         """Until drained. Raises EngineUnhealthy when the device is at fault."""
         try:
             while True:
-                self._wake.clear()
-                self._take_inbox()  # adds and cancels land between steps, never during one
-                plan = self.engine.plan()
-                self._hand_over(self.engine.take_outcome())  # before the step, so that a pull starts while it runs
-                if plan.is_empty:
-                    self._hand_over_held()
-                    if self.draining and self.engine.is_idle and not self._inbox:
-                        return
-                    await self._wake.wait()
-                    continue
-                result = await self._execute(plan)
-                outcome = self.engine.apply(plan, result)
+                step, self._ahead = self._ahead, None
+                if step is None:
+                    self._wake.clear()
+                    self._take_inbox()  # adds and cancels land between steps, never during one
+                    plan = self.engine.plan()
+                    self._hand_over(self.engine.take_outcome())  # before the step, so that a pull starts while it runs
+                    if plan.is_empty:
+                        self._hand_over_held()
+                        if self.draining and self.engine.is_idle and not self._inbox:
+                            return
+                        await self._wake.wait()
+                        continue
+                    step = self._launch(plan)
+                    await asyncio.sleep(0)  # it has been launched now
+                self._begun(step)
+                await self._plan_ahead(step.plan)
+                self._hand_over_held()
+                outcome = self.engine.apply(step.plan, await self._result_of(step))
                 if outcome.only_goes_on:
                     self._held = outcome
                 else:
@@ -135,10 +156,12 @@ class EngineLoop:
                 await asyncio.sleep(0)  # an executor that returns at once must not keep everybody else waiting
         finally:
             self._has_ended = True
+            await self._let_go_of_ahead()
 
     def _put(self, change: Callable[[], None]) -> None:
         self._inbox.append(change)
         self._wake.set()
+        self._withdraw_ahead()
 
     def _take_inbox(self) -> None:
         changes, self._inbox = self._inbox, []
@@ -156,17 +179,43 @@ class EngineLoop:
         if not held.is_empty:
             self._deliver(held)
 
-    async def _execute(self, plan: StepPlan) -> StepResult:
-        """One step. If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on. That is so where it is
-        the only one, too; but not for one request after the other."""
+    def _launch(self, plan: StepPlan) -> _Launched:
+        return _Launched(plan, asyncio.ensure_future(self.executor.execute(plan)), asyncio.get_running_loop().time())
+
+    async def _plan_ahead(self, plan: StepPlan) -> None:
+        """Of what follows on the step that runs now, if that can be known."""
+        if not self._inbox and not (after := self.engine.plan_ahead(plan)).is_empty:
+            self._ahead = self._launch(after)
+            await asyncio.sleep(0)  # it waits at the device now
+            if self._inbox:
+                self._withdraw_ahead()
+
+    def _withdraw_ahead(self) -> None:
+        if self._ahead is not None and self.executor.withdraw():
+            self._ahead = None
+            self.engine.withdrawn()
+
+    async def _let_go_of_ahead(self) -> None:
+        """Whatever becomes of it: the step that it follows has not ended well, or we end."""
+        self._withdraw_ahead()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            await _stopped(ahead.result)
+            self.engine.withdrawn()
+
+    async def _result_of(self, step: _Launched) -> StepResult:
+        """If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on. That is so where it is the only
+        one, too; but not for one request after the other."""
+        plan = step.plan
         try:
             try:
-                result = await self._execute_timed(plan)
+                result = await self._timed(step)
             except DeviceFault:
                 raise
             except Exception as error:
                 log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
-                return await self._find_guilty(plan, error)
+                await self._let_go_of_ahead()
+                return await self._find_guilty(self.engine.known(plan), error)
         except DeviceFault as fault:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
@@ -174,20 +223,19 @@ class EngineLoop:
             self._on_step(plan, self.last_step_ended_s - self.last_step_started_s)
         return result
 
-    async def _execute_timed(self, plan: StepPlan) -> StepResult:
-        time = asyncio.get_running_loop().time
-        self.step_started_s = started_s = time()
-        step = asyncio.ensure_future(self.executor.execute(plan))
+    def _begun(self, step: _Launched) -> float:
+        """It is the one that runs now; since when."""
+        self.step_started_s = started_s = max(step.at_s, self.last_step_ended_s)
+        return started_s
+
+    async def _timed(self, step: _Launched) -> StepResult:
+        started_s = self._begun(step)
         try:
-            await asyncio.sleep(0)  # it has been launched now
-            self._hand_over_held()
-            result = await step
+            result = await step.result
         finally:
-            if not step.done():  # we were interrupted
-                step.cancel()
-                await asyncio.wait((step,))
+            await _stopped(step.result)  # if we were interrupted
             self.step_started_s = None
-            self.last_step_started_s, self.last_step_ended_s = started_s, time()
+            self.last_step_started_s, self.last_step_ended_s = started_s, asyncio.get_running_loop().time()
         self.steps_done += 1
         return result
 
@@ -200,7 +248,7 @@ class EngineLoop:
         block_copies = plan.block_copies
         for part in plan.sequences:
             try:
-                result = await self._execute_timed(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies))
+                result = await self._timed(self._launch(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies)))
             except DeviceFault:
                 raise
             except Exception as part_error:
@@ -221,3 +269,10 @@ class EngineLoop:
                 message = f"{len(self._failed_in_a_row)} requests in a row have failed, each of them alone; restart the worker"
                 raise EngineUnhealthy(message) from error
         return StepResult(step_id=plan.step_id, samples=samples, failures=failures)
+
+
+async def _stopped(result: asyncio.Future[StepResult]) -> None:
+    """It has ended, one way or another."""
+    if not result.done():
+        result.cancel()
+        await asyncio.wait((result,))

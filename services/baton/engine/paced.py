@@ -13,8 +13,10 @@ from baton.core.blocks import TokenIds
 from baton.core.errors import LayoutMismatch
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
+from baton.engine.ahead import known
 from baton.engine.content import START, KvCorrupted, extend, slots_of, token_after, wrong_slot
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.turns import Turns
 
 _SLOT_BYTES = 8
 _MAX_LATE_S = 0.020
@@ -38,6 +40,8 @@ class PacedExecutor:
         self._slots = tokens[:, :, :_SLOT_BYTES].view(np.uint64)[:, :, 0]
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self._turns = Turns()
+        self._before: StepResult | None = None
         self._late_s = 0.0
         self._going_on: dict[int, tuple[int, int]] = {}
         """(KV entries, content of the last) of each sequence that sampled in the step before."""
@@ -53,11 +57,18 @@ class PacedExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor`. Raises KvCorrupted. Our own work is part of a step's time. By how much a step ends late, the next is shorter."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._step_seconds(plan) - self._late_s
-        result = self._run(plan)
-        await asyncio.sleep(max(0.0, end_s - loop.time()))
-        self._late_s = min(loop.time() - end_s, _MAX_LATE_S)
-        return result
+        async with self._turns.turn():
+            before, self._before = self._before, None
+            plan = known(plan, before)
+            end_s = loop.time() + self._step_seconds(plan) - self._late_s
+            result = self._run(plan)
+            await asyncio.sleep(max(0.0, end_s - loop.time()))
+            self._late_s = min(loop.time() - end_s, _MAX_LATE_S)
+            self._before = result
+            return result
+
+    def withdraw(self) -> bool:
+        return self._turns.withdraw()
 
     async def aclose(self) -> None:
         """Nothing to free."""

@@ -204,9 +204,12 @@ def finish_with(
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
     if num_output_tokens >= sampling.min_tokens and token_id in ends_of_text(sampling, eos_token_ids):
         return FinishReason.STOP
-    if num_output_tokens + 1 >= sampling.max_tokens or num_tokens + 1 >= max_model_len:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if is_full_length(request, num_tokens + 1, max_model_len) else None
+
+
+def is_full_length(request: SequenceRequest, num_tokens: int, max_model_len: int) -> bool:
+    """Whether a sample of so many tokens, prompt and outputs, ends whatever its last token is."""
+    return num_tokens - request.num_prompt_tokens >= request.sampling.max_tokens or num_tokens >= max_model_len
 
 
 def num_blocks_wanted(seq: EngineSequence, block_size_tokens: int) -> int:

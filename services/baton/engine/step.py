@@ -52,11 +52,13 @@ class StepSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. `block_copies` (source, destination) are done before anything else."""
+    """One step. `block_copies` (source, destination) are done before anything else. `follows`: the step before it, whose result was not
+    known when this one was planned: each of its sequences goes on by the one token that step draws for it (`ahead.known`)."""
 
     step_id: int
     sequences: tuple[StepSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
+    follows: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +90,12 @@ class DeviceFault(BatonError):
     """The device will run no step any more, whosever it is: only a new process helps."""
 
 
+class NothingToFollow(BatonError):
+    """The step that this one was to follow has failed, or was another: what it was to go on from does not exist. Nothing was run."""
+
+
 class Executor(Protocol):
-    """A device with a model and KV memory. One step at a time: `execute` is not called again before it has returned."""
+    """A device with a model and KV memory. It runs one step at a time, and one more may wait meanwhile, to begin without a pause."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -98,8 +104,13 @@ class Executor(Protocol):
     def num_blocks(self) -> int: ...
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; when it returns, the step's KV is written. Raises DeviceFault where the device is known to be at fault. Whatever
-        else it raises is a sequence's, which the loop finds; or the device's after all, if different requests fail in a row."""
+        """Run one step, after the one that runs now; when it returns, the step's KV is written. Raises DeviceFault where the device is
+        known to be at fault, and NothingToFollow. Whatever else it raises is a sequence's, which the loop finds; or the device's after
+        all, if different requests fail in a row."""
+        ...
+
+    def withdraw(self) -> bool:
+        """The step that waits is not to be run: its `execute` is cancelled. False, and nothing has changed, if none waits (any more)."""
         ...
 
     async def aclose(self) -> None: ...

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from baton.core.costs import StepCostModel
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
+from baton.engine.ahead import known
 from baton.engine.content import KvCorrupted, extend, token_after
 from baton.engine.step import SampledToken, StepPlan, StepResult, StepSequence
+from baton.engine.turns import Turns
 from baton.sim.memory import SimMemory, contents
 
 
@@ -39,6 +41,8 @@ class SimExecutor:
         self.memory = memory
         self._vocab_size = vocab_size
         self._cost = cost
+        self._turns = Turns()
+        self._before: StepResult | None = None
 
     @property
     def layout(self) -> KvLayout:
@@ -49,15 +53,24 @@ class SimExecutor:
         return self.memory.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
+        async with self._turns.turn():
+            before, self._before = self._before, None
+            self._before = await self._run(known(plan, before))
+            return self._before
+
+    def withdraw(self) -> bool:
+        return self._turns.withdraw()
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+    async def _run(self, plan: StepPlan) -> StepResult:
         for source, destination in plan.block_copies:
             self.memory.write_block(destination, self.memory.block(source))
         for sequence in plan.sequences:
             self._write(sequence)
         await asyncio.sleep(self._cost.base_s + self._cost.per_token_s * plan.num_tokens)
         return StepResult(step_id=plan.step_id, samples={s.seq_id: self._sample(s) for s in plan.sequences if s.sample is not None})
-
-    async def aclose(self) -> None:
-        """Nothing to free."""
 
     def _write(self, sequence: StepSequence) -> None:
         content = self.memory.prefix_before(sequence.block_table, sequence.kv_begin)

@@ -24,6 +24,7 @@ class MeteredExecutor:
     def __init__(self, inner: Executor, metrics: EngineMetrics) -> None:
         self._inner = inner
         self._metrics = metrics
+        self._ended_s = 0.0
 
     @property
     def layout(self) -> KvLayout:
@@ -35,11 +36,15 @@ class MeteredExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         loop = asyncio.get_running_loop()
-        started_s = loop.time()
+        asked_s = loop.time()
         result = await self._inner.execute(plan)
-        self._metrics.step_s.observe(loop.time() - started_s)
+        before_s, self._ended_s = self._ended_s, loop.time()
+        self._metrics.step_s.observe(self._ended_s - max(asked_s, before_s))
         self._metrics.step_tokens.inc(plan.num_tokens)
         return result
+
+    def withdraw(self) -> bool:
+        return self._inner.withdraw()
 
     async def aclose(self) -> None:
         await self._inner.aclose()

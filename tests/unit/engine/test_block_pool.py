@@ -204,29 +204,36 @@ def test_quarantine_outlives_the_sequence(sequence_ends_first: bool) -> None:
     pool.check()
 
 
-def test_a_block_freed_during_a_step_lands_nothing_before_that_step_has_finished() -> None:
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_block_freed_during_a_step_is_nobodys_before_that_step_has_finished(lands: bool) -> None:
     pool, _ = make_pool(2)
+    take = pool.allocate_landing if lands else pool.allocate
     blocks = allocated(pool, 2)
     pool.step_launched()
     pool.unref(blocks[:1])
     pool.step_launched()
     pool.unref(blocks[1:])
-    assert pool.allocate_landing(1) is None
+    assert take(1) is None
     pool.step_finished()
-    assert pool.allocate_landing(2) is None
-    assert pool.allocate_landing(1) == blocks[:1]  # freed before the second step was launched
+    assert take(2) is None
+    assert take(1) == blocks[:1]  # freed before the second step was launched
     pool.check()
     pool.step_finished()
-    assert pool.allocate_landing(1) == blocks[1:]
+    assert take(1) == blocks[1:]
 
 
-def test_the_next_step_may_write_where_this_one_still_does() -> None:
-    pool, _ = make_pool(1)
-    blocks = allocated(pool, 1)
+def test_a_step_that_is_withdrawn_keeps_nothing_from_landing() -> None:
+    pool, _ = make_pool(2)
+    blocks = allocated(pool, 2)
+    pool.step_launched()
     pool.step_launched()
     pool.unref(blocks)
-    assert pool.allocate(1) == blocks
+    pool.step_withdrawn()
     pool.check()
+    assert pool.allocate_landing(1) is None, "the step before it still runs"
+    pool.step_finished()
+    pool.check()
+    assert pool.allocate_landing(2) is not None
 
 
 def test_in_doubt_means_not_found_and_not_proven() -> None:
@@ -276,6 +283,7 @@ def test_misuse_is_refused_by_name() -> None:
         lambda: pool.mark_copies([used]),
         lambda: pool.mark_copies([free]),
         pool.step_finished,
+        pool.step_withdrawn,
     ]
     for call in wrong:
         with pytest.raises(ValueError, match=r"block \d|no step"):

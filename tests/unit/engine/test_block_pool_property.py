@@ -72,11 +72,11 @@ class Pools:
                 block.block_hash = NO_HASH
             block.is_copy &= block.block_hash != NO_HASH
             block.released_at = self.tick()
-            block.released_in_step = self.step if self.in_flight else 0
+            block.released_in_step = self.in_flight[-1] if self.in_flight else 0
 
     def allocate(self, lands: bool) -> None:
         count = self.rng.randint(0, self.num_blocks)
-        idle = [i for i in self.where("free", "cached") if not (lands and self.naive[i].released_in_step in self.in_flight)]
+        idle = [i for i in self.where("free", "cached") if self.naive[i].released_in_step not in self.in_flight]
         got = self.pool.allocate_landing(count) if lands else self.pool.allocate(count)
         assert (got is None) == (count > len(idle))
         if got is None:
@@ -89,7 +89,7 @@ class Pools:
         rng, pool, naive = self.rng, self.pool, self.naive
         action = rng.choice(
             "allocate allocate landing landing copy copy use use forget ref unref unref pin unpin hash land drop quarantine heal".split()
-            + "launch finish doubt".split()
+            + "launch launch finish withdraw doubt".split()
         )
         if action in ("allocate", "landing"):
             self.allocate(action == "landing")
@@ -168,6 +168,12 @@ class Pools:
         elif action == "finish" and self.in_flight:
             pool.step_finished()
             self.in_flight.pop(0)
+        elif action == "withdraw" and self.in_flight:
+            pool.step_withdrawn()
+            withdrawn = self.in_flight.pop()
+            for block in naive:
+                if block.released_in_step == withdrawn:  # the one before may still write to it
+                    block.released_in_step = self.in_flight[-1] if self.in_flight else 0
         elif action == "doubt":
             chosen = self.some([i for i in self.where("used") if naive[i].fill == ""])[:1]
             pool.unpublish(chosen)

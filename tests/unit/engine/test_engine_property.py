@@ -147,8 +147,7 @@ class World:
         table = rig.admissions[seq_id].block_table
         chance = rng.random()
         if left and chance < 0.75:
-            rig.land(request, [left.pop(rng.randrange(len(left)))])
-            self.happened["landings"] += 1
+            self.land_one(seq_id)
         elif left and (chance > 0.95 or not self.live(seq_id)):
             doubtful = rng.sample(left, rng.randint(0, len(left)))
             pool.quarantine([table[i] for i in doubtful])
@@ -165,6 +164,15 @@ class World:
             del self.pulls[seq_id]
             self.landed.add(seq_id)
             rig.engine.landed(seq_id, rig.first_tokens(request))
+
+    def land_one(self, seq_id: int | None = None) -> None:
+        """A block of this pull, or of any."""
+        pulls = [s for s, left in self.pulls.items() if left] if seq_id is None else [seq_id]
+        if pulls:
+            seq_id = self.rng.choice(pulls)
+            left = self.pulls[seq_id]
+            self.rig.land(self.requests[seq_id], [left.pop(self.rng.randrange(len(left)))])
+            self.happened["landings"] += 1
 
     def spoil(self) -> None:
         """Reads that still run write whatever they want to."""
@@ -198,20 +206,53 @@ class World:
         if self.quarantined and self.rng.random() < 0.3:
             self.rig.pool.end_quarantine([self.quarantined.pop(self.rng.randrange(len(self.quarantined)))])
 
-    def step(self) -> StepPlan:
+    def step(self) -> bool:
+        """A step, and often those that can follow it at once; whether there was one. What others do goes on meanwhile."""
         plan = self.rig.plan()
         self.after_admissions()
         self.spoil()
-        if plan.is_empty:
-            return plan
-        result = self.rig.executor.run(plan)
-        while self.rng.random() < 0.1:
-            self.cancel()
+        has_run = False
+        while not plan.is_empty:
+            has_run = True
+            after = self.ahead_of(plan)
+            result = self.rig.executor.run(plan)
+            while after is None and self.rng.random() < 0.1:
+                self.cancel()
+                self.rig.engine.check()
+            self.rig.note(self.rig.engine.apply(plan, result))
             self.rig.engine.check()
-        self.rig.note(self.rig.engine.apply(plan, result))
+            assert plan.num_tokens <= self.rig.config.max_num_batched_tokens
+            if after is None:
+                break
+            self.happened["steps ahead"] += 1
+            self.happened["steps ahead of an end"] += any(p.seq_id not in self.rig.engine._sequences.running for p in after.sequences)
+            self.meanwhile()
+            plan = after
+        return has_run
+
+    def ahead_of(self, plan: StepPlan) -> StepPlan | None:
+        """The step after it, if one can be planned and is not withdrawn again."""
+        if self.rng.random() < 0.3:
+            return None
+        after = self.rig.engine.plan_ahead(plan)
         self.rig.engine.check()
-        assert plan.num_tokens <= self.rig.config.max_num_batched_tokens
-        return plan
+        if after.is_empty:
+            return None
+        if self.rng.random() < 0.2:
+            self.rig.engine.withdrawn()
+            self.rig.engine.check()
+            self.happened["withdrawn"] += 1
+            return None
+        return after
+
+    def meanwhile(self) -> None:
+        """A step runs that may still write to what has been given back: reads land, and begin."""
+        if self.rng.random() < 0.3:
+            self.bring()
+        for _ in range(self.rng.randint(0, 2)):
+            self.land_one()
+        self.unpin()
+        self.spoil()
 
     def audit(self) -> None:
         """Events tell what is here, and what is here is what its hash says."""
@@ -287,5 +328,7 @@ def test_the_worlds_see_what_they_should() -> None:
         happened.update(world.happened)
         happened.update(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
     seen = {"preemptions", "copies", "cached", "pulls", "landings", "quarantines", "pins", "replays", "queue_full", "no_capacity"}
-    seen |= {"copies brought"} | {f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")}
+    seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "copies brought"} | {
+        f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")
+    }
     assert all(happened[what] >= 3 for what in seen), happened

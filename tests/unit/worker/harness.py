@@ -19,6 +19,7 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.content import extend, token_after
 from baton.engine.engine import Engine, EngineConfig
 from baton.engine.step import Executor, StepPlan, StepResult
+from baton.engine.turns import Turns
 from baton.runtime.health import Health
 from baton.runtime.settings import WorkerConfig
 from baton.runtime.tracing import OFF, Tracing
@@ -81,6 +82,7 @@ class GatedExecutor:
         self.gate.set()
         self.error: Exception | None = None
         self.plans: list[StepPlan] = []
+        self._turns = Turns()
 
     @property
     def layout(self) -> KvLayout:
@@ -91,11 +93,15 @@ class GatedExecutor:
         return self.inner.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        return await self.inner.execute(plan)
+        async with self._turns.turn():
+            self.plans.append(plan)
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            return await self.inner.execute(plan)
+
+    def withdraw(self) -> bool:
+        return self._turns.withdraw()
 
     async def aclose(self) -> None:
         await self.inner.aclose()

@@ -46,6 +46,9 @@ class CostedExecutor:
             return StepResult(step_id=plan.step_id, samples={}, failures={plan.sequences[0].seq_id: self.failure})
         return StepResult(step_id=plan.step_id, samples={s.seq_id: (SampledToken(sample_index=0, token_id=0),) for s in plan.sequences})
 
+    def withdraw(self) -> bool:
+        return False
+
     async def aclose(self) -> None:
         """Nothing to free."""
 

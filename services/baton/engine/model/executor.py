@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from baton.core.blocks import token_ids
 from baton.core.errors import Code, Failure, LayoutMismatch, Reason
 from baton.core.kv_layout import KvLayout
 from baton.core.request import Sampling
+from baton.engine.ahead import known
 from baton.engine.model.attention_step import CausalMasks
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
@@ -48,6 +49,10 @@ class TorchExecutor:
         self._vocab_size = int(model.config.vocab_size)
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
         self._thread = thread
+        self._last: Future[StepResult] | None = None  # of the steps that were handed to the thread
+        self._waiting: Future[StepResult] | None = None
+        self._before: StepResult | None = None
+        """Of the last step, where that has ended well."""
 
     @property
     def layout(self) -> KvLayout:
@@ -59,7 +64,15 @@ class TorchExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, plan)
+        has_to_wait = self._last is not None and not self._last.done()
+        self._last = self._thread.submit(self.run, plan)
+        self._waiting = self._last if has_to_wait else None
+        return await asyncio.wrap_future(self._last)
+
+    def withdraw(self) -> bool:
+        """See `Executor`."""
+        waiting, self._waiting = self._waiting, None
+        return waiting is not None and waiting.cancel()
 
     def warm(self, max_num_seqs: int) -> None:
         """In the calling thread, which should be the one that computes: run each kind of decode step once that takes long the first time,
@@ -81,12 +94,14 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One step in the calling thread."""
+        before, self._before = self._before, None
         try:
-            result = self._run(plan)
+            result = self._run(known(plan, before))
             if self._cache.device.type == "cuda":
                 torch.cuda.synchronize(self._cache.device)  # peers read the KV on streams of their own as soon as it is announced
         except torch.AcceleratorError as error:  # whatever has caused it, every later call to the device would fail, too
             raise DeviceFault(f"{self._cache.device}: {error}") from error
+        self._before = result
         return result
 
     def _run(self, plan: StepPlan) -> StepResult:

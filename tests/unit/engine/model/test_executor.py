@@ -1,5 +1,6 @@
 """Steps over a tiny model: what goes wrong stays with the sequence it belongs to."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -96,6 +97,17 @@ async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, mon
     await executor.execute(plan(GOOD[0]))
     assert len(set(names)) == 1
     assert threading.main_thread().name not in names
+
+
+async def test_a_step_that_waits_for_no_other_is_not_withdrawn(executor: TorchExecutor) -> None:
+    """Though it may not have begun yet."""
+    held = threading.Event()
+    executor._thread.submit(held.wait)
+    step = asyncio.create_task(executor.execute(plan(GOOD[0])))
+    await asyncio.sleep(0)
+    assert not executor.withdraw()
+    held.set()
+    assert set((await step).samples) == {0}
 
 
 def test_chunks_equal_the_whole(executor: TorchExecutor) -> None:
