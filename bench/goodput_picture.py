@@ -35,5 +35,5 @@ def _bar(name: str, rates: Sequence[float], color: str, most: float, y: int) -> 
     middle = statistics.median(rates)
     parts.append(f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{BAR}" fill="{color}"/>')
     parts += [f'<circle cx="{LEFT + rate * scale:.1f}" cy="{y + BAR / 2}" r="2.5"/>' for rate in rates]
-    parts.append(f'<text x="{LEFT + max(rates) * scale + 6:.1f}" y="{y + 12}">{middle:.3g}</text>')
+    parts.append(f'<text x="{LEFT + max(rates) * scale + 6:.1f}" y="{y + 12}">{f"{middle:.3g}" if middle else "none"}</text>')
     return parts
