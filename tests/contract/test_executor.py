@@ -285,19 +285,21 @@ async def test_a_step_follows_none_but_the_last(device: Device) -> None:
 
 async def test_a_step_that_waits_can_be_withdrawn(device: Device) -> None:
     first = part(0, PROMPTS[1])
-    assert not device.executor.withdraw(), "nothing waits"
+    assert not device.executor.withdraw(1), "nothing waits"
     running = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
     waiting = asyncio.create_task(device.executor.execute(after(1, first)))
-    while not device.executor.withdraw():
+    while not device.executor.withdraw(2):
         await asyncio.sleep(0)  # until it waits: none of these devices is done by then
+        assert not device.executor.withdraw(3), "another may be on its way to the device"
+        assert not device.executor.withdraw(1)
         assert not waiting.done()
-    assert not device.executor.withdraw(), "twice"
+    assert not device.executor.withdraw(2), "twice"
     result = await running
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert tokens_of(await device.executor.execute(after(1, first)))[0]
     assert tokens_of(result)[0] == (await ran(device, first))[0]
-    assert not device.executor.withdraw(), "what has run does not wait"
+    assert not device.executor.withdraw(2), "what has run does not wait"
 
 
 async def test_closing_waits_for_a_step_that_runs_and_leaves_no_thread(device: Device) -> None:

@@ -123,10 +123,11 @@ class Worker:
             of_id[self._next_id] = one
             self.engine.add(self._request(self._next_id, one))
         got: dict[tuple[int, int], list[tuple[int, TokenLogprobs]]] = {}
-        while not self.engine.is_idle:
-            plan = self.engine.plan()
+        plan = self.engine.plan()
+        while not plan.is_empty:
             if before_step is not None:
                 before_step(plan)
+            after = self.engine.plan_ahead(plan)  # as the engine's loop does, whenever answers merely go on
             for output in self.engine.apply(plan, self.executor.run(plan)).outputs:
                 assert output.failure is None, output.failure
                 tokens = got.setdefault((output.seq_id, output.sample_index), [])
@@ -135,6 +136,7 @@ class Worker:
                     assert token.logprobs is not None
                     tokens.append((token.token_id, token.logprobs))
             self.engine.check()
+            plan = self.engine.plan() if after.is_empty else after
         return [
             Answer(
                 prompt=one.prompt,

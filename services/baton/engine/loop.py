@@ -191,7 +191,7 @@ class EngineLoop:
                 self._withdraw_ahead()
 
     def _withdraw_ahead(self) -> None:
-        if self._ahead is not None and self.executor.withdraw():
+        if self._ahead is not None and self.executor.withdraw(self._ahead.plan.step_id):
             self._ahead = None
             self.engine.withdrawn()
 

@@ -57,7 +57,7 @@ class PacedExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor`. Raises KvCorrupted. Our own work is part of a step's time. By how much a step ends late, the next is shorter."""
         loop = asyncio.get_running_loop()
-        async with self._turns.turn():
+        async with self._turns.turn(plan.step_id):
             before, self._before = self._before, None
             plan = known(plan, before)
             end_s = loop.time() + self._step_seconds(plan) - self._late_s
@@ -67,8 +67,8 @@ class PacedExecutor:
             self._before = result
             return result
 
-    def withdraw(self) -> bool:
-        return self._turns.withdraw()
+    def withdraw(self, step_id: int) -> bool:
+        return self._turns.withdraw(step_id)
 
     async def aclose(self) -> None:
         """Nothing to free."""

@@ -109,8 +109,8 @@ class Executor(Protocol):
         all, if different requests fail in a row."""
         ...
 
-    def withdraw(self) -> bool:
-        """The step that waits is not to be run: its `execute` is cancelled. False, and nothing has changed, if none waits (any more)."""
+    def withdraw(self, step_id: int) -> bool:
+        """That step is not to be run: its `execute` is cancelled. False, and nothing has changed, unless it waits for another to end."""
         ...
 
     async def aclose(self) -> None: ...

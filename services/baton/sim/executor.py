@@ -53,13 +53,13 @@ class SimExecutor:
         return self.memory.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        async with self._turns.turn():
+        async with self._turns.turn(plan.step_id):
             before, self._before = self._before, None
             self._before = await self._run(known(plan, before))
             return self._before
 
-    def withdraw(self) -> bool:
-        return self._turns.withdraw()
+    def withdraw(self, step_id: int) -> bool:
+        return self._turns.withdraw(step_id)
 
     async def aclose(self) -> None:
         """Nothing to free."""

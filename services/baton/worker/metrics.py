@@ -43,8 +43,8 @@ class MeteredExecutor:
         self._metrics.step_tokens.inc(plan.num_tokens)
         return result
 
-    def withdraw(self) -> bool:
-        return self._inner.withdraw()
+    def withdraw(self, step_id: int) -> bool:
+        return self._inner.withdraw(step_id)
 
     async def aclose(self) -> None:
         await self._inner.aclose()

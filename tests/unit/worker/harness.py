@@ -93,15 +93,15 @@ class GatedExecutor:
         return self.inner.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        async with self._turns.turn():
+        async with self._turns.turn(plan.step_id):
             self.plans.append(plan)
             await self.gate.wait()
             if self.error is not None:
                 raise self.error
             return await self.inner.execute(plan)
 
-    def withdraw(self) -> bool:
-        return self._turns.withdraw()
+    def withdraw(self, step_id: int) -> bool:
+        return self._turns.withdraw(step_id)
 
     async def aclose(self) -> None:
         await self.inner.aclose()

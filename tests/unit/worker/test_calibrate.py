@@ -46,7 +46,7 @@ class CostedExecutor:
             return StepResult(step_id=plan.step_id, samples={}, failures={plan.sequences[0].seq_id: self.failure})
         return StepResult(step_id=plan.step_id, samples={s.seq_id: (SampledToken(sample_index=0, token_id=0),) for s in plan.sequences})
 
-    def withdraw(self) -> bool:
+    def withdraw(self, step_id: int) -> bool:
         return False
 
     async def aclose(self) -> None:

@@ -50,7 +50,7 @@ class TorchExecutor:
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
         self._thread = thread
         self._last: Future[StepResult] | None = None  # of the steps that were handed to the thread
-        self._waiting: Future[StepResult] | None = None
+        self._waiting: tuple[int, Future[StepResult]] | None = None
         self._before: StepResult | None = None
         """Of the last step, where that has ended well."""
 
@@ -66,13 +66,15 @@ class TorchExecutor:
         """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
         has_to_wait = self._last is not None and not self._last.done()
         self._last = self._thread.submit(self.run, plan)
-        self._waiting = self._last if has_to_wait else None
+        self._waiting = (plan.step_id, self._last) if has_to_wait else None
         return await asyncio.wrap_future(self._last)
 
-    def withdraw(self) -> bool:
+    def withdraw(self, step_id: int) -> bool:
         """See `Executor`."""
-        waiting, self._waiting = self._waiting, None
-        return waiting is not None and waiting.cancel()
+        if self._waiting is None or self._waiting[0] != step_id:
+            return False
+        (_, waiting), self._waiting = self._waiting, None
+        return waiting.cancel()
 
     def warm(self, max_num_seqs: int) -> None:
         """In the calling thread, which should be the one that computes: run each kind of decode step once that takes long the first time,

@@ -99,15 +99,19 @@ async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, mon
     assert threading.main_thread().name not in names
 
 
-async def test_a_step_that_waits_for_no_other_is_not_withdrawn(executor: TorchExecutor) -> None:
-    """Though it may not have begun yet."""
+async def test_only_the_step_that_waits_for_another_is_withdrawn(executor: TorchExecutor) -> None:
+    """Though none may have begun yet: the thread is slow to take what it is given."""
     held = threading.Event()
     executor._thread.submit(held.wait)
-    step = asyncio.create_task(executor.execute(plan(GOOD[0])))
+    steps = [asyncio.create_task(executor.execute(replace(plan(GOOD[0]), step_id=step_id))) for step_id in (1, 2)]
     await asyncio.sleep(0)
-    assert not executor.withdraw()
+    assert not executor.withdraw(3), "it is not here yet, and takes no other's place"
+    assert not executor.withdraw(1)
+    assert executor.withdraw(2)
     held.set()
-    assert set((await step).samples) == {0}
+    assert set((await steps[0]).samples) == {0}
+    with pytest.raises(asyncio.CancelledError):
+        await steps[1]
 
 
 def test_chunks_equal_the_whole(executor: TorchExecutor) -> None:
