@@ -66,6 +66,7 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
+        self._current: _Launched | None = None  # the last whose result was awaited, or is to be
         self._ahead: _Launched | None = None  # behind the step whose result is awaited
         self._held = Outcome()
         """Not delivered yet: nobody's next move depends on it."""
@@ -144,8 +145,10 @@ class EngineLoop:
                         await self._wake.wait()
                         continue
                     step = self._launch(plan)
+                    self._begun(step)
                     await asyncio.sleep(0)  # it has been launched now
-                self._begun(step)
+                else:
+                    self._begun(step)
                 await self._plan_ahead(step.plan)
                 self._hand_over_held()
                 outcome = self.engine.apply(step.plan, await self._result_of(step))
@@ -157,6 +160,9 @@ class EngineLoop:
         finally:
             self._has_ended = True
             await self._let_go_of_ahead()
+            if self._current is not None:
+                await _stopped(self._current.result)
+            self.step_started_s = None
 
     def _put(self, change: Callable[[], None]) -> None:
         self._inbox.append(change)
@@ -215,16 +221,20 @@ class EngineLoop:
             except Exception as error:
                 log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
                 await self._let_go_of_ahead()
-                return await self._find_guilty(self.engine.known(plan), error)
+                again = self.engine.known(plan)
+                if again.is_empty:  # whoever was in it has ended since: nobody's step
+                    return StepResult(step_id=plan.step_id, samples={})
+                return await self._find_guilty(again, error)
         except DeviceFault as fault:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
-        if not result.failures:
+        if all(part.sample is None or part.seq_id in result.samples for part in plan.sequences):
             self._on_step(plan, self.last_step_ended_s - self.last_step_started_s)
         return result
 
     def _begun(self, step: _Launched) -> float:
         """It is the one that runs now; since when."""
+        self._current = step
         self.step_started_s = started_s = max(step.at_s, self.last_step_ended_s)
         return started_s
 
@@ -272,7 +282,9 @@ class EngineLoop:
 
 
 async def _stopped(result: asyncio.Future[StepResult]) -> None:
-    """It has ended, one way or another."""
+    """It has ended, one way or another, and nobody else need look at how."""
     if not result.done():
         result.cancel()
         await asyncio.wait((result,))
+    if not result.cancelled():
+        result.exception()

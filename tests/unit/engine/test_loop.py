@@ -198,6 +198,37 @@ async def test_an_exception_in_a_step_that_was_planned_ahead_is_charged_too() ->
     rig.assert_clean()
 
 
+async def test_a_step_that_fails_when_all_in_it_have_ended_is_nobodys_fault() -> None:
+    rig = EngineRig()
+    token, _ = rig.expected(sequence_request(1, range(6), sampling={"ignore_eos": True}), 0)
+    rig = EngineRig(eos_token_ids=(token[2],))
+    loop = make_loop(rig)
+    rig.executor.guilty = lambda part: part.kv_begin == 8  # of the first: the step after its end
+    second = sequence_request(2, range(20, 31), max_tokens=3)
+    async with running(loop):
+        loop.add(sequence_request(1, range(6), max_tokens=50))
+        await turns(60)
+        loop.add(second)
+    assert rig.outputs[1, 0] == token[:3]
+    rig.assert_answered(second)
+    rig.assert_clean()
+
+
+async def test_a_loop_that_ends_by_a_delivery_leaves_no_step_behind() -> None:
+    rig = EngineRig()
+
+    def deliver(outcome: Outcome) -> None:
+        if any(output.output_index == 2 for output in outcome.outputs):
+            raise RuntimeError("deliver")
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver)
+    loop.add(sequence_request(1, range(9), max_tokens=20, sampling={"ignore_eos": True}))
+    with pytest.raises(RuntimeError, match="deliver"):
+        await asyncio.wait_for(loop.run(), 10)
+    assert not [other.get_coro() for other in asyncio.all_tasks() - {asyncio.current_task()}]
+    assert loop.step_started_s is None
+
+
 async def test_what_was_held_comes_before_a_failure_from_outside() -> None:
     rig = EngineRig()
     outcomes: list[int | Failure] = []
