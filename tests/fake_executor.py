@@ -9,7 +9,7 @@ from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Failure
 from baton.core.kv_layout import KvLayout
 from baton.core.request import FinishReason, Sampling
-from baton.engine.ahead import known
+from baton.engine.ahead import LastResult
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.engine.turns import Turns
 from tests import builders
@@ -88,7 +88,7 @@ class FakeExecutor:
         self._block_size_tokens = block_size_tokens
         self._life_table = life_table
         self._turns = Turns()
-        self._before: StepResult | None = None
+        self._last = LastResult()
         if forget_on_new_life:
             life_table.on_new_life = self.spoil
 
@@ -127,9 +127,8 @@ class FakeExecutor:
         return list(chain.from_iterable(self.memory[b] for b in block_table))[:num_tokens]
 
     def run(self, plan: StepPlan) -> StepResult:
-        before, self._before = self._before, None
         self.num_ahead += plan.follows is not None
-        plan = known(plan, before)
+        plan = self._last.fill_in(plan)
         self.plans.append(plan)
         if any(self.guilty(part) for part in plan.sequences):
             raise RuntimeError("injected")
@@ -141,8 +140,7 @@ class FakeExecutor:
             self._write(part, written)
         failures = {part.seq_id: failure for part in plan.sequences if (failure := self.failing(part)) is not None}
         samples = {p.seq_id: self._sample(p, p.sample) for p in plan.sequences if p.sample is not None and p.seq_id not in failures}
-        self._before = StepResult(step_id=plan.step_id, samples=samples, failures=failures)
-        return self._before
+        return self._last.keep(StepResult(step_id=plan.step_id, samples=samples, failures=failures))
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin

@@ -21,6 +21,7 @@ from baton.sim.memory import SimMemory
 from baton.worker.metrics import MeteredExecutor
 from tests import builders
 from tests.fake_executor import FakeExecutor, FakeLifeTable
+from tests.late_device import make_late
 
 pytestmark = pytest.mark.contract
 
@@ -94,8 +95,10 @@ def fake_device(*, raises: bool) -> Device:
 
 DEVICES: dict[str, Callable[[], Device]] = {
     "torch": lambda: torch_device("cpu"),
+    "torch-late": lambda: torch_device("cpu"),
     "kernels": lambda: torch_device("cpu", "auto"),
     "torch-cuda": lambda: torch_device("cuda"),
+    "kernels-cuda": lambda: torch_device("cuda", "auto"),
     "simulated": sim_device,
     "paced": paced_device,
     "metered": metered_device,
@@ -105,7 +108,9 @@ DEVICES: dict[str, Callable[[], Device]] = {
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu if "cuda" in name else ()) for name in DEVICES])
-async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
+async def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
+    if request.param == "torch-late":
+        make_late(monkeypatch)
     device = DEVICES[request.param]()
     yield device
     await device.executor.aclose()

@@ -3,7 +3,7 @@ once that one's tokens are known.
 
 Only answers go on so, each by one token. Whatever else may be due (a prompt, a part of one, samples that part, memory that somebody must
 give up) waits for the result and is planned from it. An answer that turns out to have ended was in one step too many: its result is passed
-over, and the pool's fence keeps reads out of what it wrote.
+over, and the pool's fence keeps what it writes to from everybody else until then.
 """
 
 from collections.abc import Iterable
@@ -37,14 +37,25 @@ def going_on(plan: StepPlan, sequences: SequenceTable, pool: BlockPool, config: 
     return found if all(_has_or_gets(seq, pool) for seq in found) else []
 
 
-def known(plan: StepPlan, before: StepResult | None) -> StepPlan:
-    """`plan` with the tokens that the step before it has drawn, without the sequences that failed in that. Raises NothingToFollow if
-    `before`, the result of the last step, is not of the one that it follows."""
-    if plan.follows is None:
-        return plan
-    if before is None or before.step_id != plan.follows:
-        raise NothingToFollow(f"step {plan.step_id} follows step {plan.follows}, which has no result")
-    return replace(plan, sequences=tuple(_known(plan.sequences, before)), follows=None)
+class LastResult:
+    """What a device keeps of the step before, where that has ended well: the step that follows it lacks its tokens."""
+
+    def __init__(self) -> None:
+        self._last: StepResult | None = None
+
+    def fill_in(self, plan: StepPlan) -> StepPlan:
+        """`plan`, which begins now, with the tokens that the step before it has drawn, without the sequences that failed in that. Raises
+        NothingToFollow if it follows another one, or one that has not ended well."""
+        last, self._last = self._last, None
+        if plan.follows is None:
+            return plan
+        if last is None or last.step_id != plan.follows:
+            raise NothingToFollow(f"step {plan.step_id} follows step {plan.follows}, which has no result")
+        return replace(plan, sequences=tuple(_known(plan.sequences, last)), follows=None)
+
+    def keep(self, result: StepResult) -> StepResult:
+        self._last = result
+        return result
 
 
 def _known(parts: Iterable[StepSequence], before: StepResult) -> Iterable[StepSequence]:

@@ -196,7 +196,7 @@ class Engine:
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan:
         """The step after `plan`, which runs now and has no result yet; empty where only that result can tell. It is launched like any
-        other, after which `apply` comes for `plan` and then for it; or it is `withdrawn` before it has begun."""
+        other, after which `apply` comes for `plan` and then for it; or it is `withdrawn`, before it has begun or after it has failed."""
         after = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(self._step_ahead(seq) for seq in ahead.going_on(plan, self._sequences, self.pool, self.config)),
@@ -208,7 +208,7 @@ class Engine:
         return after
 
     def withdrawn(self) -> None:
-        """The step that was planned ahead will not run."""
+        """The step that was planned ahead has no result and will have none."""
         self.pool.step_withdrawn()
 
     def known(self, plan: StepPlan) -> StepPlan:

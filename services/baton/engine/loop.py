@@ -159,7 +159,10 @@ class EngineLoop:
                 await asyncio.sleep(0)  # an executor that returns at once must not keep everybody else waiting
         finally:
             self._has_ended = True
-            await self._let_go_of_ahead()
+            self._withdraw_ahead()
+            if self._ahead is not None:
+                await _stopped(self._ahead.result)
+                self.engine.withdrawn()
             if self._current is not None:
                 await _stopped(self._current.result)
             self.step_started_s = None
@@ -202,11 +205,13 @@ class EngineLoop:
             self.engine.withdrawn()
 
     async def _let_go_of_ahead(self) -> None:
-        """Whatever becomes of it: the step that it follows has not ended well, or we end."""
+        """The step that it follows has failed. One that has begun must end first: it may write to what others get next."""
         self._withdraw_ahead()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
+        if (ahead := self._ahead) is not None:
+            self._begun(ahead)  # so that one that does not end is noticed
+            await asyncio.wait((ahead.result,))
             await _stopped(ahead.result)
+            self.step_started_s, self._ahead = None, None
             self.engine.withdrawn()
 
     async def _result_of(self, step: _Launched) -> StepResult:

@@ -13,7 +13,7 @@ from baton.core.blocks import TokenIds
 from baton.core.errors import LayoutMismatch
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
-from baton.engine.ahead import known
+from baton.engine.ahead import LastResult
 from baton.engine.content import START, KvCorrupted, extend, slots_of, token_after, wrong_slot
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.engine.turns import Turns
@@ -41,7 +41,7 @@ class PacedExecutor:
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._turns = Turns()
-        self._before: StepResult | None = None
+        self._last = LastResult()
         self._late_s = 0.0
         self._going_on: dict[int, tuple[int, int]] = {}
         """(KV entries, content of the last) of each sequence that sampled in the step before."""
@@ -58,14 +58,12 @@ class PacedExecutor:
         """See `Executor`. Raises KvCorrupted. Our own work is part of a step's time. By how much a step ends late, the next is shorter."""
         loop = asyncio.get_running_loop()
         async with self._turns.turn(plan.step_id):
-            before, self._before = self._before, None
-            plan = known(plan, before)
+            plan = self._last.fill_in(plan)
             end_s = loop.time() + self._step_seconds(plan) - self._late_s
             result = self._run(plan)
             await asyncio.sleep(max(0.0, end_s - loop.time()))
             self._late_s = min(loop.time() - end_s, _MAX_LATE_S)
-            self._before = result
-            return result
+            return self._last.keep(result)
 
     def withdraw(self, step_id: int) -> bool:
         return self._turns.withdraw(step_id)

@@ -53,7 +53,7 @@ class StepSequence:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. `block_copies` (source, destination) are done before anything else. `follows`: the step before it, whose result was not
-    known when this one was planned: each of its sequences goes on by the one token that step draws for it (`ahead.known`)."""
+    known when this one was planned: each of its sequences goes on by the one token that step draws for it (`ahead.LastResult`)."""
 
     step_id: int
     sequences: tuple[StepSequence, ...]

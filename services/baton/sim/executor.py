@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.core.costs import StepCostModel
 from baton.core.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
-from baton.engine.ahead import known
+from baton.engine.ahead import LastResult
 from baton.engine.content import KvCorrupted, extend, token_after
 from baton.engine.step import SampledToken, StepPlan, StepResult, StepSequence
 from baton.engine.turns import Turns
@@ -42,7 +42,7 @@ class SimExecutor:
         self._vocab_size = vocab_size
         self._cost = cost
         self._turns = Turns()
-        self._before: StepResult | None = None
+        self._last = LastResult()
 
     @property
     def layout(self) -> KvLayout:
@@ -54,9 +54,7 @@ class SimExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         async with self._turns.turn(plan.step_id):
-            before, self._before = self._before, None
-            self._before = await self._run(known(plan, before))
-            return self._before
+            return self._last.keep(await self._run(self._last.fill_in(plan)))
 
     def withdraw(self, step_id: int) -> bool:
         return self._turns.withdraw(step_id)

@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.engine.loop import EngineLoop, EngineUnhealthy
 from baton.engine.outcome import Outcome
-from baton.engine.step import DeviceFault, StepSequence
+from baton.engine.step import DeviceFault, NothingToFollow, StepPlan, StepResult, StepSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 
@@ -211,6 +211,41 @@ async def test_a_step_that_fails_when_all_in_it_have_ended_is_nobodys_fault() ->
         loop.add(second)
     assert rig.outputs[1, 0] == token[:3]
     rig.assert_answered(second)
+    rig.assert_clean()
+
+
+async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU has, which was given it while it computed the step before; that one fails."""
+    rig = EngineRig()
+    loop = make_loop(rig)
+    wrong, written = asyncio.Event(), asyncio.Event()
+    execute = rig.executor.execute
+    tried: list[int | None] = []
+
+    async def late(plan: StepPlan) -> StepResult:
+        if plan.step_id == 3:
+            tried.append(plan.follows)
+            await wrong.wait()
+            raise RuntimeError("injected")
+        if plan.follows == 3:
+            await written.wait()
+            raise NothingToFollow("the step before has failed")
+        return await execute(plan)
+
+    monkeypatch.setattr(rig.executor, "execute", late)
+    monkeypatch.setattr(rig.executor, "withdraw", lambda step_id: False)
+    request = sequence_request(1, range(6), max_tokens=9, sampling={"ignore_eos": True})
+    async with running(loop):
+        loop.add(request)
+        await turns(50)
+        wrong.set()
+        await turns(50)
+        assert tried == [2], "nothing is run meanwhile"
+        assert loop.step_age_s() > 0, "and the step that is waited for is watched"
+        written.set()
+        await turns(50)
+        assert tried == [2, None]
+    assert isinstance(rig.ends[1, 0], Failure)
     rig.assert_clean()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.staging import upload
 
 T = TypeVar("T")
 
@@ -179,7 +180,7 @@ class AttentionStep(Once):
         return plan
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.cache.device)
+        return upload(values, self.cache.device)
 
     def _first_seen(self, kv_index: int, window: int | None) -> int:
         return 0 if window is None else max(0, kv_index - window + 1)

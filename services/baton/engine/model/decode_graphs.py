@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from baton.engine.model.attention_step import Asked, Once
-from baton.engine.model.forward import Forwarded, ModelForward, on_host
+from baton.engine.model.forward import Forwarded, ModelForward
 from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.staging import upload
 from baton.engine.model.step_inputs import PackedStep
 from baton.runtime.logging import get_logger
 
@@ -88,8 +90,6 @@ class _Recording:
         self._step = StaticStep(cache, kernel, batch, max_blocks)
         self._token_ids, self._position_ids = (torch.zeros(batch, dtype=torch.int64, device=cache.device) for _ in range(2))
         self._rows = torch.arange(batch, device=cache.device)
-        pinned = cache.device.type == "cuda"
-        self._host_tables = torch.zeros(batch, 1 + max_blocks, dtype=torch.int32, pin_memory=pinned)
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
         def run() -> None:
@@ -120,14 +120,16 @@ class _Recording:
         return logits[:count], finite[:count]
 
     def _fill(self, step: PackedStep, count: int) -> None:
-        tables, host = step.attention.tables, self._host_tables.numpy()
-        ends = [*tables.table_begin[1:], tables.block_ids.size]
-        for row, (begin, end) in enumerate(zip(tables.table_begin, ends, strict=True)):
-            host[row, 1 : 1 + end - begin] = tables.block_ids[begin:end]
+        tables, decodes = step.attention.tables, self._step.decodes
+        lengths = np.diff(tables.table_begin, append=tables.block_ids.size)
+        host = np.zeros((self._batch, 1 + lengths.max()), dtype=np.int32)
         host[:count, 0] = tables.context_len - 1
+        for row, (begin, length) in enumerate(zip(tables.table_begin, lengths, strict=True)):
+            host[row, 1 : 1 + length] = tables.block_ids[begin : begin + length]
         host[count:] = host[0]
-        self._step.decodes.position.copy_(self._host_tables[:, 0], non_blocking=True)
-        self._step.decodes.block_ids.copy_(self._host_tables[:, 1:], non_blocking=True)
+        on_device = upload(host, decodes.position.device)
+        decodes.position.copy_(on_device[:, 0])
+        decodes.block_ids[:, : host.shape[1] - 1].copy_(on_device[:, 1:])
         self._put(self._token_ids, step.token_ids, count)
         self._put(self._position_ids, step.position_ids, count)
         rows = self._step.token_rows.view(-1, self._batch)
@@ -166,7 +168,7 @@ class GraphedForward:
             self.forget()
             return self._eager(step)
         logits, finite = recording(step)
-        return Forwarded(logits=logits, finite=on_host(finite))
+        return Forwarded(logits=logits, finite=finite)
 
     def forget(self) -> None:
         """Give back the memory of all recordings; the next steps record anew."""

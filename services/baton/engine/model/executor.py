@@ -1,30 +1,57 @@
-"""`Executor` over a real model: each step runs in one dedicated thread, packed, over paged KV memory."""
+"""`Executor` over a real model: each step runs in one dedicated thread, packed, over paged KV memory.
+
+A GPU is given the step that follows while it computes the one before: the tokens in between never leave it on their way. On a CPU a step
+has ended when it has been launched.
+"""
 
 import asyncio
-import os
-from collections.abc import Sequence
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.core.blocks import token_ids
-from baton.core.errors import Code, Failure, LayoutMismatch, Reason
+from baton.core.errors import LayoutMismatch
 from baton.core.kv_layout import KvLayout
 from baton.core.request import Sampling
-from baton.engine.ahead import known
-from baton.engine.model.attention_step import CausalMasks
+from baton.engine.ahead import LastResult
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
-from baton.engine.model.sampler import numerical_error, sample
-from baton.engine.model.step_inputs import Part, pack, prepare
+from baton.engine.model.launch import Launched, Launcher
 from baton.engine.model.ways import Way
-from baton.engine.step import DeviceFault, SampleRequest, StepPlan, StepResult, StepSequence
-from baton.runtime import failpoints
+from baton.engine.step import DeviceFault, NothingToFollow, SampleRequest, StepPlan, StepResult, StepSequence
 
 _WARM_SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, temperature=0.0), sample_indices=(0,), position=1, history=token_ids([0]), num_prompt_tokens=1
 )
+_LOOK_S = 0.00005
+"""How often a step that computes on a GPU looks whether it has ended, or the one that follows has come."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A step on its way through the thread. `behind`: one that had not ended when it came. `launched`: if the device was given it before
+    its turn, behind the step that it follows; `problem`: what came of trying."""
+
+    plan: StepPlan
+    behind: "_Job | None" = None
+    result: Future[StepResult] = field(default_factory=Future)
+    launched: Launched | None = None
+    problem: Exception | None = None
+    _has_begun: bool | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.result.done()
+
+    def begin(self) -> bool:
+        """In the thread. False if it was withdrawn; afterwards it cannot be any more."""
+        if self._has_begun is None:
+            self._has_begun = self.result.set_running_or_notify_cancel()
+            self.behind = None  # or all that ever ran would hang on one chain
+        return self._has_begun
 
 
 class TorchExecutor:
@@ -43,16 +70,13 @@ class TorchExecutor:
         if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise LayoutMismatch(f"a {model.dtype} model on {model.device} cannot use {cache.dtype} KV memory on {cache.device}")
         way = way or Way(name="torch", forward=ModelForward(model))
-        self._forward, self._kernel, self._warm_batches = way.forward, way.kernel, way.warm_batches
+        self._way = way
         self._cache = cache
-        self._masks = CausalMasks(cache.dtype, cache.device)
-        self._vocab_size = int(model.config.vocab_size)
-        self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
+        self._launcher = Launcher(way.forward, way.kernel, cache, int(model.config.vocab_size))
         self._thread = thread
-        self._last: Future[StepResult] | None = None  # of the steps that were handed to the thread
-        self._waiting: tuple[int, Future[StepResult]] | None = None
-        self._before: StepResult | None = None
-        """Of the last step, where that has ended well."""
+        self._newest: _Job | None = None  # of those that were given to the thread
+        self._waiting: _Job | None = None  # the newest, if there was one before it that had not ended
+        self._last = LastResult()
 
     @property
     def layout(self) -> KvLayout:
@@ -64,25 +88,30 @@ class TorchExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
-        has_to_wait = self._last is not None and not self._last.done()
-        self._last = self._thread.submit(self.run, plan)
-        self._waiting = (plan.step_id, self._last) if has_to_wait else None
-        return await asyncio.wrap_future(self._last)
+        before = self._newest if self._newest is not None and not self._newest.has_ended else None
+        job = _Job(plan, before)
+        self._thread.submit(self._do, job)
+        self._newest, self._waiting = job, job if before is not None else None
+        return await asyncio.wrap_future(job.result)
 
     def withdraw(self, step_id: int) -> bool:
         """See `Executor`."""
-        if self._waiting is None or self._waiting[0] != step_id:
+        waiting = self._waiting
+        if waiting is None or waiting.plan.step_id != step_id or not waiting.result.cancel():
             return False
-        (_, waiting), self._waiting = self._waiting, None
-        return waiting.cancel()
+        self._newest, self._waiting = waiting.behind, None
+        return True
 
     def warm(self, max_num_seqs: int) -> None:
-        """In the calling thread, which should be the one that computes: run each kind of decode step once that takes long the first time,
+        """In the calling thread, which should be the one that computes: run each kind of step once that takes long the first time, decodes
         for up to `max_num_seqs` sequences, so that no request waits for it. Before there are any: what it writes lands in block 0."""
         token = StepSequence(seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARM_SAMPLE)
-        for below, batch in zip((0, *self._warm_batches), self._warm_batches, strict=False):
+        for count in self._way.warm_tokens:
+            self.run(StepPlan(step_id=0, sequences=(replace(token, token_ids=token_ids([0] * count), sample=None),)))
+        for below, batch in zip((0, *self._way.warm_batches), self._way.warm_batches, strict=False):
             if below < max_num_seqs:
                 self.run(StepPlan(step_id=0, sequences=(token,) * batch))
+        self._way.settle()
 
     async def aclose(self) -> None:
         """Wait for a step that still runs, then end the thread."""
@@ -91,54 +120,54 @@ class TorchExecutor:
     def close(self) -> None:
         """As `aclose`, for a caller without an event loop."""
         self._thread.shutdown()
-        self._forward.close()
+        self._way.forward.close()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One step in the calling thread."""
-        before, self._before = self._before, None
+        return self._run(_Job(plan))
+
+    def _do(self, job: _Job) -> None:
+        if job.begin():
+            try:
+                job.result.set_result(self._run(job))
+            except BaseException as error:  # it is told whoever waits for the step; here nobody would see it
+                job.result.set_exception(error)
+
+    @torch.inference_mode()
+    def _run(self, job: _Job) -> StepResult:
         try:
-            result = self._run(known(plan, before))
-            if self._cache.device.type == "cuda":
-                torch.cuda.synchronize(self._cache.device)  # peers read the KV on streams of their own as soon as it is announced
+            if job.problem is not None:
+                raise job.problem
+            try:
+                plan = self._last.fill_in(job.plan)
+            except NothingToFollow:
+                if job.launched is not None:  # it runs all the same, and has to end before anybody gets what it writes to
+                    job.launched.mark.wait()
+                raise
+            launched = job.launched or self._launcher.launch(plan)
+            self._launch_what_follows(launched)
+            result = launched.result()
         except torch.AcceleratorError as error:  # whatever has caused it, every later call to the device would fail, too
             raise DeviceFault(f"{self._cache.device}: {error}") from error
-        self._before = result
-        return result
+        return self._last.keep(result if job.launched is None else _only(result, {part.seq_id for part in plan.sequences}))
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        failpoints.hit("executor_step", step=plan.step_id)
-        self._cache.copy_blocks(plan.block_copies)
-        failures: dict[int, Failure] = {}
-        parts: list[Part] = []
-        for sequence in plan.sequences:
-            try:
-                if self._failpoints_armed:
-                    for token in dict.fromkeys(sequence.token_ids):
-                        failpoints.hit("sequence_step", seq=sequence.seq_id, token=token)
-                parts.append(prepare(sequence, self._cache, self._vocab_size))
-            except Exception as error:  # whatever it is, it is this sequence's: nothing of the others has been touched yet
-                message = f"this request's step cannot be prepared: {error}"
-                failures[sequence.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
-        if not parts:
-            return StepResult(step_id=plan.step_id, samples={}, failures=failures)
-        forwarded = self._forward(pack(parts, self._cache, self._masks, self._kernel))
-        logits, bad_seq_ids = forwarded.logits, forwarded.bad_seq_ids(parts)
-        failures.update((seq_id, numerical_error("hidden states that are not numbers")) for seq_id in bad_seq_ids)
-        sampling = [part for part in parts if part.sample is not None]
-        if self._failpoints_armed:
-            logits = self._poisoned(logits, sampling)
-        # A sequence already failed is left out by name, not by row: rows of `logits` are those of `sampling`.
-        keep = [row for row, part in enumerate(sampling) if part.seq_id not in failures]
-        requests = [(sampling[row].seq_id, sampling[row].sample) for row in keep]
-        drawn = sample(logits[keep], [(seq_id, request) for seq_id, request in requests if request is not None])
-        return StepResult(step_id=plan.step_id, samples=drawn.samples, failures={**failures, **drawn.failures})
+    def _launch_what_follows(self, launched: Launched) -> None:
+        """Until this step has ended, or the one that follows it has been launched."""
+        while not launched.mark.is_reached():
+            job = self._waiting
+            if job is not None and job.plan.follows == launched.step_id and self._launcher.can_follow(job.plan) and job.begin():
+                try:
+                    job.launched = self._launcher.launch(job.plan, launched)
+                except Exception as error:  # that step's, in its turn
+                    job.problem = error
+                return
+            time.sleep(_LOOK_S)
 
-    def _poisoned(self, logits: torch.Tensor, sampling: Sequence[Part]) -> torch.Tensor:
-        """A failpoint at `logits` that raises makes that sequence's logits NaN, so that the real check is what finds them."""
-        for row, part in enumerate(sampling):
-            try:
-                failpoints.hit("logits", seq=part.seq_id, token=int(part.token_ids[-1]))
-            except failpoints.FailpointError:
-                logits[row] = float("nan")
-        return logits
+
+def _only(result: StepResult, seq_ids: set[int]) -> StepResult:
+    """Without the sequences that had failed in the step before, which the device did not know yet."""
+    return replace(
+        result,
+        samples={seq_id: tokens for seq_id, tokens in result.samples.items() if seq_id in seq_ids},
+        failures={seq_id: failure for seq_id, failure in result.failures.items() if seq_id in seq_ids},
+    )

@@ -1,32 +1,24 @@
 """From a packed step to logits: the one thing that differs between ways to run a model."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from baton.engine.model.attention import STEP_ARGUMENT
-from baton.engine.model.step_inputs import PackedStep, Part
+from baton.engine.model.step_inputs import PackedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwarded:
     """logits [num_samples, vocab_size], a row for each of the step's `sample_rows`; finite [num_tokens]: whether a token's last hidden
-    state is all numbers. A value that is not a number in any layer's keys, values or activations of a token is one there, too: the token
-    attends to itself, and the residual stream carries it on. So KV that is not numbers never leaves its sequence."""
+    state is all numbers. Both on the device, valid until the next step; nobody has waited for them. A value that is not a number in any
+    layer's keys, values or activations of a token is one there, too: the token attends to itself, and the residual stream carries it on. So
+    KV that is not numbers never leaves its sequence."""
 
     logits: torch.Tensor
-    finite: np.ndarray
-
-    def bad_seq_ids(self, parts: Sequence[Part]) -> list[int]:
-        """The sequences of the step with a hidden state that is not a number."""
-        if self.finite.all():
-            return []
-        ends = np.cumsum([part.token_ids.size for part in parts])
-        return [part.seq_id for part, end in zip(parts, ends, strict=True) if not self.finite[end - part.token_ids.size : end].all()]
+    finite: torch.Tensor
 
 
 class Forward(Protocol):
@@ -44,11 +36,6 @@ def are_finite(hidden: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(hidden.float().sum(dim=-1))
 
 
-def on_host(finite: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = finite.cpu().numpy()
-    return found
-
-
 class ModelForward:
     """The model's own code, whatever its architecture, with our attention inside."""
 
@@ -60,7 +47,7 @@ class ModelForward:
 
     def __call__(self, step: PackedStep) -> Forwarded:
         logits, finite = self.compute(step.token_ids, step.position_ids, step.sample_rows, step.attention)
-        return Forwarded(logits=logits, finite=on_host(finite))
+        return Forwarded(logits=logits, finite=finite)
 
     def compute(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, sample_rows: torch.Tensor, attention: Any

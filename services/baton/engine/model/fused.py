@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from baton.engine.model.attention_step import Asked
-from baton.engine.model.forward import Forwarded, are_finite, on_host
+from baton.engine.model.forward import Forwarded, are_finite
 from baton.engine.model.native.library import DTYPES, Kernels
 from baton.engine.model.step_inputs import PackedStep
 from baton.engine.model.supported import kv_heads
@@ -96,8 +96,8 @@ class FusedForward:
             weight = self._final_norm if is_last else self._layers[index + 1].input_norm
             normed = kernels.rms_norm(hidden, more, weight, self._eps)
         if not step.sample_rows.numel():
-            return Forwarded(logits=torch.empty(0, self._vocab_size), finite=on_host(are_finite(normed)))
-        return Forwarded(logits=self._head(normed[step.sample_rows]), finite=on_host(are_finite(normed)))
+            return Forwarded(logits=torch.empty(0, self._vocab_size), finite=are_finite(normed))
+        return Forwarded(logits=self._head(normed[step.sample_rows]), finite=are_finite(normed))
 
     def own_weights(self) -> None:
         """Take what is packed out of the model: those parameters are empty afterwards, so its own code raises. What is left to it is the

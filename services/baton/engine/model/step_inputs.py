@@ -9,6 +9,7 @@ import torch
 from baton.engine.model.attention import PagedKernel
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.staging import upload
 from baton.engine.step import SampleRequest, StepSequence
 
 
@@ -71,7 +72,7 @@ def pack(parts: Sequence[Part], cache: KvCache, masks: CausalMasks, kernel: Page
     device = cache.device
     return PackedStep(
         attention=AttentionStep(cache, segments, masks, kernel),
-        token_ids=torch.from_numpy(np.concatenate([part.token_ids for part in parts])).to(device),
-        position_ids=torch.from_numpy(np.concatenate(positions)).to(device),
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        token_ids=upload(np.concatenate([part.token_ids for part in parts]), device),
+        position_ids=upload(np.concatenate(positions), device),
+        sample_rows=upload(np.array(sample_rows, dtype=np.int64), device),
     )

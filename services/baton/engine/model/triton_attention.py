@@ -19,6 +19,7 @@ import triton.language as tl
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.decode_graphs import StaticStep
 from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.staging import upload
 
 CHUNK_ROWS = 64
 """Query rows of a program: tokens times query heads of a KV head."""
@@ -126,7 +127,7 @@ def tiles_of(step: AttentionStep, tokens_a_tile: int) -> Tiles:
     device = step.cache.device
 
     def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device, non_blocking=True)
+        return upload(np.ascontiguousarray(values, dtype=np.int32), device)
 
     return Tiles(
         token=on_device(tables.token_begin[seq] + first),

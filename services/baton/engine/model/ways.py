@@ -1,11 +1,12 @@
 """How a model is run here: the fastest way that is proven to compute what the model itself does."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from baton.core.errors import BatonError
 from baton.engine.model.attention import PagedKernel, paged_attention
 from baton.engine.model.attention_step import Asked
+from baton.engine.model.compiled import CompiledForward
 from baton.engine.model.decode_graphs import BATCHES, GraphedForward
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward, can_fuse
@@ -17,16 +18,21 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+COMPILED_TOKENS = (1, 2)
+"""What is compiled for one number of tokens of a step is for all, but that one token is a case of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """`name`: for people. `kernel`: the attention of a `forward` that runs the model's own code. `warm_batches`: sizes of decode steps that
-    take long the first time."""
+    take long the first time; `warm_tokens`: so of a prompt's part. `settle`: call it when they have run."""
 
     name: str
     forward: Forward
     kernel: PagedKernel = paged_attention
     warm_batches: tuple[int, ...] = ()
+    warm_tokens: tuple[int, ...] = ()
+    settle: Callable[[], None] = lambda: None
 
 
 def choose_way(loaded: LoadedModel, *, kernels: str, num_threads: int, block_size_tokens: int) -> Way:
@@ -74,17 +80,33 @@ def _with_triton(loaded: LoadedModel, block_size_tokens: int) -> Way | None:
     except Exception as error:  # triton compiles with a compiler of the host and of the driver, and may fail in ways of its own
         log.warning("kernels_not_proven", problem=_said(error), hint="attention gathers each context first, slower")
         return None
-    own = ModelForward(loaded.model)
-    recorded = GraphedForward(own, triton_decode, max_model_len=loaded.max_model_len)
+    compiled = compiled_way(loaded, triton_attention, "Triton attention", block_size_tokens)
+    way = compiled or Way(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
+    assert isinstance(way.forward, ModelForward)
+    recorded = GraphedForward(way.forward, triton_decode, max_model_len=loaded.max_model_len)
     try:
         prove_numbers(loaded, block_size_tokens, kernel=triton_attention, forward=recorded)
     except Exception as error:  # code of a model that waits for the device, or asks for memory in ways that cannot be recorded
         log.warning("not_recorded", problem=_said(error), hint="each kernel of a decode step is launched anew, slower for small batches")
-        return Way(name="Triton attention", forward=own, kernel=triton_attention)
+        return way
     if recorded.is_off:
-        return Way(name="Triton attention", forward=own, kernel=triton_attention)
+        return way
     recorded.forget()  # those of the proof's KV memory
-    return Way(name="Triton attention, recorded", forward=recorded, kernel=triton_attention, warm_batches=BATCHES)
+    return replace(way, name=f"{way.name}, recorded", forward=recorded, warm_batches=BATCHES)
+
+
+def compiled_way(loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor") -> Way | None:
+    """The model's own code, its layers compiled, with this attention; None if that cannot be, or is not proven."""
+    forward = None
+    try:
+        forward = CompiledForward(loaded.model, backend=backend)
+        prove_numbers(loaded, block_size_tokens, kernel=kernel, forward=forward)
+    except Exception as error:  # a compiler of others that traces code of others
+        if forward is not None:
+            forward.close()
+        log.warning("not_compiled", problem=_said(error), hint="the model's layers run operation by operation, slower")
+        return None
+    return Way(name=f"{name}, compiled", forward=forward, kernel=kernel, warm_tokens=COMPILED_TOKENS, settle=forward.settle)
 
 
 def _fused(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int) -> Way:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from transformers import MistralConfig, PreTrainedConfig
 from baton.core.blocks import token_ids
 from baton.core.errors import Code, LayoutMismatch, Reason
 from baton.core.request import Sampling
+from baton.engine.ahead import UNKNOWN
+from baton.engine.model import launch
 from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.forward import ModelForward
 from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.launch import Launched
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.threads import compute_thread
 from baton.engine.model.ways import Way, choose_way
-from baton.engine.step import DeviceFault, Executor, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.step import DeviceFault, Executor, NothingToFollow, SampleRequest, StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
+from tests.late_device import LateMark, make_late
 from tests.unit.engine.model.conftest import TINY
 
 SIZE = 4
@@ -91,8 +96,8 @@ async def test_is_an_executor(executor: TorchExecutor, loaded: LoadedModel) -> N
 
 async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    run = executor.run
-    monkeypatch.setattr(executor, "run", lambda p: names.append(threading.current_thread().name) or run(p))
+    launch = executor._launcher.launch
+    monkeypatch.setattr(executor._launcher, "launch", lambda p: names.append(threading.current_thread().name) or launch(p))
     await executor.execute(plan(GOOD[0]))
     await executor.execute(plan(GOOD[0]))
     assert len(set(names)) == 1
@@ -252,3 +257,112 @@ async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
     with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):
         await executor.execute(plan(*GOOD))
     executor.close()
+
+
+class Late:
+    """An executor on a device that is behind. `launched`: (step, the one that the device still computed then)."""
+
+    def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_late(monkeypatch)
+        self.executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1))
+        self.launched: list[tuple[int, int | None]] = []
+        self._launch = self.executor._launcher.launch
+        monkeypatch.setattr(self.executor._launcher, "launch", self._seen)
+        self.fails_at: int | None = None
+
+    def _seen(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        self.launched.append((plan.step_id, after.step_id if after is not None else None))
+        if plan.step_id == self.fails_at:
+            raise RuntimeError("injected")
+        return self._launch(plan, after)
+
+    async def run(self, *plans: StepPlan) -> list[StepResult | BaseException]:
+        return await asyncio.gather(*map(self.executor.execute, plans), return_exceptions=True)
+
+
+@pytest.fixture
+def late(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    late = Late(loaded, monkeypatch)
+    yield late
+    late.executor.close()
+
+
+def following(step: StepPlan, **sampling: Any) -> StepPlan:
+    """Each of its sequences goes on by the token that it draws."""
+    parts = []
+    for one in step.sequences:
+        assert one.sample is not None
+        asked = replace(one.sample, position=one.sample.position + 1, sampling=replace(one.sample.sampling, **sampling))
+        parts.append(replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=asked))
+    return StepPlan(step_id=step.step_id + 1, sequences=tuple(parts), follows=step.step_id)
+
+
+def tokens_of(result: StepResult | BaseException) -> dict[int, int]:
+    assert isinstance(result, StepResult)
+    return {seq_id: token.token_id for seq_id, (token,) in result.samples.items()}
+
+
+async def test_a_device_is_given_what_follows_while_it_computes(late: Late, executor: TorchExecutor) -> None:
+    """Also what has one sequence less, in another order; the tokens are those of one step after the other."""
+    first = plan(*GOOD)
+    second = following(first)
+    second = replace(second, sequences=(second.sequences[2], second.sequences[0]))
+    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    assert late.launched == [(1, None), (2, 1)]
+    assert not late.executor.withdraw(2)
+
+
+async def test_what_asks_for_the_tokens_before_waits_for_them(late: Late, executor: TorchExecutor) -> None:
+    first = plan(*GOOD)
+    second = following(first, repetition_penalty=3.0)
+    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    assert late.launched == [(1, None), (2, None)]
+
+
+async def test_a_sequence_that_failed_is_passed_over_in_what_the_device_was_given(late: Late, loaded: LoadedModel) -> None:
+    embedding = loaded.model.get_input_embeddings().weight
+    kept = embedding[77].clone()
+    first = plan(GOOD[0], part(1, [6, 77, 5]), GOOD[2])
+    try:
+        embedding[77] = float("nan")
+        before, after = await late.run(first, following(first))
+    finally:
+        embedding[77] = kept
+    assert late.launched == [(1, None), (2, 1)]
+    assert isinstance(before, StepResult)
+    assert set(before.failures) == {1}
+    assert isinstance(after, StepResult)
+    assert (set(after.samples), set(after.failures)) == ({0, 2}, set())
+
+
+async def test_what_cannot_be_launched_raises_in_its_own_turn(late: Late) -> None:
+    late.fails_at = 2
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert set(tokens_of(before)) == {0, 1, 2}
+    assert isinstance(after, RuntimeError)
+    late.fails_at = None
+    assert set(tokens_of((await late.run(plan(*GOOD)))[0])) == {0, 1, 2}
+
+
+async def test_nothing_still_computes_when_it_is_said_to_have_failed(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before raises when its result is asked for; whoever gets the blocks of the one behind it must find no one writing."""
+    marks: list[LateMark] = []
+    monkeypatch.setattr(launch, "mark", lambda _device: marks.append(LateMark()) or marks[-1])
+    monkeypatch.setattr(Launched, "result", lambda self: 1 / 0)
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert late.launched == [(1, None), (2, 1)]
+    assert isinstance(before, ZeroDivisionError)
+    assert isinstance(after, NothingToFollow)
+    assert marks[1].is_reached()
+
+
+async def test_a_device_that_fails_while_it_computes_says_so(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(_mark: LateMark) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(LateMark, "wait", wait)
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert isinstance(before, DeviceFault)
+    assert isinstance(after, DeviceFault)

@@ -20,6 +20,7 @@ from baton.engine.outcome import Outcome
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
 from tests.fake_executor import FakeLifeTable
+from tests.late_device import make_late
 from tests.scale import sized
 
 SIZE, NUM_BLOCKS = 4, 128
@@ -61,10 +62,14 @@ class Rig:
                 await self.came.wait()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("seed", range(sized(2, 30)))
 async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_late: bool
 ) -> None:
+    """Also on a device that is given a step while the one before still computes."""
+    if is_late:
+        make_late(monkeypatch)
     rng, rig = Random(seed), Rig(tiny_dir)
     requests = {
         i: sequence_request(i, [rng.randrange(30) for _ in range(rng.randint(1, 9))], max_tokens=rng.randint(1, 25), block_size_tokens=SIZE)

@@ -2,20 +2,30 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from transformers import Olmo2Config, PreTrainedConfig
 
+from baton.core.blocks import token_ids
 from baton.core.errors import ModelError
 from baton.engine.model import fused, ways
-from baton.engine.model.forward import ModelForward
+from baton.engine.model.attention import paged_attention
+from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.executor import TorchExecutor
+from baton.engine.model.forward import Forward, ModelForward
+from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.native.build import NoKernels
 from baton.engine.model.self_proof import prove_numbers
-from baton.engine.model.ways import Way, choose_way
+from baton.engine.model.step_inputs import Part, pack
+from baton.engine.model.threads import compute_thread
+from baton.engine.model.ways import Way, choose_way, compiled_way
+from baton.engine.step import StepPlan, StepSequence
 from tests.unit.engine.model.conftest import TINY
 
 SIZE = 16
@@ -45,6 +55,15 @@ def chosen(loaded: LoadedModel, kernels: str = "auto") -> Way:
     prove_numbers(loaded, SIZE, kernel=way.kernel, forward=way.forward)
     way.forward.close()
     return way
+
+
+@torch.inference_mode()
+def logits_of(loaded: LoadedModel, forward: Forward) -> torch.Tensor:
+    """Of each token of a prompt."""
+    cache = KvCache.zeros(loaded.layout(SIZE), 4)
+    prompt = Part(seq_id=1, token_ids=np.arange(20), position_begin=0, kv_begin=0, block_ids=np.array([2, 0]), sample=None)
+    step = pack([prompt], cache, CausalMasks(cache.dtype, cache.device), paged_attention)
+    return forward(replace(step, sample_rows=torch.arange(20))).logits
 
 
 def fail(*_arguments: Any, **_options: Any) -> NoReturn:
@@ -142,3 +161,38 @@ def test_weights_that_are_not_packed_stay_the_models_own(loaded: LoadedModel) ->
     attention = loaded.model.base_model.layers[0].self_attn
     storages = {module.weight.untyped_storage().data_ptr() for module in (attention.q_proj, attention.k_proj, attention.v_proj)}
     assert len(storages) == 1, "the model has views of what was joined"
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+def test_compiled_layers_compute_what_the_model_does(loaded: LoadedModel, said: list[tuple[str, str]], backend: str) -> None:
+    """The quick one only traces."""
+    own = logits_of(loaded, ModelForward(loaded.model))
+    way = compiled_way(loaded, paged_attention, "torch", SIZE, backend=backend)
+    assert way is not None
+    assert (way.name, said) == ("torch, compiled", [])
+    torch.testing.assert_close(logits_of(loaded, way.forward), own, atol=1e-5, rtol=1e-5)
+    assert not any("_compiled_call_impl" in vars(layer) for layer in loaded.model.base_model.layers), "the model itself is as it was"
+    way.forward.close()
+
+
+def test_no_step_waits_for_a_compiler_once_all_kinds_have_run(loaded: LoadedModel) -> None:
+    way = compiled_way(loaded, paged_attention, "torch", SIZE, backend="eager")
+    assert way is not None
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 16), thread=compute_thread(1), way=way)
+    try:
+        executor.warm(4)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for tokens in ([3], [3, 4, 5], list(range(40)), [7, 8], [1] * 17):
+                part = StepSequence(
+                    seq_id=1, token_ids=token_ids(tokens), position_begin=0, kv_begin=0, block_table=tuple(range(16)), sample=None
+                )
+                assert not executor.run(StepPlan(step_id=1, sequences=(part,))).failures
+    finally:
+        torch.compiler.set_stance("default")
+        executor.close()
+
+
+def test_layers_that_cannot_be_compiled(loaded: LoadedModel, said: list[tuple[str, str]]) -> None:
+    assert compiled_way(loaded, paged_attention, "torch", SIZE, backend="no such compiler") is None
+    assert [event for event, _ in said] == ["not_compiled"]
+    assert logits_of(loaded, ModelForward(loaded.model)).isfinite().all()
