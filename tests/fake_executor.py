@@ -102,7 +102,8 @@ class FakeExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         async with self._turns.turn(plan.step_id):
-            await asyncio.sleep(0)  # a device takes its time
+            for _ in range(3):  # a device takes its time
+                await asyncio.sleep(0)
             if self.gate is not None:
                 await self.gate.wait()
             return self.run(plan)

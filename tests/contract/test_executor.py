@@ -299,7 +299,13 @@ async def test_a_step_that_waits_can_be_withdrawn(device: Device) -> None:
         assert not device.executor.withdraw(1)
         assert not waiting.done()
     assert not device.executor.withdraw(2), "twice"
+    another = asyncio.create_task(device.executor.execute(replace(after(1, first), step_id=3)))
+    while not device.executor.withdraw(3):
+        await asyncio.sleep(0)
+        assert not another.done()
     result = await running
+    with pytest.raises(asyncio.CancelledError):
+        await another
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert tokens_of(await device.executor.execute(after(1, first)))[0]
