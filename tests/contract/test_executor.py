@@ -39,7 +39,7 @@ class Device:
     at_fault: Callable[[StepSequence], StepSequence]
 
 
-def torch_device(name: str, kernels: str = "torch") -> Device:
+def torch_device(name: str, kernels: str = "torch", dtype: str = "float32") -> Device:
     from baton.engine.model.executor import TorchExecutor
     from baton.engine.model.hub import DEMO_DIR
     from baton.engine.model.kv_cache import KvCache
@@ -47,7 +47,7 @@ def torch_device(name: str, kernels: str = "torch") -> Device:
     from baton.engine.model.threads import compute_thread
     from baton.engine.model.ways import choose_way
 
-    loaded = load_model(DEMO_DIR, dtype="float32", device=name)
+    loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
     cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
     cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
     unknown = token_ids([loaded.vocab_size])
@@ -97,6 +97,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "torch": lambda: torch_device("cpu"),
     "torch-late": lambda: torch_device("cpu"),
     "kernels": lambda: torch_device("cpu", "auto"),
+    "decoder": lambda: torch_device("cpu", "auto", "bfloat16"),
     "torch-cuda": lambda: torch_device("cuda"),
     "kernels-cuda": lambda: torch_device("cuda", "auto"),
     "simulated": sim_device,

@@ -1,12 +1,10 @@
-"""The decoder that most models are, with our kernels: Llama, Mistral, Qwen2 and Qwen3, and whoever has exactly their layers.
+"""The decoder that most models are with torch's products, through oneDNN, and our kernels between them, one pass each.
 
-One matrix product for queries, keys and values, one for the gate and what it gates, and between products one pass each. Weights that are
-joined become the model's own, as views; weights that oneDNN packs are held twice until the proof is over, see `own_weights`. What an
-architecture adds in silence, the worker's self-proof finds: it compares this with the model's own pass at every start.
+Weights that are joined become the model's own, as views; weights that oneDNN packs are held twice until the proof is over, see
+`own_weights`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,27 +13,10 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from baton.engine.model.attention_step import Asked
+from baton.engine.model.decoder_layers import decoder_layers, take_weights, turns
 from baton.engine.model.forward import Forwarded, are_finite
-from baton.engine.model.native.library import DTYPES, Kernels
+from baton.engine.model.native.library import Kernels
 from baton.engine.model.step_inputs import PackedStep
-from baton.engine.model.supported import kv_heads
-
-FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    """`q_norm`, `k_norm`: [head_dim], where heads are normed."""
-
-    input_norm: torch.Tensor
-    qkv: "_Linear"
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: "_Linear"
-    post_norm: torch.Tensor
-    gate_up: "_Linear"
-    down: "_Linear"
-    asked: Asked
 
 
 class _Linear:
@@ -57,9 +38,8 @@ class _Linear:
         return out
 
     def own_weights(self) -> None:
-        if self._is_packed:  # empty, not on the meta device, with whose weights oneDNN computes NaN without an error
-            for module in self._modules:
-                module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+        if self._is_packed:
+            take_weights(self._modules)
 
 
 class FusedForward:
@@ -70,7 +50,7 @@ class FusedForward:
         self._kernels = kernels
         base: Any = model.base_model
         self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._layers = [_layer(module, own) for module, own in zip(base.layers, asked, strict=True)]
+        self._layers = decoder_layers(model, asked, _Linear)
         self._final_norm: torch.Tensor = base.norm.weight
         self._eps = float(model.config.rms_norm_eps)
         self._head = _Linear(cast(nn.Linear, model.lm_head))
@@ -80,7 +60,7 @@ class FusedForward:
     def __call__(self, step: PackedStep) -> Forwarded:
         kernels, cache = self._kernels, step.attention.cache
         tables, slots = step.attention.tables, step.attention.slots
-        cosine, sine = self._turns(step.position_ids)
+        cosine, sine = turns(self._rotary, step.position_ids)
         hidden = self._embedding[step.token_ids]
         normed = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
         num_tokens = hidden.shape[0]
@@ -110,81 +90,6 @@ class FusedForward:
 
     def close(self) -> None:
         """Nothing was put into the model."""
-
-    def _turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cosine, sine [num_tokens, head_dim / 2] float32, as the model's own rotary embedding has them before it rounds."""
-        angles = positions[:, None].float() * self._rotary.inv_freq[None, :]
-        by = self._rotary.attention_scaling
-        return angles.cos() * by, angles.sin() * by
-
-
-def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether `FusedForward` is this model, as far as its configuration and modules tell."""
-    config: Any = model.config
-    return (
-        type(model).__name__ in FAMILY
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and model.dtype in DTYPES
-        and all(tensor.dtype == model.dtype and tensor.device.type == "cpu" for tensor in model.parameters())
-        and _is_decoder(model)
-    )
-
-
-def _is_decoder(model: PreTrainedModel) -> bool:
-    """Plain modules, of the same sizes in every layer, that fit into each other as `FusedForward` takes for granted."""
-    config, base = cast(Any, model.config), cast(Any, model.base_model)
-    _, head_dim = kv_heads(config)
-    return (
-        type(base.embed_tokens) is nn.Embedding
-        and _are_plain([model.lm_head], config.hidden_size, config.vocab_size)
-        and 2 * base.rotary_emb.inv_freq.numel() == head_dim  # a rotary of a part of each head is not ours
-        and len(base.layers) == config.num_hidden_layers
-        and _is_norm(base.norm, config.hidden_size, config)
-        and all(_is_layer(layer, config) for layer in base.layers)
-    )
-
-
-def _is_layer(layer: Any, config: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    num_kv_heads, head_dim = kv_heads(config)
-    hidden, inner, heads, kv = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim, num_kv_heads * head_dim
-    joined = ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
-    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    return (
-        _are_plain([attention.q_proj], hidden, heads)
-        and _are_plain([attention.k_proj, attention.v_proj], hidden, kv)
-        and _are_plain([attention.o_proj], heads, hidden)
-        and _are_plain([mlp.gate_proj, mlp.up_proj], hidden, inner)
-        and _are_plain([mlp.down_proj], inner, hidden)
-        and all(len({module.bias is None for module in modules}) == 1 for modules in joined)
-        and all(_is_norm(norm, hidden, config) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
-        and all(_is_norm(norm, head_dim, config) for norm in head_norms)
-    )
-
-
-def _are_plain(modules: Sequence[Any], num_in: int, num_out: int) -> bool:
-    """Of exactly this type: whoever quantizes or adapts a layer makes another of it."""
-    return all(type(module) is nn.Linear and module.weight.shape == (num_out, num_in) for module in modules)
-
-
-def _is_norm(norm: Any, size: int, config: Any) -> bool:
-    return norm.weight.shape == (size,) and norm.variance_epsilon == config.rms_norm_eps
-
-
-def _layer(module: Any, asked: Asked) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-    return _Layer(
-        input_norm=module.input_layernorm.weight,
-        qkv=_Linear(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        o=_Linear(attention.o_proj),
-        post_norm=module.post_attention_layernorm.weight,
-        gate_up=_Linear(mlp.gate_proj, mlp.up_proj),
-        down=_Linear(mlp.down_proj),
-        asked=asked,
-    )
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

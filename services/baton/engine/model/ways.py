@@ -8,8 +8,10 @@ from baton.engine.model.attention import PagedKernel, paged_attention
 from baton.engine.model.attention_step import Asked
 from baton.engine.model.compiled import CompiledForward
 from baton.engine.model.decode_graphs import BATCHES, GraphedForward
+from baton.engine.model.decoder import DecoderForward, can_decode
+from baton.engine.model.decoder_layers import can_fuse
 from baton.engine.model.forward import Forward, ModelForward
-from baton.engine.model.fused import FusedForward, can_fuse
+from baton.engine.model.fused import FusedForward
 from baton.engine.model.loading import LoadedModel
 from baton.engine.model.memory import give_back_freed
 from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
@@ -58,11 +60,12 @@ def _with_kernels(loaded: LoadedModel, asked: Sequence[Asked], num_threads: int,
     except Exception as error:  # a compiler, a linker or a loader may fail in ways of its own, and torch needs none of them
         log.warning("no_kernels", problem=_said(error), hint="the model runs through torch, slower; see `baton doctor`")
         return None
-    try:
-        if can_fuse(loaded.model):
-            return _fused(loaded, asked, kernels, block_size_tokens)
-    except Exception as error:  # operations of oneDNN that this build of torch lacks, a layer that is not what it seems
-        log.warning("not_fused", problem=_said(error), hint="the model runs by its own code, with our attention, slower")
+    for is_whole in (True, False):
+        try:
+            if can_fuse(loaded.model) and (not is_whole or can_decode(loaded.model, kernels)):
+                return _decoder(loaded, asked, kernels, block_size_tokens, is_whole)
+        except Exception as error:  # operations of oneDNN that this build of torch lacks, a layer that is not what it seems
+            log.warning("not_fused", problem=_said(error), hint="the model runs in another way, slower")
     try:
         prove_numbers(loaded, block_size_tokens, kernel=kernel_of(kernels))
     except Exception as error:
@@ -109,11 +112,11 @@ def compiled_way(loaded: LoadedModel, kernel: PagedKernel, name: str, block_size
     return Way(name=f"{name}, compiled", forward=forward, kernel=kernel, warm_tokens=COMPILED_TOKENS, settle=forward.settle)
 
 
-def _fused(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int) -> Way:
-    forward = FusedForward(loaded.model, asked, kernels)
+def _decoder(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int, is_whole: bool) -> Way:
+    forward = (DecoderForward if is_whole else FusedForward)(loaded.model, asked, kernels)
     prove_numbers(loaded, block_size_tokens, forward=forward)
     forward.own_weights()  # only now: the proof compares with the model's own pass, and what is not proven needs it
-    return Way(name="our kernels", forward=forward)
+    return Way(name="our decoder" if is_whole else "our kernels", forward=forward)
 
 
 def _said(error: Exception) -> str:

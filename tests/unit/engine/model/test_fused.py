@@ -1,4 +1,4 @@
-"""The fused decoder against the model's own code: same numbers, whatever the architecture's window, bias or norms; or not taken at all."""
+"""Both of our decoders against the model's own code: same numbers, whatever an architecture's window, bias, norms; or not taken at all."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from baton.core.errors import ModelError
 from baton.engine.model.attention import paged_attention
-from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.attention_step import Asked, CausalMasks
+from baton.engine.model.decoder import DecoderForward, can_decode
+from baton.engine.model.decoder_layers import can_fuse
 from baton.engine.model.forward import Forward, ModelForward
-from baton.engine.model.fused import FusedForward, can_fuse
+from baton.engine.model.fused import FusedForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
+from baton.engine.model.native.decoder import has_products
 from baton.engine.model.native.library import Kernels, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.engine.model.step_inputs import Part, pack
@@ -136,18 +139,49 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
         assert (answers(loaded, own) - right).abs().max() < 1e-4, "the model still runs by itself"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_no_further_from_float32_than_the_model_itself(
-    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+@pytest.fixture
+def whole_kernels() -> Kernels:
+    """Where the processor has what `DecoderForward` needs, for two threads."""
+    kernels = load_kernels(2)
+    if not has_products(kernels):
+        pytest.skip("needs AVX512-BF16")
+    return kernels
+
+
+def assert_no_further_from_float32_than_the_model(
+    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[Asked, ...]], Forward]
 ) -> None:
-    path = save(Qwen3Config(**TINY, head_dim=32))
     exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
     with closing(ModelForward(exact.model)) as own:
         right = answers(exact, own)
     with closing(ModelForward(half.model)) as own:
         theirs = (answers(half, own) - right).abs().flatten().quantile(0.99)
-    ours = (answers(half, FusedForward(half.model, prove_masks(half, SIZE), kernels)) - right).abs().flatten().quantile(0.99)
+    ours = (answers(half, make(half.model, prove_masks(half, SIZE))) - right).abs().flatten().quantile(0.99)
     assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_no_further_from_float32_than_the_model_itself(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    path = save(Qwen3Config(**TINY, head_dim=32))
+    assert_no_further_from_float32_than_the_model(path, dtype, lambda model, asked: FusedForward(model, asked, kernels))
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_the_whole_decoder_is_no_further_from_float32_either(
+    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    path = save(FUSED[name]())
+    assert_no_further_from_float32_than_the_model(path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels))
+
+
+def test_the_whole_decoder_is_for_pairs_of_bfloat16(tiny_dir: Path, whole_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert can_decode(load_model(tiny_dir, dtype="bfloat16", device="cpu").model, whole_kernels)
+    assert not can_decode(load_model(tiny_dir, dtype="float16", device="cpu").model, whole_kernels)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not can_decode(load_model(tiny_dir, dtype="bfloat16", device="cpu").model, whole_kernels), "oneDNN's products are faster there"
 
 
 @pytest.mark.parametrize("name", list(NOT_FUSED))

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from baton.core.errors import LayoutMismatch
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
 from baton.engine.model.native.build import COMPILERS, HERE, MAX_KEPT, OPTIONS, NoKernels, build
+from baton.engine.model.native.decoder import Product, has_products
 from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -208,3 +210,31 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(library
         assert process.wait(60) == 0
     assert (tmp_path / "calls").read_text() == "x\n"
     assert len(list(cache.glob("kernels-*.so"))) == MAX_KEPT
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 64), (5, 2, 7), (6, 256, 130), (13, 4100, 65), (97, 66, 200), (200, 2048, 64)])
+def test_products(rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
+    """Outputs and rows that fill no panel or block, more inputs than one stretch."""
+    kernels = load_kernels(num_threads)
+    if not has_products(kernels):
+        pytest.skip("needs AVX512-BF16")
+    torch.manual_seed(0)
+    modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
+    x = torch.randn(rows, k).bfloat16()
+    found = Product(kernels, *modules)(x)
+    wanted = torch.cat(
+        [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules], dim=1
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=2**-8)
+    alone = torch.cat([Product(kernels, *modules)(row[None]) for row in x[:7]])
+    assert torch.equal(found[:7], alone), "a row does not depend on those beside it"
+
+
+def test_a_product_needs_pairs() -> None:
+    kernels = load_kernels(1)
+    if not has_products(kernels):
+        pytest.skip("needs AVX512-BF16")
+    with pytest.raises(LayoutMismatch, match="no pairs"):
+        Product(kernels, nn.Linear(7, 8).bfloat16())

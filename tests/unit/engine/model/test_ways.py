@@ -13,14 +13,16 @@ from transformers import Olmo2Config, PreTrainedConfig
 
 from baton.core.blocks import token_ids
 from baton.core.errors import ModelError
-from baton.engine.model import fused, ways
+from baton.engine.model import decoder_layers, fused, ways
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.decoder import can_decode
 from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.native.build import NoKernels
+from baton.engine.model.native.library import load_kernels
 from baton.engine.model.self_proof import prove_numbers
 from baton.engine.model.step_inputs import Part, pack
 from baton.engine.model.threads import compute_thread
@@ -85,23 +87,33 @@ def test_a_decoder_that_cannot_be_built(
 ) -> None:
     monkeypatch.setattr(ways, broken, fail)
     assert chosen(loaded).name == "our attention"
-    assert [event for event, _ in said] == ["not_fused"]
+    assert {event for event, _ in said} == {"not_fused"}
     assert said[0][1].startswith("AttributeError: ")
+
+
+def test_where_the_whole_decoder_cannot_be_built_the_other_one_is_taken(
+    tiny_dir: Path, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "can_decode", lambda model, kernels: True)
+    monkeypatch.setattr(ways, "DecoderForward", fail)
+    half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    assert choose_way(half, kernels="auto", num_threads=1, block_size_tokens=SIZE).name == "our kernels"
+    assert [event for event, _ in said] == ["not_fused"]
 
 
 def test_a_decoder_that_fails_half_way_leaves_the_model_whole(
     loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of the weights are joined by then."""
-    layers, before = iter(range(9)), fused._layer
-    monkeypatch.setattr(fused, "_layer", lambda module, asked: before(module, asked) if next(layers) < 1 else fail())
+    layers, before = iter(range(9)), decoder_layers._layer
+    monkeypatch.setattr(decoder_layers, "_layer", lambda *given: before(*given) if next(layers) < 1 else fail())
     assert chosen(loaded).name == "our attention"
     assert [event for event, _ in said] == ["not_fused"]
 
 
 def test_a_decoder_that_is_not_proven(loaded: LoadedModel, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fused.FusedForward._turns
-    monkeypatch.setattr(fused.FusedForward, "_turns", lambda self, positions: before(self, positions + 1000 * (positions > 3)))
+    before = fused.turns
+    monkeypatch.setattr(fused, "turns", lambda rotary, positions: before(rotary, positions + 1000 * (positions > 3)))
     assert chosen(loaded).name == "our attention"
     assert [event for event, _ in said] == ["not_fused"]
     assert "computes something else" in said[0][1]
@@ -139,13 +151,16 @@ def test_a_model_that_cannot_be_served_at_all(loaded: LoadedModel, said: list[tu
     assert [event for event, _ in said] == ["not_fused", "kernels_not_proven"]
 
 
-def test_packed_weights_are_held_once(tiny_dir: Path) -> None:
+@pytest.mark.parametrize("is_whole_allowed", [False, True])
+def test_packed_weights_are_held_once(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, is_whole_allowed: bool) -> None:
     """What is left of the model after its choice: what was not packed, and all that is asked of a loaded model."""
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
-    packs = fused._can_pack(loaded.dtype)  # this build of torch, on this processor
+    is_whole = can_decode(loaded.model, load_kernels(1)) and is_whole_allowed
+    monkeypatch.setattr(ways, "can_decode", lambda model, kernels: is_whole)
+    packs = is_whole or fused._can_pack(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
     way = choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
-    assert way.name == "our kernels"
+    assert way.name == ("our decoder" if is_whole else "our kernels")
     left = {name for name, parameter in loaded.model.named_parameters() if parameter.numel()}
     names = {name for name, _ in loaded.model.named_parameters()}
     assert left == ({name for name in names if "norm" in name or "embed_tokens" in name} if packs else names)

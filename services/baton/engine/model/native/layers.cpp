@@ -1,111 +1,8 @@
-// What stands between a layer's matrix products: norms, rotary, the gate. Each reads its input once; sums are in float.
-#include <omp.h>
-
-#include <cmath>
-
-#include "numbers.h"
+// The parts of `layers.h` one by one, for steps whose matrix products are others'.
+#include "layers.h"
 
 namespace baton {
 namespace {
-
-template <typename T>
-float mean_square(const T* row, int size) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < size; i++) {
-        const float value = to_float(row[i]);
-        sum += value * value;
-    }
-    return sum / float(size);
-}
-
-// out = x / rms(x) * weight; x += added before, if there is something to add.
-template <typename T>
-void rms_norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int size, float eps, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows * size > 32768)
-    for (int64_t r = 0; r < rows; r++) {
-        T* row = x + r * size;
-        if (added) {
-            const T* more = added + r * size;
-            for (int i = 0; i < size; i++) row[i] = from_float<T>(to_float(row[i]) + to_float(more[i]));
-        }
-        const float by = 1.0f / std::sqrt(mean_square(row, size) + eps);
-        T* to = out + r * size;
-        for (int i = 0; i < size; i++) to[i] = from_float<T>(to_float(row[i]) * by * to_float(weight[i]));
-    }
-}
-
-// One head of one token: normed if there is a weight, then turned by its position, [0, half) with [half, dim).
-template <typename T>
-void turn(const T* head, const T* weight, float eps, const float* cosine, const float* sine, int dim, T* out) {
-    const float by = weight ? 1.0f / std::sqrt(mean_square(head, dim) + eps) : 1.0f;
-    const int half = dim / 2;
-    for (int i = 0; i < half; i++) {
-        float a = to_float(head[i]), b = to_float(head[half + i]);
-        if (weight) {
-            a *= by * to_float(weight[i]);
-            b *= by * to_float(weight[half + i]);
-        }
-        out[i] = from_float<T>(a * cosine[i] - b * sine[i]);
-        out[half + i] = from_float<T>(b * cosine[i] + a * sine[i]);
-    }
-}
-
-struct HeadsArgs {
-    void* qkv;              // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; queries are turned in place
-    void* kv;               // of this layer, see attention.h
-    const int64_t* slots;   // [num_tokens]: element of head 0's key of each token
-    const float* cosine;    // [num_tokens, head_dim / 2]
-    const float* sine;
-    const void* q_weight;   // [head_dim] or null
-    const void* k_weight;
-    int64_t head_stride;    // from one KV head to the next
-    int64_t v_offset;
-    int64_t num_tokens;
-    int32_t num_heads;
-    int32_t num_kv_heads;
-    int32_t head_dim;
-    int32_t num_threads;
-    int32_t dtype;
-    float eps;
-};
-
-// Queries stay where they are; keys and values go to their blocks.
-template <typename T>
-void turn_and_store(const HeadsArgs& args) {
-    const int dim = args.head_dim, row_size = (args.num_heads + 2 * args.num_kv_heads) * dim;
-    const auto* q_weight = static_cast<const T*>(args.q_weight);
-    const auto* k_weight = static_cast<const T*>(args.k_weight);
-#pragma omp parallel for num_threads(args.num_threads) schedule(static) if (args.num_tokens > 8)
-    for (int64_t t = 0; t < args.num_tokens; t++) {
-        T* row = static_cast<T*>(args.qkv) + t * row_size;
-        const float* cosine = args.cosine + t * (dim / 2);
-        const float* sine = args.sine + t * (dim / 2);
-        for (int h = 0; h < args.num_heads; h++) turn(row + h * dim, q_weight, args.eps, cosine, sine, dim, row + h * dim);
-        const T* keys = row + args.num_heads * dim;
-        const T* values = keys + args.num_kv_heads * dim;
-        for (int h = 0; h < args.num_kv_heads; h++) {
-            T* to = static_cast<T*>(args.kv) + args.slots[t] + h * args.head_stride;
-            turn(keys + h * dim, k_weight, args.eps, cosine, sine, dim, to);
-            std::memcpy(to + args.v_offset, values + h * dim, size_t(dim) * sizeof(T));
-        }
-    }
-}
-
-// out[r, i] = silu(x[r, i]) * x[r, size + i]
-template <typename T>
-void silu_gate(const T* x, T* out, int64_t rows, int size, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows * size > 32768)
-    for (int64_t r = 0; r < rows; r++) {
-        const T* gate = x + r * 2 * size;
-        const T* rest = gate + size;
-        T* to = out + r * size;
-        for (int i = 0; i < size; i++) {
-            const float g = to_float(gate[i]);
-            to[i] = from_float<T>(g / (1.0f + exp2_near(-g * LOG2_E)) * to_float(rest[i]));
-        }
-    }
-}
 
 template <typename Body>
 void by_dtype(int32_t dtype, Body body) {
@@ -124,19 +21,23 @@ extern "C" {
 void baton_rms_norm(void* x, const void* added, const void* weight, void* out, int64_t rows, int32_t size, float eps, int32_t threads, int32_t dtype) {
     baton::by_dtype(dtype, [&](auto one) {
         using T = decltype(one);
-        baton::rms_norm(
-            static_cast<T*>(x), static_cast<const T*>(added), static_cast<const T*>(weight), static_cast<T*>(out), rows, size, eps, threads);
+#pragma omp parallel num_threads(threads) if (rows * size > 32768)
+        baton::rms_norm(static_cast<T*>(x), static_cast<const T*>(added), static_cast<const T*>(weight), static_cast<T*>(out), rows, size, eps);
     });
 }
 
 void baton_turn_and_store(const baton::HeadsArgs* args) {
-    baton::by_dtype(args->dtype, [&](auto one) { baton::turn_and_store<decltype(one)>(*args); });
+    baton::by_dtype(args->dtype, [&](auto one) {
+#pragma omp parallel num_threads(args->num_threads) if (args->num_tokens > 8)
+        baton::turn_and_store<decltype(one)>(*args);
+    });
 }
 
 void baton_silu_gate(const void* x, void* out, int64_t rows, int32_t size, int32_t threads, int32_t dtype) {
     baton::by_dtype(dtype, [&](auto one) {
         using T = decltype(one);
-        baton::silu_gate(static_cast<const T*>(x), static_cast<T*>(out), rows, size, threads);
+#pragma omp parallel num_threads(threads) if (rows * size > 32768)
+        baton::silu_gate(static_cast<const T*>(x), static_cast<T*>(out), rows, size);
     });
 }
 }

@@ -14,7 +14,7 @@ from baton.engine.model.native.build import NoKernels, build
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class _AttentionArgs(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     """`AttentionArgs` of attention.h."""
 
     _fields_ = [
@@ -27,8 +27,8 @@ class _AttentionArgs(ctypes.Structure):
     ]
 
 
-class _HeadsArgs(ctypes.Structure):
-    """`HeadsArgs` of layers.cpp."""
+class HeadsArgs(ctypes.Structure):
+    """`HeadsArgs` of layers.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "kv", "slots", "cosine", "sine", "q_weight", "k_weight")),
@@ -48,9 +48,9 @@ class Kernels:
         except OSError as error:
             raise NoKernels(f"{path} cannot be loaded: {error}") from error
         self._attention = library.baton_paged_attention
-        self._attention.argtypes = [ctypes.POINTER(_AttentionArgs)]
+        self._attention.argtypes = [ctypes.POINTER(AttentionArgs)]
         self._turn = library.baton_turn_and_store
-        self._turn.argtypes = [ctypes.POINTER(_HeadsArgs)]
+        self._turn.argtypes = [ctypes.POINTER(HeadsArgs)]
         pointer, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self._norm = library.baton_rms_norm
         self._norm.argtypes = [pointer, pointer, pointer, pointer, whole, number, ctypes.c_float, number, number]
@@ -58,6 +58,7 @@ class Kernels:
         self._gate.argtypes = [pointer, pointer, whole, number, number, number]
         for function in (self._attention, self._turn, self._norm, self._gate):
             function.restype = None
+        self.library = library
         self.num_threads = num_threads
 
     def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:
@@ -66,7 +67,7 @@ class Kernels:
         blocks = cache.blocks
         if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
             raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}")
-        args = _AttentionArgs(
+        args = AttentionArgs(
             query.data_ptr(),
             out.data_ptr(),
             blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
@@ -109,7 +110,7 @@ class Kernels:
         """
         blocks = cache.blocks
         num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        args = _HeadsArgs(
+        args = HeadsArgs(
             qkv.data_ptr(),
             blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
             slots.data_ptr(),

@@ -10,11 +10,8 @@
 #include <vector>
 
 #include "numbers.h"
+#include "pairs.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define BATON_PAIRS
-#include <immintrin.h>
-#endif
 
 namespace baton {
 

@@ -1,0 +1,52 @@
+"""The decoder that most models are, wholly ours: a step's layers are one call, in which a team of threads stays awake from the first
+product to the last norm. In small batches what stands between products took longer than they did.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from baton.engine.model.attention_step import Asked
+from baton.engine.model.decoder_layers import decoder_layers, turns
+from baton.engine.model.forward import Forwarded, are_finite
+from baton.engine.model.native.decoder import Decoder, Product, has_products
+from baton.engine.model.native.library import Kernels
+from baton.engine.model.step_inputs import PackedStep
+
+
+def can_decode(model: PreTrainedModel, kernels: Kernels) -> bool:
+    """Whether this is worth it for a model that `can_fuse`: our products are of pairs of bfloat16, and oneDNN's are faster with AMX."""
+    return model.dtype == torch.bfloat16 and has_products(kernels) and not torch.cpu._is_amx_tile_supported()
+
+
+class DecoderForward:
+    """Implements `Forward`. `kernels` of the threads that a step has."""
+
+    def __init__(self, model: PreTrainedModel, asked: Sequence[Asked], kernels: Kernels) -> None:
+        """`model`: one that `can_fuse` and `can_decode`. `asked`: by each layer, see `prove_masks`. The model still runs by itself. Raises
+        LayoutMismatch where a product has inputs that are no pairs."""
+        base: Any = model.base_model
+        self._embedding: torch.Tensor = base.embed_tokens.weight
+        self._layers = decoder_layers(model, asked, lambda *modules: Product(kernels, *modules))
+        self._decoder = Decoder(kernels, self._layers, base.norm.weight, float(cast(Any, model.config).rms_norm_eps))
+        self._head = Product(kernels, cast(nn.Linear, model.lm_head))
+        self._rotary: Any = base.rotary_emb
+
+    def __call__(self, step: PackedStep) -> Forwarded:
+        cosine, sine = turns(self._rotary, step.position_ids)
+        normed = self._decoder(self._embedding[step.token_ids], step.attention, cosine, sine)
+        return Forwarded(logits=self._head(normed[step.sample_rows]), finite=are_finite(normed))
+
+    def own_weights(self) -> None:
+        """Take them out of the model, see `take_weights`. What is left to it is the embedding, norms and biases. Tied embeddings are held
+        both ways: rows are looked up plain and multiplied packed."""
+        self._head.own_weights()
+        for layer in self._layers:
+            for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                product.own_weights()
+
+    def close(self) -> None:
+        """Nothing was put into the model."""

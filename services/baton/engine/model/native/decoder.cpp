@@ -1,0 +1,145 @@
+// All layers of a decoder over one step, in one go: a team of threads that stays awake from the first product to the last norm.
+#include <map>
+#include <memory>
+
+#include "attention_work.h"
+#include "layers.h"
+#include "product.h"
+
+namespace baton {
+
+struct ProductArgs {
+    const void* words;
+    const void* bias;
+    int64_t n;
+    int64_t k;
+};
+
+// q_norm, k_norm [head_dim] or null; kv: of this layer, see attention.h; window, scale: likewise.
+struct LayerArgs {
+    ProductArgs qkv, o, gate_up, down;
+    const void* input_norm;
+    const void* post_norm;
+    const void* q_norm;
+    const void* k_norm;
+    void* kv;
+    int32_t window;
+    float scale;
+};
+
+// hidden [num_tokens, size] is the embedding's, and is written over; out [num_tokens, size]: after the last norm. scratch: room for
+// num_tokens times (size + the rows of qkv + heads * head_dim + the rows of gate_up + half of those).
+struct DecoderArgs {
+    const LayerArgs* layers;
+    const void* final_norm;
+    void* hidden;
+    void* out;
+    void* scratch;
+    int64_t num_tokens;
+    int32_t num_layers;
+    int32_t size;
+    float eps;
+    AttentionArgs attention;
+    HeadsArgs heads;
+};
+
+#ifdef BATON_PAIRS
+
+namespace {
+
+Product product_of(const ProductArgs& args) {
+    return Product{static_cast<const uint32_t*>(args.words), static_cast<const Bf16*>(args.bias), args.n, args.k};
+}
+
+template <typename Tile>
+void decode(const DecoderArgs& args) {
+    const int64_t tokens = args.num_tokens, size = args.size;
+    const LayerArgs& first = args.layers[0];
+    auto* hidden = static_cast<Bf16*>(args.hidden);
+    auto* normed = static_cast<Bf16*>(args.out);
+    auto* more = static_cast<Bf16*>(args.scratch);
+    auto* qkv = more + tokens * size;
+    auto* attended = qkv + tokens * first.qkv.n;
+    auto* gates = attended + tokens * first.o.k;
+    auto* gated = gates + tokens * first.gate_up.n;
+    AttentionArgs attention = args.attention;
+    attention.q = qkv;
+    attention.out = attended;
+    std::map<std::pair<int, float>, std::pair<AttentionArgs, std::unique_ptr<Work<Bf16>>>> works;  // few layers ask for something else
+    size_t num_partial = 0;
+    for (int l = 0; l < args.num_layers; l++) {
+        const LayerArgs& layer = args.layers[l];
+        auto& [own, work] = works[{layer.window, layer.scale}];
+        if (work) continue;
+        own = attention;
+        own.window = layer.window;
+        own.scale = layer.scale;
+        work = std::make_unique<Work<Bf16>>(own);
+        num_partial = std::max(num_partial, size_t(work->num_partial));
+    }
+    std::vector<Running> parts(num_partial);
+#pragma omp parallel num_threads(args.attention.num_threads)
+    {
+        for (int l = 0; l < args.num_layers; l++) {
+            const LayerArgs& layer = args.layers[l];
+            rms_norm<Bf16>(hidden, l ? more : nullptr, static_cast<const Bf16*>(layer.input_norm), normed, tokens, int(size), args.eps);
+            product(normed, product_of(layer.qkv), qkv, tokens);
+            HeadsArgs heads = args.heads;
+            heads.qkv = qkv;
+            heads.kv = layer.kv;
+            heads.q_weight = layer.q_norm;
+            heads.k_weight = layer.k_norm;
+            turn_and_store<Bf16>(heads);
+            attend<Bf16, Tile>(*works.at({layer.window, layer.scale}).second, static_cast<const Bf16*>(layer.kv), parts);
+            product(attended, product_of(layer.o), more, tokens);
+            rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(layer.post_norm), normed, tokens, int(size), args.eps);
+            product(normed, product_of(layer.gate_up), gates, tokens);
+            silu_gate<Bf16>(gates, gated, tokens, int(layer.down.k));
+            product(gated, product_of(layer.down), more, tokens);
+        }
+        rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(args.final_norm), normed, tokens, int(size), args.eps);
+    }
+}
+
+}  // namespace
+
+#endif
+
+}  // namespace baton
+
+extern "C" {
+
+// Whether the other functions here do anything.
+int32_t baton_has_products() {
+#ifdef BATON_PAIRS
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#ifdef BATON_PAIRS
+
+// weights [n, k] bfloat16 -> words [n / 64 rounded up, k / 2, 64]
+void baton_pack(const void* weights, void* words, int64_t n, int64_t k, int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < (n + baton::PANEL - 1) / baton::PANEL; panel++) {
+        baton::pack_panel(static_cast<const baton::Bf16*>(weights), n, k, panel, static_cast<uint32_t*>(words));
+    }
+}
+
+// x [rows, k] -> out [rows, n], bfloat16
+void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64_t rows, int32_t threads) {
+#pragma omp parallel num_threads(threads)
+    baton::product(static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows);
+}
+
+void baton_decode(const baton::DecoderArgs* args) {
+    using namespace baton;
+    const int dim = args->attention.head_dim;
+    if (dim % 32 == 0 && dim <= PairTile::MAX_DIM) return decode<PairTile>(*args);
+    decode<FloatTile<Bf16>>(*args);
+}
+
+#endif
+}
