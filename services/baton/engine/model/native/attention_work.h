@@ -1,8 +1,6 @@
 // What attention of a step consists of: tiles of query rows, and parts of them where there are threads to spare.
 #pragma once
 
-#include <omp.h>
-
 #include "attention.h"
 #include "tile.h"
 

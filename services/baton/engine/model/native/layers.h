@@ -2,8 +2,6 @@
 // team call them, and wait for each other at their ends.
 #pragma once
 
-#include <omp.h>
-
 #include <cmath>
 
 #include "numbers.h"

@@ -9,8 +9,6 @@
 
 #ifdef BATON_PAIRS
 
-#include <omp.h>
-
 #include <algorithm>
 
 namespace baton {

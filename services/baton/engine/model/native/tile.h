@@ -12,7 +12,6 @@
 #include "numbers.h"
 #include "pairs.h"
 
-
 namespace baton {
 
 constexpr int LANES = 16;
