@@ -85,6 +85,8 @@ class FakeExecutor:
         self.guilty: Callable[[StepSequence], bool] = lambda _: False
         self.failing: Callable[[StepSequence], Failure | None] = lambda _: None
         self.gate: asyncio.Event | None = None
+        self.num_turns = 1
+        """Of the event loop: how long a step takes."""
         self._block_size_tokens = block_size_tokens
         self._life_table = life_table
         self._turns = Turns()
@@ -102,7 +104,7 @@ class FakeExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         async with self._turns.turn(plan.step_id):
-            for _ in range(3):  # a device takes its time
+            for _ in range(self.num_turns):
                 await asyncio.sleep(0)
             if self.gate is not None:
                 await self.gate.wait()

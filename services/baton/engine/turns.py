@@ -29,7 +29,7 @@ class Turns:
         return self._next is not None and self._next_id == step_id and self._next.cancel()
 
     async def _wait(self, step_id: int) -> None:
-        if self._next is not None and not self._next.cancelled():
+        if self._next is not None:
             raise RuntimeError("a step runs and another one waits already")
         self._next = mine = asyncio.get_running_loop().create_future()
         self._next_id = step_id

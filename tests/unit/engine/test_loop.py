@@ -277,7 +277,7 @@ async def test_what_was_held_comes_before_a_failure_from_outside() -> None:
     loop = EngineLoop(rig.engine, rig.executor, deliver)
     async with running(loop):
         loop.add(sequence_request(1, range(10), max_tokens=50, sampling={"ignore_eos": True}))
-    assert outcomes == [0, 1, 2, FAILURE]
+    assert outcomes == [0, 1, 2, 3, FAILURE]
 
 
 async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
