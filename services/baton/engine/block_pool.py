@@ -276,7 +276,7 @@ class BlockPool:
         self._steps_launched += 1
 
     def step_withdrawn(self) -> None:
-        """The step that was launched last will not run, and writes nothing."""
+        """The step that was launched last has no result: it was not run, or has ended."""
         if self._steps_finished == self._steps_launched:
             raise ValueError("no step is in flight")
         self._steps_launched -= 1

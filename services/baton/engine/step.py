@@ -91,7 +91,8 @@ class DeviceFault(BatonError):
 
 
 class NothingToFollow(BatonError):
-    """The step that this one was to follow has failed, or was another: what it was to go on from does not exist. Nothing was run."""
+    """The step that this one was to follow has failed, or was another: what it was to go on from does not exist. Whatever the device
+    was given of it has ended."""
 
 
 class Executor(Protocol):

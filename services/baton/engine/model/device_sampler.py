@@ -13,8 +13,8 @@ from baton.engine.model.staging import upload
 from baton.engine.step import SampleRequest
 
 _MASK = (1 << 64) - 1
-_MAX_VALUES = 1 << 24
-"""Of float64, that are worked on at a time."""
+_MAX_VALUES = 1 << 22
+"""Of float64 in one array, of which there are eight or so at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,15 @@ def _chunks(requests: Sequence[SampleRequest], vocab_size: int) -> Iterator[list
         kinds.setdefault((request.sampling.is_greedy, _is_truncated(request)), []).append(row)
     most = max(1, _MAX_VALUES // vocab_size)
     for rows in kinds.values():
-        for begin in range(0, len(rows), most):
-            yield rows[begin : begin + most]
+        chunk, num_samples = list[int](), 0
+        for row in rows:
+            more = len(requests[row].sample_indices)
+            if chunk and num_samples + more > most:
+                yield chunk
+                chunk, num_samples = [], 0
+            chunk.append(row)
+            num_samples += more
+        yield chunk
 
 
 def _best(adjusted: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:

@@ -7,6 +7,7 @@ has ended when it has been launched.
 import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,13 +34,12 @@ _LOOK_S = 0.00005
 @dataclass(eq=False, slots=True)
 class _Job:
     """A step on its way through the thread. `behind`: one that had not ended when it came. `launched`: if the device was given it before
-    its turn, behind the step that it follows; `problem`: what came of trying."""
+    its turn, behind the step that it follows."""
 
     plan: StepPlan
     behind: "_Job | None" = None
     result: Future[StepResult] = field(default_factory=Future)
     launched: Launched | None = None
-    problem: Exception | None = None
     _has_begun: bool | None = None
 
     @property
@@ -90,16 +90,24 @@ class TorchExecutor:
         """See `Executor`. A sequence whose inputs, logits or request are at fault is in `failures`."""
         before = self._newest if self._newest is not None and not self._newest.has_ended else None
         job = _Job(plan, before)
-        self._thread.submit(self._do, job)
-        self._newest, self._waiting = job, job if before is not None else None
+        newest, waiting = self._newest, self._waiting
+        self._newest, self._waiting = job, job if before is not None else None  # before the thread can look
+        try:
+            self._thread.submit(self._do, job)
+        except RuntimeError:  # it is closed
+            self._newest, self._waiting = newest, waiting
+            raise
         return await asyncio.wrap_future(job.result)
 
     def withdraw(self, step_id: int) -> bool:
         """See `Executor`."""
         waiting = self._waiting
-        if waiting is None or waiting.plan.step_id != step_id or not waiting.result.cancel():
+        if waiting is None or waiting.plan.step_id != step_id:
             return False
-        self._newest, self._waiting = waiting.behind, None
+        behind = waiting.behind  # which the thread may forget from now on
+        if not waiting.result.cancel():
+            return False
+        self._newest, self._waiting = behind, None
         return True
 
     def warm(self, max_num_seqs: int) -> None:
@@ -136,8 +144,6 @@ class TorchExecutor:
     @torch.inference_mode()
     def _run(self, job: _Job) -> StepResult:
         try:
-            if job.problem is not None:
-                raise job.problem
             try:
                 plan = self._last.fill_in(job.plan)
             except NothingToFollow:
@@ -155,11 +161,10 @@ class TorchExecutor:
         """Until this step has ended, or the one that follows it has been launched."""
         while not launched.mark.is_reached():
             job = self._waiting
-            if job is not None and job.plan.follows == launched.step_id and self._launcher.can_follow(job.plan) and job.begin():
-                try:
+            follows = job is not None and job.plan.follows == launched.step_id and not job.has_ended
+            if follows and job is not None and self._launcher.can_follow(job.plan) and job.begin():
+                with suppress(Exception):  # whatever it is, it comes again in that step's own turn, or has passed
                     job.launched = self._launcher.launch(job.plan, launched)
-                except Exception as error:  # that step's, in its turn
-                    job.problem = error
                 return
             time.sleep(_LOOK_S)
 

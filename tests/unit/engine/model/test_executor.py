@@ -186,6 +186,25 @@ def test_values_that_are_not_numbers_fail_alone(executor: TorchExecutor, loaded:
     assert_same(again, wanted, (0, 2))
 
 
+def test_values_that_are_not_numbers_fail_alone_in_bfloat16_too(tiny_dir: Path) -> None:
+    """Where the processor has it, in the decoder that is one call."""
+    half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    way = choose_way(half, kernels="auto", num_threads=2, block_size_tokens=SIZE)
+    executor = TorchExecutor(half.model, KvCache.zeros(half.layout(SIZE), 32), thread=compute_thread(2), way=way)
+    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    embedding = half.model.get_input_embeddings().weight
+    kept = embedding[77].clone()
+    embedding[77] = float("nan")
+    for sampled in (True, False):
+        found = executor.run(plan(GOOD[0], part(1, [6, 77, 5], sampled=sampled), GOOD[2]))
+        assert found.failures[1].reason is Reason.NUMERICAL_ERROR
+        assert_same(found, wanted, (0, 2))
+    embedding[77] = kept
+    again = executor.run(plan(replace(GOOD[0], block_table=(4, 5, 6, 7)), GOOD[2]))
+    assert_same(again, wanted, (0, 2))
+    executor.close()
+
+
 def test_values_that_are_not_numbers_are_found_wherever_they_are(save: Callable[[PreTrainedConfig], Path]) -> None:
     """Through a short window the last token, from which is sampled, sees nothing of them: its logits are numbers, some KV is not."""
     loaded = load_model(save(MistralConfig(**TINY, sliding_window=2)), device="cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from baton.core.errors import ModelError
+from baton.core.errors import LayoutMismatch, ModelError
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import Asked, CausalMasks
 from baton.engine.model.decoder import DecoderForward, can_decode
@@ -97,16 +97,17 @@ def kernels() -> Kernels:
     return load_kernels(1)
 
 
-def answers(loaded: LoadedModel, forward: Forward) -> torch.Tensor:
-    """Logits of two prompts of 150 tokens, in chunks that cross blocks and windows, and then one token at a time."""
+def answers(loaded: LoadedModel, forward: Forward, length: int = 150) -> torch.Tensor:
+    """Logits of two prompts of so many tokens, in chunks that cross blocks and windows, and then one token at a time."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, loaded.vocab_size, (2, 150))
-    cache = KvCache.zeros(loaded.layout(SIZE), 30)
+    prompts = rng.integers(0, loaded.vocab_size, (2, length))
+    num_blocks = -(-length // SIZE)
+    cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks)
     cache.blocks.fill_(float("nan"))
-    tables = rng.permutation(30)[:20].reshape(2, 10)
+    tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
     masks = CausalMasks(cache.dtype, cache.device)
     found = []
-    for begin, end in ((0, 37), (37, 100), (100, 144), *((n, n + 1) for n in range(144, 150))):
+    for begin, end in ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length))):
         parts = [
             Part(
                 seq_id=i,
@@ -149,14 +150,14 @@ def whole_kernels() -> Kernels:
 
 
 def assert_no_further_from_float32_than_the_model(
-    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[Asked, ...]], Forward]
+    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[Asked, ...]], Forward], length: int = 150
 ) -> None:
     exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
     with closing(ModelForward(exact.model)) as own:
-        right = answers(exact, own)
+        right = answers(exact, own, length)
     with closing(ModelForward(half.model)) as own:
-        theirs = (answers(half, own) - right).abs().flatten().quantile(0.99)
-    ours = (answers(half, make(half.model, prove_masks(half, SIZE))) - right).abs().flatten().quantile(0.99)
+        theirs = (answers(half, own, length) - right).abs().flatten().quantile(0.99)
+    ours = (answers(half, make(half.model, prove_masks(half, SIZE)), length) - right).abs().flatten().quantile(0.99)
     assert ours <= 1.25 * theirs
 
 
@@ -174,6 +175,27 @@ def test_the_whole_decoder_is_no_further_from_float32_either(
 ) -> None:
     path = save(FUSED[name]())
     assert_no_further_from_float32_than_the_model(path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels))
+
+
+def test_the_whole_decoder_over_contexts_that_are_split_on_some_layers(
+    save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    """Single tokens are attended to in parts; of one layer only what its window shows."""
+    config = Qwen2Config(**TINY | {"hidden_size": 128}, use_sliding_window=True, sliding_window=300, max_window_layers=1)
+    assert config.hidden_size // config.num_attention_heads == 32
+    assert_no_further_from_float32_than_the_model(
+        save(config), "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels), length=900
+    )
+
+
+def test_the_whole_decoder_wants_its_own_models_cache(
+    tiny_dir: Path, whole_kernels: Kernels, save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    other = load_model(save(LlamaConfig(**TINY | {"num_key_value_heads": 1})), dtype="bfloat16", device="cpu")
+    forward = DecoderForward(half.model, prove_masks(half, SIZE), whole_kernels)
+    with pytest.raises(LayoutMismatch, match="does not fit"):
+        answers(other, forward)
 
 
 def test_the_whole_decoder_is_for_pairs_of_bfloat16(tiny_dir: Path, whole_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

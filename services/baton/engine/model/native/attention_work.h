@@ -115,7 +115,7 @@ inline void combine(std::vector<Running>& parts, const Item& item, Running& whol
     }
 }
 
-// By all threads of a team; when one returns, `out` is not complete before the next barrier. `parts`: the team's own, of num_partial.
+// By all threads of a team, which wait for each other at its end. `parts`: the team's own, at least num_partial.
 template <typename T, typename Tile>
 void attend(const Work<T>& work, const T* layer_kv, std::vector<Running>& parts) {
     thread_local Tile tile;

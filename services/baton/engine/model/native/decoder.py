@@ -99,12 +99,14 @@ class Decoder:
 
     def __call__(self, hidden: torch.Tensor, step: AttentionStep, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """hidden [num_tokens, size], the embedding's, is written over; cosine, sine [num_tokens, head_dim / 2] float32; the step's KV is
-        written. Returns what the last norm makes of it, [num_tokens, size]."""
+        written. Returns what the last norm makes of it, [num_tokens, size]. Raises LayoutMismatch if the cache is another model's."""
         cache, tables, slots = step.cache, step.tables, step.slots
         num_tokens, size = hidden.shape
         blocks, first = cache.blocks, self._layers[0]
         num_heads = first.o.k // cache.head_dim
         row = first.qkv.n
+        if row != (num_heads + 2 * cache.num_kv_heads) * cache.head_dim or cache.num_layers != len(self._layers):
+            raise LayoutMismatch(f"a decoder of {len(self._layers)} layers, {row} columns each, does not fit the cache {cache.layout}")
         for index, args in enumerate(self._args):
             args.kv = blocks.data_ptr() + index * blocks.stride(1) * blocks.element_size()
         if self._scratch.numel() < num_tokens * self._scratch_columns:  # fresh pages cost more than some products
