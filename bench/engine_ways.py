@@ -73,6 +73,22 @@ class Served:
         return [[at_s - began_s for at_s in answer.times] for answer in answers]
 
 
+def sequence_requests(prompts: Sequence[Sequence[int]], num_outputs: int, first_id: int, block_size_tokens: int) -> list[SequenceRequest]:
+    """Greedy, of a fixed length, numbered from `first_id` on."""
+    root = root_hash(model_fingerprint="bench", block_size_tokens=block_size_tokens)
+    return [
+        SequenceRequest(
+            seq_id=seq_id,
+            token_ids=(ids := token_ids(prompt)),
+            num_prompt_tokens=len(prompt),
+            sampling=Sampling(max_tokens=num_outputs, temperature=0.0, ignore_eos=True),
+            root_hash=root,
+            block_hashes=tuple(chain(root, ids, block_size_tokens)),
+        )
+        for seq_id, prompt in enumerate(prompts, first_id)
+    ]
+
+
 class InProcess:
     """Our engine alone: no session, no gateway, no scheduler."""
 
@@ -109,18 +125,7 @@ class InProcess:
                 done.set()
 
         loop = EngineLoop(self._device.engine, self._device.executor, deliver)
-        root = root_hash(model_fingerprint="bench", block_size_tokens=self._block_size)
-        requests = [
-            SequenceRequest(
-                seq_id=seq_id,
-                token_ids=(ids := token_ids(prompt)),
-                num_prompt_tokens=len(prompt),
-                sampling=Sampling(max_tokens=num_outputs, temperature=0.0, ignore_eos=True),
-                root_hash=root,
-                block_hashes=tuple(chain(root, ids, self._block_size)),
-            )
-            for seq_id, prompt in zip(sorted(open_ids), prompts, strict=True)
-        ]
+        requests = sequence_requests(prompts, num_outputs, min(open_ids), self._block_size)
         began_s = time.perf_counter()
         for request in requests:
             loop.add(request)

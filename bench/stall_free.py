@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 from cluster import machine, table
-from engine_ways import vocabulary
+from engine import FIRST_ID, KV_GIB
+from engine_ways import THREADS, sequence_requests, vocabulary
 from goodput import model_directory
 from kept import Kept
 
-from baton.core.blocks import chain, root_hash, token_ids
 from baton.core.ids import WorkerRef
-from baton.core.request import Sampling
 from baton.engine.loop import EngineLoop
 from baton.engine.outcome import Outcome
 from baton.engine.sequence import SequenceRequest
@@ -39,10 +38,6 @@ from baton.worker.device import Device, open_device
 
 PROMPT_TOKENS = 1024
 SHARE = 0.8
-THREADS = 2
-KV_GIB = 4
-FIRST_ID = 300
-"""Below are special tokens and bytes."""
 WAYS = {"paced": True, "prompts first": False}
 
 
@@ -161,22 +156,10 @@ class Bench:
 
     async def _run(self, device: Device, keeper: CostKeeper | None, directory: Path, rate_rps: float, seed: int) -> Seen:
         rng = random.Random(self._next_id)
-        size, block = vocabulary(directory), device.engine.config.block_size_tokens
-        root = root_hash(model_fingerprint="bench", block_size_tokens=block)
-        requests = []
-        for _ in range(self._arguments.requests):
-            ids = token_ids(rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS))
-            requests.append(
-                SequenceRequest(
-                    seq_id=self._next_id,
-                    token_ids=ids,
-                    num_prompt_tokens=PROMPT_TOKENS,
-                    sampling=Sampling(max_tokens=self._arguments.outputs, temperature=0.0, ignore_eos=True),
-                    root_hash=root,
-                    block_hashes=tuple(chain(root, ids, block)),
-                )
-            )
-            self._next_id += 1
+        size = vocabulary(directory)
+        prompts = [[rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)] for _ in range(self._arguments.requests)]
+        requests = sequence_requests(prompts, self._arguments.outputs, self._next_id, device.engine.config.block_size_tokens)
+        self._next_id += len(requests)
         return await Run(device, keeper, requests, rate_rps, seed).run()
 
     def show(self) -> None:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from baton.engine.model.attention_step import Asked
 from baton.engine.model.decoder_layers import decoder_layers, turns
 from baton.engine.model.forward import Forwarded, are_finite
-from baton.engine.model.native.decoder import Decoder, Product, has_products
+from baton.engine.model.native.decoder import Decoder, Product
 from baton.engine.model.native.library import Kernels
 from baton.engine.model.step_inputs import PackedStep
 
 
 def can_decode(model: PreTrainedModel, kernels: Kernels) -> bool:
     """Whether this is worth it for a model that `can_fuse`: our products are of pairs of bfloat16, and oneDNN's are faster with AMX."""
-    return model.dtype == torch.bfloat16 and has_products(kernels) and not torch.cpu._is_amx_tile_supported()
+    return model.dtype == torch.bfloat16 and kernels.has_products and not torch.cpu._is_amx_tile_supported()
 
 
 class DecoderForward:

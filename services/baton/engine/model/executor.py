@@ -28,7 +28,9 @@ _WARM_SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, temperature=0.0), sample_indices=(0,), position=1, history=token_ids([0]), num_prompt_tokens=1
 )
 _LOOK_S = 0.00005
-"""How often a step that computes on a GPU looks whether it has ended, or the one that follows has come."""
+_LOOK_PART = 0.02
+"""How long the thread rests before it looks again whether a GPU has ended a step, or the one that follows has come: at least, and as part
+of what the step has taken so far. Nothing can be waited for that tells of both."""
 
 
 @dataclass(eq=False, slots=True)
@@ -159,14 +161,20 @@ class TorchExecutor:
 
     def _launch_what_follows(self, launched: Launched) -> None:
         """Until this step has ended, or the one that follows it has been launched."""
+        began_s = time.monotonic()
         while not launched.mark.is_reached():
-            job = self._waiting
-            follows = job is not None and job.plan.follows == launched.step_id and not job.has_ended
-            if follows and job is not None and self._launcher.can_follow(job.plan) and job.begin():
+            job = self._following(launched.step_id)
+            if job is not None and job.begin():
                 with suppress(Exception):  # whatever it is, it comes again in that step's own turn, or has passed
                     job.launched = self._launcher.launch(job.plan, launched)
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(max(_LOOK_S, _LOOK_PART * (time.monotonic() - began_s)))
+
+    def _following(self, step_id: int) -> _Job | None:
+        """What waits, if it can be launched behind that step."""
+        job = self._waiting
+        follows = job is not None and job.plan.follows == step_id and not job.has_ended
+        return job if follows and job is not None and self._launcher.can_follow(job.plan) else None
 
 
 def _only(result: StepResult, seq_ids: set[int]) -> StepResult:

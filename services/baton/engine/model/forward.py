@@ -63,7 +63,7 @@ class ModelForward:
             logits = self._model(**arguments, logits_to_keep=sample_rows).logits[0]
         else:
             self._model.base_model(**arguments)
-            logits = torch.empty(0, self._vocab_size)
+            logits = torch.empty(0, self._vocab_size, device=token_ids.device)
         return logits, self._finite
 
     def close(self) -> None:

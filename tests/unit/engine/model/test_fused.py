@@ -21,7 +21,6 @@ from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.model.native.decoder import has_products
 from baton.engine.model.native.library import Kernels, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.engine.model.step_inputs import Part, pack
@@ -144,7 +143,7 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
 def whole_kernels() -> Kernels:
     """Where the processor has what `DecoderForward` needs, for two threads."""
     kernels = load_kernels(2)
-    if not has_products(kernels):
+    if not kernels.has_products:
         pytest.skip("needs AVX512-BF16")
     return kernels
 
@@ -194,7 +193,7 @@ def test_the_whole_decoder_wants_its_own_models_cache(
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     other = load_model(save(LlamaConfig(**TINY | {"num_key_value_heads": 1})), dtype="bfloat16", device="cpu")
     forward = DecoderForward(half.model, prove_masks(half, SIZE), whole_kernels)
-    with pytest.raises(LayoutMismatch, match="does not fit"):
+    with pytest.raises(LayoutMismatch, match="do not fit"):
         answers(other, forward)
 
 

@@ -17,7 +17,7 @@ from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
 from baton.engine.model.native.build import COMPILERS, HERE, MAX_KEPT, OPTIONS, NoKernels, build
-from baton.engine.model.native.decoder import Product, has_products
+from baton.engine.model.native.decoder import Product
 from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -218,7 +218,7 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(library
 def test_products(rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
     """Outputs and rows that fill no panel or block, more inputs than one stretch."""
     kernels = load_kernels(num_threads)
-    if not has_products(kernels):
+    if not kernels.has_products:
         pytest.skip("needs AVX512-BF16")
     torch.manual_seed(0)
     modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
@@ -234,7 +234,7 @@ def test_products(rows: int, k: int, n: int, with_bias: bool, num_threads: int) 
 
 def test_a_product_needs_pairs() -> None:
     kernels = load_kernels(1)
-    if not has_products(kernels):
+    if not kernels.has_products:
         pytest.skip("needs AVX512-BF16")
     with pytest.raises(LayoutMismatch, match="no pairs"):
         Product(kernels, nn.Linear(7, 8).bfloat16())

@@ -38,6 +38,55 @@ class HeadsArgs(ctypes.Structure):
     ]
 
 
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def kv_of(cache: KvCache, layer: int) -> int:
+    """Where a layer's first block begins."""
+    return cache.blocks.data_ptr() + layer * cache.blocks.stride(1) * cache.blocks.element_size()
+
+
+def attention_args(cache: KvCache, tables: Tables, num_heads: int, num_threads: int) -> AttentionArgs:
+    """Of a step, for every layer: without queries, outputs, the layer's KV, its window and its scale."""
+    blocks = cache.blocks
+    return AttentionArgs(
+        token_begin=tables.token_begin.ctypes.data,
+        context_len=tables.context_len.ctypes.data,
+        table_begin=tables.table_begin.ctypes.data,
+        tables=tables.block_ids.ctypes.data,
+        block_stride=blocks.stride(0),
+        v_offset=blocks.stride(2),
+        num_seqs=tables.context_len.size,
+        num_heads=num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size_tokens,
+        num_threads=num_threads,
+        dtype=DTYPES[cache.dtype],
+    )
+
+
+def heads_args(
+    cache: KvCache, slots: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_heads: int, eps: float, num_threads: int
+) -> HeadsArgs:
+    """Of a step, for every layer: without its product, its KV and its weights."""
+    return HeadsArgs(
+        slots=slots.data_ptr(),
+        cosine=cosine.data_ptr(),
+        sine=sine.data_ptr(),
+        head_stride=cache.blocks.stride(3),
+        v_offset=cache.blocks.stride(2),
+        num_tokens=slots.numel(),
+        num_heads=num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        num_threads=num_threads,
+        dtype=DTYPES[cache.dtype],
+        eps=eps,
+    )
+
+
 class Kernels:
     """One compiled library, for steps of `num_threads`."""
 
@@ -58,39 +107,27 @@ class Kernels:
         self._gate.argtypes = [pointer, pointer, whole, number, number, number]
         for function in (self._attention, self._turn, self._norm, self._gate):
             function.restype = None
-        self.library = library
+        self.has_products = bool(library.baton_has_products())
+        """Whether `pack`, `product` and `decode` can be called: `native/decoder.py` does, as decoder.cpp wants it."""
+        if self.has_products:
+            self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
+            self.pack.argtypes = [pointer, pointer, whole, whole, number]
+            self.product.argtypes = [pointer, pointer, pointer, whole, number]
+            self.decode.argtypes = [pointer]
+            for function in (self.pack, self.product, self.decode):
+                function.restype = None
         self.num_threads = num_threads
 
     def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:
         """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`. Raises LayoutMismatch if the
         cache has other heads."""
-        blocks = cache.blocks
         if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
             raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}")
-        args = AttentionArgs(
-            query.data_ptr(),
-            out.data_ptr(),
-            blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
-            tables.token_begin.ctypes.data,
-            tables.context_len.ctypes.data,
-            tables.table_begin.ctypes.data,
-            tables.block_ids.ctypes.data,
-            query.stride(0),
-            query.stride(1),
-            out.stride(0),
-            out.stride(1),
-            blocks.stride(0),
-            blocks.stride(2),
-            tables.context_len.size,
-            query.shape[1],
-            cache.num_kv_heads,
-            cache.head_dim,
-            cache.block_size_tokens,
-            asked.window or 0,
-            self.num_threads,
-            DTYPES[query.dtype],
-            asked.scaling,
-        )
+        args = attention_args(cache, tables, query.shape[1], self.num_threads)
+        args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
+        args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
+        args.kv = kv_of(cache, layer)
+        args.window, args.scale = asked.window or 0, asked.scaling
         self._attention(args)
 
     def turn_and_store(
@@ -108,26 +145,10 @@ class Kernels:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries are normed and turned in place, keys on their
         way into the cache, where values go, too. slots [num_tokens]: see `AttentionStep`. cosine, sine [num_tokens, head_dim / 2] float32.
         """
-        blocks = cache.blocks
         num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        args = HeadsArgs(
-            qkv.data_ptr(),
-            blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size(),
-            slots.data_ptr(),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(),
-            blocks.stride(3),
-            blocks.stride(2),
-            qkv.shape[0],
-            num_heads,
-            cache.num_kv_heads,
-            cache.head_dim,
-            self.num_threads,
-            DTYPES[qkv.dtype],
-            eps,
-        )
+        args = heads_args(cache, slots, cosine, sine, num_heads, eps, self.num_threads)
+        args.qkv, args.kv = qkv.data_ptr(), kv_of(cache, layer)
+        args.q_weight, args.k_weight = address(q_weight), address(k_weight)
         self._turn(args)
 
     def rms_norm(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
