@@ -5,7 +5,8 @@
 One hybrid engine with both cores in this process, in turns with its batch policy and without: then a prompt is computed once it is
 there, as much of it as a step holds. Prompts of PROMPT_TOKENS, all new. Capacity: all requests at once. Then they come at
 SHARE of that (Poisson), and every gap between two tokens of an answer counts, over the time of a step of as many sequences that all decode
-(the median of such steps of the same run). DIR keeps every figure, and a bench that was stopped goes on where it was.
+(the median of such steps of the same run). First it waits until the worker's memory is real, which takes from its steps
+(`baton.transfer.touching`). DIR keeps every figure, and a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from cluster import machine, table
-from engine import FIRST_ID, KV_GIB
+from engine import FIRST_ID
 from engine_ways import THREADS, sequence_requests, vocabulary
 from goodput import model_directory
 from kept import Kept
@@ -31,6 +32,7 @@ from baton.engine.outcome import Outcome
 from baton.engine.sequence import SequenceRequest
 from baton.engine.stall_free import Pace
 from baton.engine.step import StepPlan
+from baton.runtime.process import settled_heap
 from baton.runtime.settings import WorkerConfig
 from baton.worker.calibrate import measure_costs
 from baton.worker.costs import CostKeeper
@@ -38,6 +40,9 @@ from baton.worker.device import Device, open_device
 
 PROMPT_TOKENS = 1024
 SHARE = 0.8
+KV_GIB = 1
+TOUCHED_S = 25.0
+"""So long it takes at most until a GiB is real."""
 WAYS = {"paced": True, "prompts first": False}
 
 
@@ -127,10 +132,12 @@ class Bench:
             config = WorkerConfig(model=str(directory), kv_memory=KV_GIB * 2**30, threads_per_worker=THREADS, device="cpu")
             device = await asyncio.to_thread(open_device, config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
             try:
+                await asyncio.sleep(TOUCHED_S)
                 keeper = CostKeeper(await measure_costs(device.executor, device.engine.config, device.pool))
-                while len(found) < self._arguments.repeats:
-                    found.append(await self._repeat(device, keeper, directory, len(found)))
-                    self.known[model] = found
+                with settled_heap():  # as in a worker
+                    while len(found) < self._arguments.repeats:
+                        found.append(await self._repeat(device, keeper, directory, len(found)))
+                        self.known[model] = found
             finally:
                 await device.aclose()
 

@@ -28,6 +28,9 @@ _CORRECTION_REACH = 0.5
 """A step moves a factor by at most rate x reach, 2.5 %, however far off it was: a change by 2 x that lasts is followed in some 50 steps,
 a stall is not."""
 _MAX_LOG_FACTOR = math.log(20.0)
+_KINSHIP = 0.8
+"""Of each move the factors of the other kinds take so much: what slows one kind of step mostly slows all, and some kinds are not seen for
+long. Below 1, so that each kind that is seen comes to its own."""
 
 
 class StepKind(Enum):
@@ -178,7 +181,8 @@ def stall_free_step_s(decode_step_s: float, limit_s: float, queued_s: float, num
 class CostCorrection:
     """Follows how much longer live steps take than a model says, one factor a kind of step. Single owner: the worker's event loop.
 
-    A median-like follower of log(actual / predicted): each step moves the factor towards what it saw, by a clipped amount.
+    A median-like follower of log(actual / predicted): each step moves the factor of its kind towards what it saw, by a clipped amount,
+    and those of the other kinds along with it.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -192,7 +196,9 @@ class CostCorrection:
             return
         known = self._log_factors[work.kind]
         off = max(-_CORRECTION_REACH, min(_CORRECTION_REACH, math.log(actual_s / predicted_s) - known))
-        self._log_factors[work.kind] = max(-_MAX_LOG_FACTOR, min(_MAX_LOG_FACTOR, known + _CORRECTION_RATE * off))
+        for kind, value in self._log_factors.items():
+            move = _CORRECTION_RATE * off * (1.0 if kind is work.kind else _KINSHIP)
+            self._log_factors[kind] = max(-_MAX_LOG_FACTOR, min(_MAX_LOG_FACTOR, value + move))
 
     @property
     def costs(self) -> StepCostModel:

@@ -3,7 +3,7 @@ kept by the clock of `pace`."""
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.costs import attended_tokens
+from baton.core.costs import StepWork, attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine import ahead, promises
@@ -18,7 +18,7 @@ from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutp
 from baton.engine.room import Room
 from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
 from baton.engine.sequence_table import SequenceTable
-from baton.engine.stall_free import Pace, decode_step_s, tokens_beside
+from baton.engine.stall_free import Pace, tokens_beside
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
@@ -170,7 +170,7 @@ class Engine:
         decoding = self._decoding()
         if self.pace is None or not decoding or (costs := self.pace.costs()) is None:
             return 0.0
-        decode_s = decode_step_s(costs, [seq.num_computed_tokens for seq in decoding])
+        decode_s = costs.step_seconds(StepWork.of((), [seq.num_computed_tokens for seq in decoding]))
         return promises.limit_s(decoding, self.pace.now_s(), decode_s, self.counters.mean_output_tokens, self.config.max_model_len)
 
     def _decoding(self) -> list[EngineSequence]:

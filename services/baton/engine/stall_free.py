@@ -34,17 +34,14 @@ def tokens_beside(
 ) -> int:
     """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
     takes) and `at_most`. `promised_s`: how long the promises to them allow the step to take, 0 for nothing (`promises.limit_s`).
-    `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt.
-
-    A step without a prompt is taken to be as much slower now than was measured as steps with one are: while prompts keep coming hardly any
-    step is without, and what slows the one kind slows the other. Else prompts would get less the slower the machine has become."""
+    `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt."""
     if costs is None or not decode_contexts or at_most <= at_least:
         return at_most
     prompts = queued()
     queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
-    decode_s = decode_step_s(costs, decode_contexts)
-    limit_s = stall_free_step_s(decode_s, promised_s, queued_s, len(prompts), len(decode_contexts))
-    room_s = (limit_s - decode_s) / costs.mixed_factor
+    decode = StepWork.of((), decode_contexts)
+    limit_s = stall_free_step_s(costs.step_seconds(decode), promised_s, queued_s, len(prompts), len(decode_contexts))
+    room_s = limit_s / costs.mixed_factor - costs.uncorrected_step_s(decode)
 
     def fits(num_tokens: int) -> bool:
         return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s
@@ -57,11 +54,6 @@ def tokens_beside(
     while found > at_least and not fits(found):
         found -= 1
     return found
-
-
-def decode_step_s(costs: StepCostModel, contexts: Sequence[int]) -> float:
-    """Of a step in which sequences with these contexts decode and there is no prompt, while there are steps with one."""
-    return costs.uncorrected_step_s(StepWork.of((), contexts)) * costs.mixed_factor
 
 
 def _root(costs: StepCostModel, num_before: int, room_s: float) -> float:

@@ -1,7 +1,6 @@
 """`baton gateway`: one gateway as a process, joined from its leaves: HTTP, gRPC to clients and cluster, Redis, the admin port."""
 
 import asyncio
-import gc
 import os
 import socket
 import time
@@ -27,7 +26,7 @@ from baton.runtime.announcing import Announcements
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.network import advertised_host, join_address, listen
-from baton.runtime.process import Background, Stop, watch_loop_lag
+from baton.runtime.process import Background, Stop, settled_heap, watch_loop_lag
 from baton.runtime.settings import GatewayConfig
 from baton.runtime.tracing import open_tracing
 from baton.store.connection import RedisConnection
@@ -113,20 +112,12 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         if followed is not None:
             work.append(follow(followed, keys))
         async with Background(*work):
-            _settle(stack)
+            stack.enter_context(settled_heap())
             on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)
         if announcements is not None:
             await announcements.withdraw()
-
-
-def _settle(stack: AsyncExitStack) -> None:
-    """What there is now lives as long as the process. Without it, garbage collections look at what requests have made only, not at every
-    module and class again: a seventh of a request's time."""
-    gc.collect()
-    gc.freeze()
-    stack.callback(gc.unfreeze)
 
 
 def rules_of(config: GatewayConfig, rng: Random) -> GatewayRules:

@@ -296,14 +296,13 @@ def _with_seconds(numbers: list[float]) -> list[float]:
 
 def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
     """(`share_s`, `relax_s`). The engine knows how many prompts wait and how many sequences decode; here those that have no place yet stand
-    for the first, those pulled among them, and those that have one for the second. Its step without a prompt is as much slower than was
-    measured as those with one."""
+    for the first, those pulled among them, and those that have one for the second."""
     seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
     if not seqs or not row.token_s:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    decode_s *= row.beside_by_alone
-    share_s = stall_free_step_s(decode_s, row.promised_step_s, queued_s, row.joining_seqs, row.decoding_seqs) - decode_s
+    limit_s = stall_free_step_s(decode_s, row.promised_step_s, queued_s, row.joining_seqs, row.decoding_seqs)
+    share_s = limit_s - decode_s * row.beside_by_alone
     return max(share_s, row.block_tokens * row.token_s), decode_s
 
 

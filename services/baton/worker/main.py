@@ -27,7 +27,7 @@ from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import ProcessMetrics, process_registry
 from baton.runtime.network import advertised_host, join_address
-from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, watch_loop_lag
+from baton.runtime.process import Background, ServiceThread, Stop, StoppedNow, settled_heap, watch_loop_lag
 from baton.runtime.settings import WorkerConfig
 from baton.runtime.tracing import open_tracing
 from baton.store.connection import RedisConnection
@@ -164,6 +164,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             await drain_socket.start()
         ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=device.summary, start_s=loop.time() - began_s)
         log.info("worker_started", worker=str(ref), address=ref.address, role=config.role, device=ready.summary, start_s=ready.start_s)
+        stack.enter_context(settled_heap())
         health.ready("model")
         unhealthy: WorkerUnhealthy | None = None
         async with Background(watch_loop_lag(process_metrics.look_at_loop), _drain_when_asked(stop, worker)):

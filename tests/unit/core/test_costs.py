@@ -87,7 +87,16 @@ def corrected(slowdown: float, num_steps: int, num_stalls: int = 0) -> StepCostM
 def test_live_steps_correct_the_kind_that_they_are_of() -> None:
     assert corrected(1.5, 200).decode_factor == pytest.approx(1.5, rel=0.02)
     assert corrected(0.5, 200).decode_factor == pytest.approx(0.5, rel=0.02)
-    assert corrected(1.5, 200).prefill_factor == 1.0
+
+
+def test_what_slows_one_kind_is_taken_to_slow_the_others_until_they_are_seen() -> None:
+    assert 1.2 < corrected(1.5, 200).prefill_factor < 1.5
+    correction = CostCorrection(TRUE)
+    slowdowns = {StepKind.PREFILL: 1.0, StepKind.DECODE: 0.6, StepKind.MIXED: 1.2}
+    for i in range(6_000):
+        work = WORKS[-1 - i % len(WORKS)] if i % 4 else WORKS[9]
+        correction.observe(work, TRUE.step_seconds(work) * slowdowns[work.kind])
+    assert [correction.costs.factor(kind) for kind in slowdowns] == pytest.approx(list(slowdowns.values()), rel=0.02)
 
 
 def test_a_stall_in_ten_steps_moves_little() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import STALL_TIMES, StepCostModel, StepWork
+from baton.core.costs import STALL_TIMES, CostCorrection, StepCostModel, StepWork
 from baton.engine.stall_free import Pace, Part, tokens_beside
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
@@ -66,11 +66,18 @@ def test_prompts_that_are_many_beside_those_that_decode_get_more() -> None:
     assert taken(1) == taken(6) < taken(8) < taken(16) < taken(100) <= 512
 
 
-def test_a_machine_that_is_slow_for_all_gives_prompts_no_less() -> None:
+def test_steps_with_a_prompt_that_take_longer_than_was_measured_carry_less_of_it() -> None:
+    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, replace(COSTS, mixed_factor=1.3)))
+    assert 16 < its < mine
+
+
+def test_a_machine_that_has_become_slow_does_not_starve_prompts() -> None:
     """While prompts keep coming, how slow steps without them are is not seen."""
-    slow = replace(COSTS, mixed_factor=3.0)
-    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, slow))
-    assert mine == its > 16
+    correction, work = CostCorrection(COSTS), StepWork.of([(64, 0)], [500] * 8)
+    for _ in range(500):
+        correction.observe(work, 3 * COSTS.step_seconds(work))
+    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, correction.costs))
+    assert mine / 2 < its <= mine
 
 
 @pytest.mark.parametrize("is_paced", [True, False])

@@ -50,14 +50,15 @@ def test_the_work_of_a_step_is_its_chunks_and_its_decoding_sequences() -> None:
     )
 
 
-def test_steps_correct_the_costs_of_their_kind() -> None:
+def test_steps_correct_the_costs_of_their_kind_most() -> None:
     keeper = CostKeeper(COSTS)
     slow = plan(part(1, 5))
     for _ in range(200):
         keeper.observe(slow, 2 * COSTS.step_seconds(work_of(slow)))
         keeper.observe(StepPlan(step_id=1, sequences=(), block_copies=((1, 2),)), 60.0)
     assert keeper.costs is not None
-    assert (keeper.costs.decode_factor, keeper.costs.prefill_factor) == (pytest.approx(2.0, rel=0.05), 1.0)
+    assert keeper.costs.decode_factor == pytest.approx(2.0, rel=0.05)
+    assert 1.5 < keeper.costs.prefill_factor < 1.9, "what was not seen follows"
 
 
 def test_without_costs_nothing_is_kept() -> None:

@@ -54,6 +54,7 @@ Product product_of(const ProductArgs& args) {
 template <typename Tile>
 void decode(const DecoderArgs& args) {
     const int64_t tokens = args.num_tokens, size = args.size;
+    const int threads = args.attention.num_threads;
     const LayerArgs& first = args.layers[0];
     auto* hidden = static_cast<Bf16*>(args.hidden);
     auto* normed = static_cast<Bf16*>(args.out);
@@ -78,12 +79,12 @@ void decode(const DecoderArgs& args) {
         num_partial = std::max(num_partial, size_t(work->num_partial));
     }
     std::vector<Running> parts(num_partial);
-#pragma omp parallel num_threads(args.attention.num_threads)
+#pragma omp parallel num_threads(threads)
     {
         for (int l = 0; l < args.num_layers; l++) {
             const LayerArgs& layer = args.layers[l];
             rms_norm<Bf16>(hidden, l ? more : nullptr, static_cast<const Bf16*>(layer.input_norm), normed, tokens, int(size), args.eps);
-            product(normed, product_of(layer.qkv), qkv, tokens);
+            product(normed, product_of(layer.qkv), qkv, tokens, threads);
             HeadsArgs heads = args.heads;
             heads.qkv = qkv;
             heads.kv = layer.kv;
@@ -91,11 +92,11 @@ void decode(const DecoderArgs& args) {
             heads.k_weight = layer.k_norm;
             turn_and_store<Bf16>(heads);
             attend<Bf16, Tile>(*works.at({layer.window, layer.scale}).second, static_cast<const Bf16*>(layer.kv), parts);
-            product(attended, product_of(layer.o), more, tokens);
+            product(attended, product_of(layer.o), more, tokens, threads);
             rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(layer.post_norm), normed, tokens, int(size), args.eps);
-            product(normed, product_of(layer.gate_up), gates, tokens);
+            product(normed, product_of(layer.gate_up), gates, tokens, threads);
             silu_gate<Bf16>(gates, gated, tokens, int(layer.down.k));
-            product(gated, product_of(layer.down), more, tokens);
+            product(gated, product_of(layer.down), more, tokens, threads);
         }
         rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(args.final_norm), normed, tokens, int(size), args.eps);
     }
@@ -131,7 +132,7 @@ void baton_pack(const void* weights, void* words, int64_t n, int64_t k, int32_t 
 // x [rows, k] -> out [rows, n], bfloat16
 void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64_t rows, int32_t threads) {
 #pragma omp parallel num_threads(threads)
-    baton::product(static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows);
+    baton::product(static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows, threads);
 }
 
 void baton_decode(const baton::DecoderArgs* args) {
