@@ -1,25 +1,53 @@
 """Drawing on the host, one row at a time, in numpy: on a CPU it looks at less of a vocabulary than a pass over all rows would."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from baton.engine.model.noise import GOLDEN, MIX_1, MIX_2, noise_key
 from baton.engine.step import SampleRequest
 
 _TOP_P_FIRST_GUESS = 256
+_FEW_TOKENS = 8_192
+"""Of a vocabulary up to this size, all noise is worked out: looking for candidates would take as long."""
+_RARE_NOISE = 7.0
+"""One token in 1,100 has more."""
+_RARE_BITS = np.uint64(int(np.exp(-np.exp(-_RARE_NOISE)) * 2.0**53) << 11)
+"""From these 64 bits on, noise is rare."""
+_ROUNDING = 1e-3
 
 
 def noise(seed: int, sample_index: int, position: int, vocab_size: int) -> np.ndarray:
     """Standard Gumbel noise for each token id, float64 [vocab_size]."""
-    return _noise_of(noise_key(seed, sample_index, position), np.arange(vocab_size, dtype=np.uint64))
+    return _noise_of(_bits(noise_key(seed, sample_index, position), _offsets(vocab_size)))
 
 
-def _noise_of(key: int, token_ids: np.ndarray) -> np.ndarray:
-    """splitmix64 seeded with `key`, taken at each token id: top 53 bits as u in (0, 1), then -log(-log(u)). Source: Steele et al. 2014."""
-    x = np.uint64(key) + (token_ids + np.uint64(1)) * np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)
-    x ^= x >> np.uint64(31)
-    uniform = ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+@lru_cache(maxsize=2)
+def _offsets(vocab_size: int) -> np.ndarray:
+    return _offsets_of(np.arange(vocab_size, dtype=np.uint64))
+
+
+def _offsets_of(token_ids: np.ndarray) -> np.ndarray:
+    """How far splitmix64's state is from its seed at each token id, uint64."""
+    offsets: np.ndarray = (token_ids + np.uint64(1)) * np.uint64(GOLDEN)
+    return offsets
+
+
+def _bits(key: int, offsets: np.ndarray) -> np.ndarray:
+    """splitmix64 seeded with `key`, uint64 at each offset. Source: Steele et al. 2014."""
+    x = offsets + np.uint64(key)
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(MIX_1)
+    x ^= np.right_shift(x, np.uint64(27), out=shifted)
+    x *= np.uint64(MIX_2)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    return x
+
+
+def _noise_of(bits: np.ndarray) -> np.ndarray:
+    """The top 53 bits as u in (0, 1), then -log(-log(u))."""
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     gumbel: np.ndarray = -np.log(-np.log(uniform))
     return gumbel
 
@@ -78,13 +106,27 @@ def _top_p_bound(scaled: np.ndarray, top_p: float) -> float:
 
 
 def _perturbed(adjusted: np.ndarray, request: SampleRequest, sample_index: int) -> tuple[np.ndarray | None, np.ndarray]:
-    """(kept ids or None for all, their perturbed logits)."""
+    """(ids in order, or None for all; their perturbed logits): of what is kept, at least the best is there."""
     scaled = adjusted / request.sampling.temperature
     ids = kept_token_ids(scaled, request)
     key = noise_key(request.sampling.seed, sample_index, request.position)
-    if ids is None:
-        return None, scaled + _noise_of(key, np.arange(scaled.shape[0], dtype=np.uint64))
-    return ids, scaled[ids] + _noise_of(key, ids.astype(np.uint64))
+    if ids is not None:
+        return ids, scaled[ids] + _noise_of(_bits(key, _offsets_of(ids.astype(np.uint64))))
+    bits = _bits(key, _offsets(scaled.shape[0]))
+    if scaled.shape[0] <= _FEW_TOKENS:
+        return None, scaled + _noise_of(bits)
+    ids = _candidates(scaled, bits)
+    return ids, scaled[ids] + _noise_of(bits[ids])
+
+
+def _candidates(scaled: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Ids, in order, among which the best one is: the logarithms of all noise took most of a draw. First those with rare noise, and the
+    likeliest one; who has no rare noise can beat their best only from near by."""
+    first = np.append(np.flatnonzero(bits >= _RARE_BITS), scaled.argmax())
+    best = (scaled[first] + _noise_of(bits[first])).max()
+    near = np.flatnonzero(scaled >= best - _RARE_NOISE - _ROUNDING)
+    found: np.ndarray = np.union1d(first, near)
+    return found
 
 
 def draw(logits: np.ndarray, request: SampleRequest) -> tuple[int, ...] | None:

@@ -340,3 +340,16 @@ def test_a_device_draws_what_the_host_does(monkeypatch: pytest.MonkeyPatch, voca
     for i, one in enumerate(asked):
         assert tuple(token.token_id for token in found.samples[i]) == host_sampler.draw(rows[i].numpy(), one), one
         assert all((token.logprobs is None) == (one.sampling.num_logprobs is None) for token in found.samples[i])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_of_a_large_vocabulary_the_best_is_drawn_though_most_noise_is_never_worked_out(spread: float, temperature: float) -> None:
+    size = 20_000
+    row = (logits(1, vocab_size=size)[0] * spread).bfloat16().float().numpy()  # with equals
+    banned = tuple(np.argsort(row)[-3:].tolist())
+    for seed in range(40):
+        asked = request(temperature=temperature, seed=seed, samples=2, banned=banned)
+        scaled = host_sampler.adjusted_logits(row, asked) / temperature
+        best = tuple(int((scaled + host_sampler.noise(seed, index, asked.position, size)).argmax()) for index in range(2))
+        assert host_sampler.draw(row, asked) == best

@@ -123,12 +123,12 @@ inline void multiply_block(int rows, const uint32_t* x, int64_t x_stride, const 
 }
 
 // What comes behind a stretch. Behind the last one of a panel, this thread most likely goes on with the panel that is `threads` further on.
-// Rows that all fit in registers have nothing else to wait for, and the processor sees by itself what comes next.
+// Where a panel is gone over once or twice, it waits for memory anyway, and the processor sees by itself what comes next.
 inline Ahead behind(const Product& by, int64_t panel, int64_t pair, int rows, bool is_last_block, int threads) {
     const int64_t pairs = by.k / 2, stretch = std::min<int64_t>(STRETCH_PAIRS, pairs - pair);
     const bool is_last = pair + stretch == pairs;
     const int passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    if (passes < 2 || (is_last && is_last_block && panel + threads >= by.panels())) return {};
+    if (passes < 3 || (is_last && is_last_block && panel + threads >= by.panels())) return {};
     const int64_t begin = is_last ? (panel + threads) % by.panels() * pairs : panel * pairs + pair + stretch;
     const int64_t length = std::min<int64_t>(STRETCH_PAIRS, is_last ? pairs : pairs - pair - stretch);
     const auto* at = reinterpret_cast<const char*>(by.words + begin * PANEL);
