@@ -14,6 +14,7 @@ import asyncio
 import random
 import statistics
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from baton.engine.stall_free import Pace
 from baton.engine.step import StepPlan
 from baton.runtime.process import settled_heap
 from baton.runtime.settings import WorkerConfig
+from baton.transfer.touching import TOUCHING
 from baton.worker.calibrate import measure_costs
 from baton.worker.costs import CostKeeper
 from baton.worker.device import Device, open_device
@@ -41,8 +43,7 @@ from baton.worker.device import Device, open_device
 PROMPT_TOKENS = 1024
 SHARE = 0.8
 KV_GIB = 1
-TOUCHED_S = 25.0
-"""So long it takes at most until a GiB is real."""
+"""All requests at once need less."""
 WAYS = {"paced": True, "prompts first": False}
 
 
@@ -113,6 +114,13 @@ class Run:
                 self._open.discard(output.seq_id)
 
 
+def wait_for_memory() -> None:
+    """Until all of this process's KV memory is real."""
+    for thread in threading.enumerate():
+        if thread.name == TOUCHING:
+            thread.join()
+
+
 class Bench:
     """`known`: by model, of each repeat the figures of each way."""
 
@@ -132,7 +140,7 @@ class Bench:
             config = WorkerConfig(model=str(directory), kv_memory=KV_GIB * 2**30, threads_per_worker=THREADS, device="cpu")
             device = await asyncio.to_thread(open_device, config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
             try:
-                await asyncio.sleep(TOUCHED_S)
+                await asyncio.to_thread(wait_for_memory)
                 keeper = CostKeeper(await measure_costs(device.executor, device.engine.config, device.pool))
                 with settled_heap():  # as in a worker
                     while len(found) < self._arguments.repeats:

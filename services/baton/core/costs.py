@@ -15,6 +15,9 @@ COSTS_VERSION = 1
 """Of the features: a model of another version means something else by its numbers."""
 STALL_TIMES = 1.8
 """A step with a part of a prompt may always take so many times what it takes without. Below 2, because steps vary."""
+LEAST_TIMES = 1.25
+"""It may take so many times what those that decode take of a step with a prompt, even where that alone is more than they should wait: in
+ever smaller parts a prompt would hold them up more often."""
 PATIENCE_S = 3.0
 """So long prompts may wait for the good of those that decode."""
 MAX_PREFILL_PART = 0.95
@@ -25,16 +28,16 @@ _MIN_PIVOT = 1e-9
 
 _CORRECTION_RATE = 0.05
 _CORRECTION_REACH = 0.5
-"""A step moves a factor by at most rate x reach, 2.5 %, however far off it was: a change by 2 x that lasts is followed in some 50 steps,
-a stall is not."""
+"""A step moves a factor by at most rate x reach, 2.5 %, however far off it was: a change of all steps by 2 x that lasts is followed in some
+50 steps, a stall is not."""
 _MAX_LOG_FACTOR = math.log(20.0)
 _KINSHIP = 0.8
 """Of each move the factors of the other kinds take so much: what slows one kind of step mostly slows all, and some kinds are not seen for
-long. Below 1, so that each kind that is seen comes to its own."""
+long. Below 1, so that each kind that is seen comes to its own, in some 200 steps."""
 
 
 class StepKind(Enum):
-    """What a step's sequences do; each kind is corrected for itself."""
+    """What a step's sequences do; each kind has a factor of its own (`CostCorrection`)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -166,16 +169,18 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
 
-def stall_free_step_s(decode_step_s: float, limit_s: float, queued_s: float, num_prompts: float, num_decoding: float) -> float:
-    """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode, and whose step without it takes
-    `decode_step_s`. `limit_s`: what the promises to them allow, 0 for nothing. The
+def stall_free_step_s(
+    decode_step_s: float, beside_s: float, limit_s: float, queued_s: float, num_prompts: float, num_decoding: float
+) -> float:
+    """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode. They take `decode_step_s` in a step
+    without it, and `beside_s` of one with it. `limit_s`: what the promises to them allow, 0 for nothing. The
     `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody would keep more waiting than it serves: the part of the
     time with which they are done in `PATIENCE_S`, or what those behind the first are of all that wait for a step.
 
     A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it while no prompts come."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
     by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
-    return max(limit_s, decode_step_s * max(STALL_TIMES, in_time, by_heads))
+    return max(limit_s, decode_step_s * STALL_TIMES, beside_s * max(LEAST_TIMES, in_time, by_heads))
 
 
 class CostCorrection:

@@ -40,8 +40,9 @@ def tokens_beside(
     prompts = queued()
     queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
     decode = StepWork.of((), decode_contexts)
-    limit_s = stall_free_step_s(costs.step_seconds(decode), promised_s, queued_s, len(prompts), len(decode_contexts))
-    room_s = limit_s / costs.mixed_factor - costs.uncorrected_step_s(decode)
+    beside_s = costs.uncorrected_step_s(decode) * costs.mixed_factor
+    limit_s = stall_free_step_s(costs.step_seconds(decode), beside_s, promised_s, queued_s, len(prompts), len(decode_contexts))
+    room_s = (limit_s - beside_s) / costs.mixed_factor
 
     def fits(num_tokens: int) -> bool:
         return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s

@@ -189,8 +189,9 @@ class Background:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """What there is now lives as long as the process. Without it, garbage collections look not only at what requests have made but at every
-    module and class again: a seventh of a gateway's time, and 0.2 s now and then in which a worker with torch stands still."""
+    """What there is now lives for longer than this. Without it, garbage collections look not only at what requests have made but at every
+    module and class again: a seventh of a gateway's time for a request, and 0.2 s, rarely, in which a worker with torch stands still.
+    It is of the whole process: the first of several to end ends it for all."""
     gc.collect()
     gc.freeze()
     try:

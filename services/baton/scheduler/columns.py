@@ -301,9 +301,9 @@ def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
     if not seqs or not row.token_s:
         return inf, 0.0
     decode_s = row.decode_step_s + row.decode_seq_s * seqs + row.decode_context_s * (row.decoding_context + row.joining_context)
-    limit_s = stall_free_step_s(decode_s, row.promised_step_s, queued_s, row.joining_seqs, row.decoding_seqs)
-    share_s = limit_s - decode_s * row.beside_by_alone
-    return max(share_s, row.block_tokens * row.token_s), decode_s
+    beside_s = decode_s * row.beside_by_alone
+    share_s = stall_free_step_s(decode_s, beside_s, row.promised_step_s, queued_s, row.joining_seqs, row.decoding_seqs) - beside_s
+    return max(share_s, row.block_tokens * row.token_s), beside_s
 
 
 class _LinkTable:

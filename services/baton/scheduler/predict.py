@@ -120,7 +120,7 @@ def _share_s(c: Rows[N], own_s: N) -> N:
     if not isinstance(own_s, float) and own_s.max() < SHORT_S:
         return c.share_s
     part = _least((c.compute_s + own_s) / PATIENCE_S, MAX_PREFILL_PART)
-    return _most(c.relax_s * (1 / (1 - part) - c.beside_by_alone), c.share_s)
+    return _most(c.relax_s * part / (1 - part), c.share_s)
 
 
 def _step_s(c: Rows[N], seqs: N, context: N, prompt: Prompt) -> N:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later: as if every page were written, without changing what is in it."""
+TOUCHING = "kv-touching"
+"""The name of a thread that does it, for who wants to wait for its end."""
 _STEP_BYTES = 2 * 2**20
 _LOWEST_PRIORITY = 19
 _REST = 5.0
@@ -25,7 +27,7 @@ def touch_in_background(address: int, num_bytes: int) -> Callable[[], None]:
     if sys.platform != "linux":
         return lambda: None
     stopped = threading.Event()
-    thread = threading.Thread(target=_touch, args=(address, num_bytes, stopped), name="kv-touching", daemon=True)
+    thread = threading.Thread(target=_touch, args=(address, num_bytes, stopped), name=TOUCHING, daemon=True)
     thread.start()
 
     def stop() -> None:

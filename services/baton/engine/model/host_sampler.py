@@ -15,6 +15,7 @@ _RARE_NOISE = 7.0
 _RARE_BITS = np.uint64(int(np.exp(-np.exp(-_RARE_NOISE)) * 2.0**53) << 11)
 """From these 64 bits on, noise is rare."""
 _ROUNDING = 1e-3
+"""More than logarithms, sums and the bound on bits can be off."""
 
 
 def noise(seed: int, sample_index: int, position: int, vocab_size: int) -> np.ndarray:
@@ -24,7 +25,9 @@ def noise(seed: int, sample_index: int, position: int, vocab_size: int) -> np.nd
 
 @lru_cache(maxsize=2)
 def _offsets(vocab_size: int) -> np.ndarray:
-    return _offsets_of(np.arange(vocab_size, dtype=np.uint64))
+    offsets = _offsets_of(np.arange(vocab_size, dtype=np.uint64))
+    offsets.flags.writeable = False
+    return offsets
 
 
 def _offsets_of(token_ids: np.ndarray) -> np.ndarray:

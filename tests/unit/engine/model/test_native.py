@@ -214,7 +214,9 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(library
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 64), (5, 2, 7), (6, 256, 130), (13, 4100, 65), (97, 66, 200), (200, 2048, 64)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"), [(1, 64, 64), (5, 2, 7), (6, 256, 130), (13, 4100, 65), (97, 66, 200), (110, 4100, 130), (200, 2048, 64)]
+)
 def test_products(rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
     """Outputs and rows that fill no panel or block, more inputs than one stretch."""
     kernels = load_kernels(num_threads)

@@ -21,7 +21,7 @@ constexpr int STRETCH_PAIRS = 1024;
 constexpr int BLOCK_ROWS = 96;
 constexpr int ROWS_AT_ONCE = 6;
 constexpr int AHEAD_PAIRS = 4;
-constexpr int LINE_BYTES = 64;
+constexpr int LINE_BYTES = 64;  // of the processor's caches
 
 // words: [n / 64 rounded up, k / 2, 64]; bias [n] or null.
 struct Product {
@@ -132,7 +132,8 @@ inline Ahead behind(const Product& by, int64_t panel, int64_t pair, int rows, bo
     const int64_t begin = is_last ? (panel + threads) % by.panels() * pairs : panel * pairs + pair + stretch;
     const int64_t length = std::min<int64_t>(STRETCH_PAIRS, is_last ? pairs : pairs - pair - stretch);
     const auto* at = reinterpret_cast<const char*>(by.words + begin * PANEL);
-    return {at, at + length * PANEL * sizeof(uint32_t), (VECTORS * AHEAD_PAIRS + passes - 1) / passes};
+    const int64_t bytes = length * PANEL * int64_t(sizeof(uint32_t)), times = passes * ((stretch + AHEAD_PAIRS - 1) / AHEAD_PAIRS);
+    return {at, at + bytes, int((bytes / LINE_BYTES + times - 1) / times)};
 }
 
 // out [rows, n] bfloat16. By all `threads` of a team, which wait for each other at its end.
