@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -269,14 +270,13 @@ async def test_a_service_that_crashes_ends_the_stream_only(world: World, caplog:
         raise ZeroDivisionError
 
     address = await world.add_worker(StubWorker(session=crash, peer=lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal))))
-    session = await world.network.open_session(address)
-    with pytest.raises(StreamBroken):
-        await session.receive()
+    with pytest.raises(StreamBroken):  # by what opens it, if the crash was quicker than the word that it is open
+        async with aclosing(await world.network.open_session(address)) as session:
+            await session.receive()
     assert "ZeroDivisionError" in caplog.text
     peer = await world.network.open_peer(address)
     peer.send(Renew(renewal=1))
     assert await peer.receive() == Renewed(renewal=1)
-    await session.aclose()
     await peer.aclose()
 
 
