@@ -19,7 +19,7 @@ from torch import nn
 from baton.core.blocks import token_ids
 from baton.core.request import Sampling
 from baton.engine.model import device_sampler, host_sampler
-from baton.engine.model.fused import _Linear
+from baton.engine.model.fused import PackedLinear
 from baton.engine.model.native.decoder import Product
 from baton.engine.model.native.library import load_kernels
 from baton.engine.model.threads import compute_thread
@@ -57,7 +57,7 @@ def product_rows(num_threads: int, repeats: int) -> list[list[str]]:
     rows = []
     for k, n in SHAPES:
         module = nn.Linear(k, n, bias=False).bfloat16().requires_grad_(False)
-        ours, theirs = Product(kernels, module), _Linear(module)
+        ours, theirs = Product(kernels, module), PackedLinear(module)
         for num_rows in ROWS:
             x = torch.randn(num_rows, k).bfloat16()
             ours_s, theirs_s = in_turns((partial(ours, x), partial(theirs, x)), repeats)

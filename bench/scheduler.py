@@ -37,7 +37,7 @@ from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.request import RequestActuals
 from baton.runtime.in_process import duplex_pair
 from baton.runtime.metrics import SchedulerMetrics
-from baton.runtime.process import calm_garbage_collector
+from baton.runtime.process import rare_collections
 from baton.scheduler.admission import Admission
 from baton.scheduler.service import Scheduler, SchedulerRules
 from baton.scheduler.workers import SchedulerTimes
@@ -108,9 +108,9 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
         reporting.append((asyncio.create_task(scheduler.report(theirs)), ours))
         ours.send(report_of(worker, number, sources, rng))
     await asyncio.sleep(1.0)
-    calm_garbage_collector()  # as the service does
     try:
-        yield scheduler, population
+        with rare_collections():  # as the service does
+            yield scheduler, population
     finally:
         await scheduler.aclose()
         await asyncio.gather(*(task for task, _ in reporting), return_exceptions=True)

@@ -14,7 +14,7 @@ from baton.runtime.health import Health
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.network import advertised_host, join_address
-from baton.runtime.process import Background, Stop, calm_garbage_collector, watch_loop_lag
+from baton.runtime.process import Background, Stop, rare_collections, watch_loop_lag
 from baton.runtime.settings import SchedulerConfig
 from baton.runtime.tracing import open_tracing
 from baton.scheduler.service import Scheduler, SchedulerRules
@@ -82,11 +82,11 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
         announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
         await announcements.announce()
-        calm_garbage_collector()
-        health.ready("rpc")
-        async with Background(announcements.repeat(), watch_loop_lag(process_metrics.look_at_loop)):
-            on_ready(member.address)
-            await _until_drain(stop, scheduler)
+        with rare_collections():
+            health.ready("rpc")
+            async with Background(announcements.repeat(), watch_loop_lag(process_metrics.look_at_loop)):
+                on_ready(member.address)
+                await _until_drain(stop, scheduler)
         log.info("scheduler_draining", scheduler=member.member_id)
         health.drain()
         await announcements.withdraw()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, exp
+from math import ceil, exp, log
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from baton.scheduler.columns import Columns, Floats, N, Row, Rows
 SHORT_S = 0.25
 """A prompt that takes no longer hardly moves what prompts get of a step: that is not worked out for all workers again."""
 _TINY = 1e-9
-"""Of a life: nothing ends or joins in less."""
+"""Of a life: nothing ends or joins in less. Of computing: none is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], c: Columns
 def prefill_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
     """To compute what is left of a prompt of `num_tokens`, chunk by chunk, beside what decodes there."""
     compute_s = added_s(c, num_tokens, cached_tokens)
-    share_s = _share_s(c, compute_s / 2)  # in the mean over its computing, half of it is left
-    return _ceil(_most((num_tokens - cached_tokens) / c.chunk_tokens, compute_s / share_s)) * c.beside_s + compute_s
+    return _ceil(_most((num_tokens - cached_tokens) / c.chunk_tokens, _num_shares(c, compute_s))) * c.beside_s + compute_s
 
 
 def added_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
@@ -115,10 +114,23 @@ def exposed_s(num_bytes: float, last_bytes: Floats, s_per_byte: Floats, queued_s
     return np.maximum(last_bytes * s_per_byte, num_bytes * s_per_byte + queued_s - compute_s * (1 - last_part))
 
 
-def _share_s(c: Rows[N], own_s: N) -> N:
-    """What prompts get of a step while `own_s` of computing is left of one more."""
+def _num_shares(c: Rows[N], own_s: N) -> N:
+    """In how many steps `own_s` of computing is done, of one more prompt, behind which the others are left: the integral of 1 / `_share_s`.
+    With a part p = left / PATIENCE_S that is relax_s p / (1 - p), where that is more than share_s."""
     if not isinstance(own_s, float) and own_s.max() < SHORT_S:
-        return c.share_s
+        return own_s / c.share_s
+    least_s, most_s = c.compute_s, c.compute_s + own_s
+    relax_s = _most(c.relax_s, _TINY)
+    even_s = PATIENCE_S / (1 + relax_s / c.share_s)
+    low_s = _between(even_s, least_s, most_s)
+    high_s = _between(_most(even_s, MAX_PREFILL_PART * PATIENCE_S), low_s, most_s)
+    most_share_s = _most(relax_s * MAX_PREFILL_PART / (1 - MAX_PREFILL_PART), c.share_s)
+    relaxed = (PATIENCE_S * _log(_most(high_s, _TINY) / _most(low_s, _TINY)) - (high_s - low_s)) / relax_s
+    return (low_s - least_s) / c.share_s + relaxed + (most_s - high_s) / most_share_s
+
+
+def _share_s(c: Row, own_s: float) -> float:
+    """What prompts get of a step while `own_s` of computing is left of one more."""
     part = _least((c.compute_s + own_s) / PATIENCE_S, MAX_PREFILL_PART)
     return _most(c.relax_s * part / (1 - part), c.share_s)
 
@@ -140,6 +152,14 @@ def _least(a: N, b: float) -> N:
 
 def _most(a: N, b: N | float) -> N:
     return max(a, b) if isinstance(a, float) else np.maximum(a, b)
+
+
+def _between(a: N, least: N, most: N) -> N:
+    return min(max(a, least), most) if isinstance(a, float) else np.minimum(np.maximum(a, least), most)
+
+
+def _log(a: N) -> N:
+    return log(a) if isinstance(a, float) else np.log(a)
 
 
 def _ceil(a: N) -> N:

@@ -1,11 +1,12 @@
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import pytest
@@ -17,6 +18,8 @@ from baton.runtime.process import (
     StoppedNow,
     age_s,
     new_event_loop,
+    rare_collections,
+    settled_heap,
     tethered,
     unless_stopped,
     until_stopped,
@@ -262,3 +265,13 @@ def test_a_process_knows_its_age_from_its_very_start() -> None:
         assert process.stdout is not None
         age = float(process.stdout.readline())
     assert 0.0 < age < age_s()
+
+
+@pytest.mark.parametrize("scope", [settled_heap, rare_collections])
+def test_what_was_there_is_left_out_of_collections_until_the_end(scope: Callable[[], AbstractContextManager[None]]) -> None:
+    threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
+    with scope():
+        assert gc.get_freeze_count() > num_frozen + 1000
+        assert (gc.get_threshold() == threshold) == (scope is settled_heap)
+    assert gc.get_freeze_count() <= num_frozen
+    assert gc.get_threshold() == threshold

@@ -32,8 +32,8 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
     num_tokens=st.integers(64, 6_000),
     seqs=st.integers(0, 40),
     limit_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
-    mixed_factor=st.sampled_from([1.0, 1.3, 2.0]),
-    decode_factor=st.sampled_from([0.7, 1.0]),
+    mixed_factor=st.sampled_from([1.0, 1.3, 2.5]),
+    decode_factor=st.sampled_from([0.5, 1.0]),
 )
 def test_a_prompt_takes_its_parts_beside_what_decodes(
     num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
@@ -41,7 +41,7 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
     row = columns_of(seen(costed("d", "decode", promised_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, limit_s, costs)
-    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.25, abs=2 * row.beside_s)
+    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
     assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
 
 

@@ -19,7 +19,7 @@ from baton.engine.model.native.library import Kernels
 from baton.engine.model.step_inputs import PackedStep
 
 
-class _Linear:
+class PackedLinear:
     """One product for several modules, one under the other: over weights in the layout that oneDNN computes with, where it has one."""
 
     def __init__(self, *modules: nn.Linear) -> None:
@@ -50,10 +50,10 @@ class FusedForward:
         self._kernels = kernels
         base: Any = model.base_model
         self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._layers = decoder_layers(model, asked, _Linear)
+        self._layers = decoder_layers(model, asked, PackedLinear)
         self._final_norm: torch.Tensor = base.norm.weight
         self._eps = float(model.config.rms_norm_eps)
-        self._head = _Linear(cast(nn.Linear, model.lm_head))
+        self._head = PackedLinear(cast(nn.Linear, model.lm_head))
         self._rotary: Any = base.rotary_emb
         self._vocab_size = int(model.config.vocab_size)
 

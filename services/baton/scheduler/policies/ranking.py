@@ -192,10 +192,10 @@ def _prefill_terms(c: Columns, prompt: Prompt, candidates: Mask, decode: int | N
         cost_s=own_s,
         source=np.full(size, -1),
         cached_tokens=prompt.own_tokens.copy(),
-        holders=[],
+        holders=_holders(c, prompt) if rules.pulls else [],
     )
     if rules.pulls:
-        for holder in _holders(c, prompt):
+        for holder in terms.holders:
             _consider_pull(c, prompt, candidates, holder, terms)
         most = _most_cached(prompt, candidates)
         if most:
@@ -229,7 +229,6 @@ def _consider_pull(c: Columns, prompt: Prompt, candidates: Mask, holder: int, te
     can_pull = candidates & (prompt.own_blocks < held_blocks) & ~links.is_broken[:, holder] & _same_kind(c, holder)
     if not _any(can_pull):
         return
-    terms.holders.append(holder)
     cached_tokens = held_blocks * c.block_tokens.item(holder)
     compute_s = prefill_s(c, prompt.num_tokens, cached_tokens)
     num_bytes = (held_blocks - prompt.own_blocks) * c.block_bytes.item(holder)
@@ -264,14 +263,11 @@ def _add_alone(query: PlacementQuery, c: Columns, prompt: Prompt, terms: Prefill
     # What a decode worker is expected to hold comes from who computes it: nothing to begin with now.
     cached_tokens = prompt.own_tokens.item(decode) if row.can_prefill else prompt.held_blocks.get(decode, 0) * row.block_tokens
     compute_s, pull_s, source = prefill_s(row, prompt.num_tokens, cached_tokens), 0.0, -1
-    if rules.pulls:
-        for holder in _holders(c, prompt):
-            if prompt.held_blocks[holder] * row.block_tokens > cached_tokens and _can_read(c, decode, holder):
-                if holder not in terms.holders:
-                    terms.holders.append(holder)
-                with_it_s, needs_s = _with_prefix_of(c, prompt, row, decode, holder, cached_tokens)
-                if with_it_s + needs_s < compute_s + pull_s:
-                    compute_s, pull_s, source = with_it_s, needs_s, holder
+    for holder in terms.holders:
+        if prompt.held_blocks[holder] * row.block_tokens > cached_tokens and _can_read(c, decode, holder):
+            with_it_s, needs_s = _with_prefix_of(c, prompt, row, decode, holder, cached_tokens)
+            if with_it_s + needs_s < compute_s + pull_s:
+                compute_s, pull_s, source = with_it_s, needs_s, holder
     if source >= 0:
         cached_tokens = prompt.held_blocks[source] * row.block_tokens
     is_barred = False
