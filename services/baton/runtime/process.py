@@ -47,6 +47,7 @@ def run(main: Main) -> int:
     Returns the process's exit code: 0 when `main` returned, 128 + the signal's number when a second signal cut it off. What `main` raises,
     this raises.
     """
+    give_way()
     last_signal = 0
 
     async def supervised() -> None:
@@ -112,6 +113,23 @@ async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
         await asyncio.gather(task, asked, return_exceptions=True)
 
 
+def give_way() -> None:
+    """From now on this thread, and those that it starts, wait for a core until it is offered, as `engine/model/native/team.h` does every
+    millisecond, or until the system takes it away: they stop no thread that computes in the middle of what others then wait for."""
+    _set_policy("SCHED_BATCH")
+
+
+def compute_first() -> None:
+    """The opposite: for a thread that was started by one that gives way."""
+    _set_policy("SCHED_OTHER")
+
+
+def _set_policy(name: str) -> None:
+    if hasattr(os, "sched_setscheduler"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; nothing depends on it but speed
+            os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
+
+
 class ServiceThread:
     """A service in a thread with a loop of its own and no signal handlers, as it lives in a Ray actor. Any thread may call its methods."""
 
@@ -150,6 +168,7 @@ class ServiceThread:
                 self._loop.call_soon_threadsafe(action, self._stop)
 
     def _run(self) -> None:
+        give_way()
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._supervised())

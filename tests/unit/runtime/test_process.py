@@ -1,16 +1,19 @@
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import pytest
 
+from baton.engine.model.threads import compute_thread
 from baton.runtime.process import (
     Background,
     ServiceThread,
@@ -265,6 +268,25 @@ def test_a_process_knows_its_age_from_its_very_start() -> None:
         assert process.stdout is not None
         age = float(process.stdout.readline())
     assert 0.0 < age < age_s()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system has no such policies")
+def test_a_service_gives_way_and_what_computes_for_it_does_not() -> None:
+    found: dict[str, int] = {}
+
+    async def main(stop: Stop) -> None:
+        found["service"] = os.sched_getscheduler(0)
+        with ThreadPoolExecutor(1) as other, compute_thread(1) as computing:
+            found["its thread"] = other.submit(os.sched_getscheduler, 0).result()
+            found["computing"] = computing.submit(os.sched_getscheduler, 0).result()
+
+    before = os.sched_getscheduler(0)
+    service = ServiceThread(main, name="serves")
+    service.start()
+    assert service.join(20)
+    assert service.error is None
+    assert found == {"service": os.SCHED_BATCH, "its thread": os.SCHED_BATCH, "computing": os.SCHED_OTHER}
+    assert os.sched_getscheduler(0) == before
 
 
 @pytest.mark.parametrize("scope", [settled_heap, rare_collections])

@@ -9,8 +9,7 @@ template <typename T, typename Tile>
 void attention(const AttentionArgs& args) {
     const Work<T> work(args);
     std::vector<Running> parts(work.num_partial);
-#pragma omp parallel num_threads(args.num_threads)
-    attend<T, Tile>(work, static_cast<const T*>(args.kv), parts);
+    by_team(args.num_threads, ATTENTION_LOOPS, [&](Member& member) { attend<T, Tile>(member, work, static_cast<const T*>(args.kv), parts); });
 }
 
 }  // namespace

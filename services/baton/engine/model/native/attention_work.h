@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "team.h"
 #include "tile.h"
 
 namespace baton {
@@ -115,27 +116,26 @@ inline void combine(std::vector<Running>& parts, const Item& item, Running& whol
     }
 }
 
-// By all threads of a team, which wait for each other at its end. `parts`: the team's own, at least num_partial.
+constexpr size_t ATTENTION_LOOPS = 2;
+
+// By all members of a team. `parts`: the team's own, at least num_partial.
 template <typename T, typename Tile>
-void attend(const Work<T>& work, const T* layer_kv, std::vector<Running>& parts) {
+void attend(Member& member, const Work<T>& work, const T* layer_kv, std::vector<Running>& parts) {
     thread_local Tile tile;
     thread_local Running run;
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < work.items.size(); i++) {
+    const auto num_items = int64_t(work.items.size());
+    member.each(num_items, [&](int64_t i) {
         const Item& item = work.items[i];
         Running& to = item.num_parts > 1 ? parts[item.first_part + item.part] : run;
         run_item(work, layer_kv, item, tile, to);
         if (item.num_parts == 1) write_out(work, item, run);
-    }
-    if (work.num_partial) {
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < work.items.size(); i++) {
-            const Item& item = work.items[i];
-            if (item.num_parts == 1 || item.part) continue;
-            combine(parts, item, run, work.num_rows(item), work.args.head_dim);
-            write_out(work, item, run);
-        }
-    }
+    });
+    member.each(work.num_partial ? num_items : 0, [&](int64_t i) {
+        const Item& item = work.items[i];
+        if (item.num_parts == 1 || item.part) return;
+        combine(parts, item, run, work.num_rows(item), work.args.head_dim);
+        write_out(work, item, run);
+    });
 }
 
 }  // namespace baton

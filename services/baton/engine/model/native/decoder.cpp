@@ -51,6 +51,8 @@ Product product_of(const ProductArgs& args) {
     return Product{static_cast<const uint32_t*>(args.words), static_cast<const Bf16*>(args.bias), args.n, args.k};
 }
 
+constexpr int64_t LAYER_LOOPS = 8 + ATTENTION_LOOPS;
+
 template <typename Tile>
 void decode(const DecoderArgs& args) {
     const int64_t tokens = args.num_tokens, size = args.size;
@@ -79,27 +81,26 @@ void decode(const DecoderArgs& args) {
         num_partial = std::max(num_partial, size_t(work->num_partial));
     }
     std::vector<Running> parts(num_partial);
-#pragma omp parallel num_threads(threads)
-    {
+    by_team(threads, args.num_layers * LAYER_LOOPS + 1, [&](Member& member) {
         for (int l = 0; l < args.num_layers; l++) {
             const LayerArgs& layer = args.layers[l];
-            rms_norm<Bf16>(hidden, l ? more : nullptr, static_cast<const Bf16*>(layer.input_norm), normed, tokens, int(size), args.eps);
-            product(normed, product_of(layer.qkv), qkv, tokens, threads);
+            rms_norm<Bf16>(member, hidden, l ? more : nullptr, static_cast<const Bf16*>(layer.input_norm), normed, tokens, int(size), args.eps);
+            product(member, normed, product_of(layer.qkv), qkv, tokens, threads);
             HeadsArgs heads = args.heads;
             heads.qkv = qkv;
             heads.kv = layer.kv;
             heads.q_weight = layer.q_norm;
             heads.k_weight = layer.k_norm;
-            turn_and_store<Bf16>(heads);
-            attend<Bf16, Tile>(*works.at({layer.window, layer.scale}).second, static_cast<const Bf16*>(layer.kv), parts);
-            product(attended, product_of(layer.o), more, tokens, threads);
-            rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(layer.post_norm), normed, tokens, int(size), args.eps);
-            product(normed, product_of(layer.gate_up), gates, tokens, threads);
-            silu_gate<Bf16>(gates, gated, tokens, int(layer.down.k));
-            product(gated, product_of(layer.down), more, tokens, threads);
+            turn_and_store<Bf16>(member, heads);
+            attend<Bf16, Tile>(member, *works.at({layer.window, layer.scale}).second, static_cast<const Bf16*>(layer.kv), parts);
+            product(member, attended, product_of(layer.o), more, tokens, threads);
+            rms_norm<Bf16>(member, hidden, more, static_cast<const Bf16*>(layer.post_norm), normed, tokens, int(size), args.eps);
+            product(member, normed, product_of(layer.gate_up), gates, tokens, threads);
+            silu_gate<Bf16>(member, gates, gated, tokens, int(layer.down.k));
+            product(member, gated, product_of(layer.down), more, tokens, threads);
         }
-        rms_norm<Bf16>(hidden, more, static_cast<const Bf16*>(args.final_norm), normed, tokens, int(size), args.eps);
-    }
+        rms_norm<Bf16>(member, hidden, more, static_cast<const Bf16*>(args.final_norm), normed, tokens, int(size), args.eps);
+    });
 }
 
 }  // namespace
@@ -131,8 +132,9 @@ void baton_pack(const void* weights, void* words, int64_t n, int64_t k, int32_t 
 
 // x [rows, k] -> out [rows, n], bfloat16
 void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64_t rows, int32_t threads) {
-#pragma omp parallel num_threads(threads)
-    baton::product(static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows, threads);
+    baton::by_team(threads, 1, [&](baton::Member& member) {
+        baton::product(member, static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows, threads);
+    });
 }
 
 void baton_decode(const baton::DecoderArgs* args) {

@@ -1,10 +1,11 @@
-// What stands between a layer's matrix products: norms, rotary, the gate. Each reads its input once; sums are in float. All threads of a
-// team call them, and wait for each other at their ends.
+// What stands between a layer's matrix products: norms, rotary, the gate. Each reads its input once; sums are in float. All members of a team
+// call them; each is one loop.
 #pragma once
 
 #include <cmath>
 
 #include "numbers.h"
+#include "team.h"
 
 namespace baton {
 
@@ -21,9 +22,8 @@ float mean_square(const T* row, int size) {
 
 // out = x / rms(x) * weight; x += added before, if there is something to add.
 template <typename T>
-void rms_norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int size, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+void rms_norm(Member& member, T* x, const T* added, const T* weight, T* out, int64_t rows, int size, float eps) {
+    member.each_short(rows, [&](int64_t r) {
         T* row = x + r * size;
         if (added) {
             const T* more = added + r * size;
@@ -32,7 +32,7 @@ void rms_norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int s
         const float by = 1.0f / std::sqrt(mean_square(row, size) + eps);
         T* to = out + r * size;
         for (int i = 0; i < size; i++) to[i] = from_float<T>(to_float(row[i]) * by * to_float(weight[i]));
-    }
+    });
 }
 
 // One head of one token: normed if there is a weight, then turned by its position, [0, half) with [half, dim).
@@ -72,12 +72,11 @@ struct HeadsArgs {
 
 // Queries stay where they are; keys and values go to their blocks.
 template <typename T>
-void turn_and_store(const HeadsArgs& args) {
+void turn_and_store(Member& member, const HeadsArgs& args) {
     const int dim = args.head_dim, row_size = (args.num_heads + 2 * args.num_kv_heads) * dim;
     const auto* q_weight = static_cast<const T*>(args.q_weight);
     const auto* k_weight = static_cast<const T*>(args.k_weight);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < args.num_tokens; t++) {
+    member.each_short(args.num_tokens, [&](int64_t t) {
         T* row = static_cast<T*>(args.qkv) + t * row_size;
         const float* cosine = args.cosine + t * (dim / 2);
         const float* sine = args.sine + t * (dim / 2);
@@ -89,14 +88,13 @@ void turn_and_store(const HeadsArgs& args) {
             turn(keys + h * dim, k_weight, args.eps, cosine, sine, dim, to);
             std::memcpy(to + args.v_offset, values + h * dim, size_t(dim) * sizeof(T));
         }
-    }
+    });
 }
 
 // out[r, i] = silu(x[r, i]) * x[r, size + i]
 template <typename T>
-void silu_gate(const T* x, T* out, int64_t rows, int size) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+void silu_gate(Member& member, const T* x, T* out, int64_t rows, int size) {
+    member.each_short(rows, [&](int64_t r) {
         const T* gate = x + r * 2 * size;
         const T* rest = gate + size;
         T* to = out + r * size;
@@ -104,7 +102,7 @@ void silu_gate(const T* x, T* out, int64_t rows, int size) {
             const float g = to_float(gate[i]);
             to[i] = from_float<T>(g / (1.0f + exp2_near(-g * LOG2_E)) * to_float(rest[i]));
         }
-    }
+    });
 }
 
 }  // namespace baton

@@ -7,6 +7,7 @@
 
 #include "numbers.h"
 #include "pairs.h"
+#include "team.h"
 
 #ifdef BATON_PAIRS
 
@@ -136,26 +137,23 @@ inline Ahead behind(const Product& by, int64_t panel, int64_t pair, int rows, bo
     return {at, at + bytes, int((bytes / LINE_BYTES + times - 1) / times)};
 }
 
-// out [rows, n] bfloat16. By all `threads` of a team, which wait for each other at its end.
-inline void product(const Bf16* x, const Product& by, Bf16* out, int64_t rows, int threads) {
+// out [rows, n] bfloat16. By a team of `threads`.
+inline void product(Member& member, const Bf16* x, const Product& by, Bf16* out, int64_t rows, int threads) {
     const int64_t pairs = by.k / 2, panels = by.panels(), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#pragma omp for schedule(dynamic, 1) collapse(2)
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int64_t panel = 0; panel < panels; panel++) {
-            alignas(64) float sums[BLOCK_ROWS * PANEL];
-            const int64_t begin = block * BLOCK_ROWS, first = panel * PANEL;
-            const int count = int(std::min<int64_t>(BLOCK_ROWS, rows - begin));
-            const auto* left = reinterpret_cast<const uint32_t*>(x + begin * by.k);
-            const int columns = int(std::min<int64_t>(PANEL, by.n - first));
-            const Columns to{out + begin * by.n + first, by.n, by.bias ? by.bias + first : nullptr, columns};
-            for (int64_t pair = 0; pair < pairs; pair += STRETCH_PAIRS) {
-                const int length = int(std::min<int64_t>(STRETCH_PAIRS, pairs - pair));
-                const Stretch stretch{by.words + (panel * pairs + pair) * PANEL, length, pair == 0, pair + length == pairs};
-                const Ahead ahead = behind(by, panel, pair, count, block + 1 == blocks, threads);
-                multiply_block(count, left + pair, pairs, stretch, sums, to, ahead);
-            }
+    member.each(blocks * panels, [&](int64_t item) {
+        alignas(64) float sums[BLOCK_ROWS * PANEL];
+        const int64_t block = item / panels, panel = item % panels, begin = block * BLOCK_ROWS, first = panel * PANEL;
+        const int count = int(std::min<int64_t>(BLOCK_ROWS, rows - begin));
+        const auto* left = reinterpret_cast<const uint32_t*>(x + begin * by.k);
+        const int columns = int(std::min<int64_t>(PANEL, by.n - first));
+        const Columns to{out + begin * by.n + first, by.n, by.bias ? by.bias + first : nullptr, columns};
+        for (int64_t pair = 0; pair < pairs; pair += STRETCH_PAIRS) {
+            const int length = int(std::min<int64_t>(STRETCH_PAIRS, pairs - pair));
+            const Stretch stretch{by.words + (panel * pairs + pair) * PANEL, length, pair == 0, pair + length == pairs};
+            const Ahead ahead = behind(by, panel, pair, count, block + 1 == blocks, threads);
+            multiply_block(count, left + pair, pairs, stretch, sums, to, ahead);
         }
-    }
+    });
 }
 
 }  // namespace baton
