@@ -2,12 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
+
+from baton.engine.model.fused import PackedLinear
+from baton.engine.model.native.build import NoKernels
+from baton.engine.model.native.decoder import Product
+from baton.engine.model.native.library import load_kernels
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**33}
 """Far more than its caches hold."""
@@ -28,18 +36,30 @@ class Roofline:
 
 
 def measured(num_threads: int, device: str = "cpu") -> Roofline:
-    """The best of some products and some ways to read: nothing here may be faster. `num_threads` of a CPU."""
+    """The best of some products, each done in all ways that we know, and some ways to read: nothing here may be faster. `num_threads` of a
+    CPU."""
     torch.set_num_threads(num_threads)
     num_bytes = READ_BYTES[device]
     flops = []
     with torch.inference_mode(), torch.device(device):
         for rows, inner, columns in PRODUCTS[device]:
-            a, b = torch.randn(rows, inner, dtype=torch.bfloat16), torch.randn(columns, inner, dtype=torch.bfloat16)
-            flops.append(2 * rows * inner * columns / _best_s(lambda a=a, b=b: torch.nn.functional.linear(a, b)))
+            x = torch.randn(rows, inner, dtype=torch.bfloat16)
+            module = nn.Linear(inner, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+            flops += [2 * rows * inner * columns / _best_s(partial(way, x)) for way in _ways(module, num_threads, device)]
         read_s = _read_s(num_bytes)
     if device == "cuda":
         torch.cuda.empty_cache()  # the engines need the memory
     return Roofline(flops=max(flops), bytes=num_bytes / read_s)
+
+
+def _ways(module: nn.Linear, num_threads: int, device: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """To multiply by one matrix: as it is; on a CPU also over packed weights, oneDNN's and ours."""
+    yield module
+    if device == "cpu":
+        yield PackedLinear(module)
+        with suppress(NoKernels):
+            if (kernels := load_kernels(num_threads)).has_products:
+                yield Product(kernels, module)
 
 
 def _read_s(num_bytes: int) -> float:

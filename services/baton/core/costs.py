@@ -15,6 +15,9 @@ COSTS_VERSION = 1
 """Of the features: a model of another version means something else by its numbers."""
 STALL_TIMES = 1.8
 """A step with a part of a prompt may always take so many times what it takes without. Below 2, because steps vary."""
+LEAST_TIMES = 1.25
+"""It may take so many times what those that decode take of a step with a prompt, even where that alone is more than they should wait: in
+ever smaller parts a prompt would hold them up more often."""
 PATIENCE_S = 3.0
 """So long prompts may wait for the good of those that decode."""
 MAX_PREFILL_PART = 0.95
@@ -177,7 +180,7 @@ def stall_free_step_s(
     A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it while no prompts come."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
     by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
-    return max(limit_s, decode_step_s * STALL_TIMES, beside_s * max(in_time, by_heads))
+    return max(limit_s, decode_step_s * STALL_TIMES, beside_s * max(LEAST_TIMES, in_time, by_heads))
 
 
 class CostCorrection:

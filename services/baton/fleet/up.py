@@ -24,7 +24,7 @@ from baton.fleet.worker_actor import WorkerFacts
 from baton.runtime import logging
 from baton.runtime.config import Config, derive, dump
 from baton.runtime.network import choose_port, join_address
-from baton.runtime.process import Stop, unless_stopped
+from baton.runtime.process import Stop, give_way, unless_stopped
 from baton.runtime.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from baton.store.private_redis import START_S, redis_command
 
@@ -227,6 +227,7 @@ async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
     """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every case."""
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
+    give_way()  # all that is started here shares the cores with the workers
     run = RunDir()
     cluster = Cluster(config, run, log_dir, say)
     try:

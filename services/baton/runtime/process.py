@@ -47,7 +47,6 @@ def run(main: Main) -> int:
     Returns the process's exit code: 0 when `main` returned, 128 + the signal's number when a second signal cut it off. What `main` raises,
     this raises.
     """
-    give_way()
     last_signal = 0
 
     async def supervised() -> None:
@@ -114,20 +113,22 @@ async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
 
 
 def give_way() -> None:
-    """From now on this thread, and those that it starts, wait for a core until it is offered, as `engine/model/native/team.h` does every
-    millisecond, or until the system takes it away: they stop no thread that computes in the middle of what others then wait for."""
-    _set_policy("SCHED_BATCH")
+    """From now on this thread, and all threads and processes that it starts, wait for a core until it is offered, as
+    `engine/model/native/team.h` does every millisecond, or until the system takes it away: they stop no thread that computes in the middle
+    of what others wait for. Where somebody has chosen how this process is scheduled, it stays so."""
+    _change_policy("SCHED_OTHER", "SCHED_BATCH")
 
 
 def compute_first() -> None:
-    """The opposite: for a thread that was started by one that gives way."""
-    _set_policy("SCHED_OTHER")
+    """The opposite, for a thread whose process gives way."""
+    _change_policy("SCHED_BATCH", "SCHED_OTHER")
 
 
-def _set_policy(name: str) -> None:
-    if hasattr(os, "sched_setscheduler"):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it; nothing depends on it but speed
-            os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
+def _change_policy(before: str, after: str) -> None:
+    """Of this thread. A system that has no such policies, or a sandbox that forbids them, costs some speed and nothing else."""
+    with contextlib.suppress(AttributeError, OSError):
+        if os.sched_getscheduler(0) == getattr(os, before):
+            os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
 
 
 class ServiceThread:
@@ -168,7 +169,6 @@ class ServiceThread:
                 self._loop.call_soon_threadsafe(action, self._stop)
 
     def _run(self) -> None:
-        give_way()
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._supervised())

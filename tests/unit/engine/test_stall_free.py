@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import STALL_TIMES, CostCorrection, StepCostModel, StepWork
+from baton.core.costs import LEAST_TIMES, STALL_TIMES, CostCorrection, StepCostModel, StepWork
 from baton.engine.stall_free import Pace, Part, tokens_beside
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
@@ -45,6 +45,17 @@ def test_the_most_that_keeps_the_limit_is_taken(contexts: list[int], num_before:
     assert 16 <= taken <= 512
     assert taken == 16 or takes_s(taken) <= limit_s
     assert taken == 512 or takes_s(taken + 1) > limit_s
+
+
+def test_where_any_part_of_a_prompt_makes_a_step_long_it_is_not_cut_small() -> None:
+    """In a quarter of what the others take beside it anyway, it is done in fewer such steps."""
+    slow_beside = replace(COSTS, mixed_factor=2.5)
+    contexts = [500] * 32
+    assert slow_beside.step_seconds(StepWork.of([(1, 0)], contexts)) > STALL_TIMES * slow_beside.step_seconds(StepWork.of((), contexts))
+    taken = beside(contexts, queued(1024), costs=slow_beside)
+    with_s = slow_beside.step_seconds(StepWork.of([(taken, 0)], contexts))
+    assert taken > 16
+    assert with_s / slow_beside.step_seconds(StepWork.of([(1, 0)], contexts)) == pytest.approx(LEAST_TIMES, rel=0.05)
 
 
 def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits() -> None:

@@ -7,13 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import pytest
 
-from baton.engine.model.threads import compute_thread
 from baton.runtime.process import (
     Background,
     ServiceThread,
@@ -270,23 +268,27 @@ def test_a_process_knows_its_age_from_its_very_start() -> None:
     assert 0.0 < age < age_s()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system has no such policies")
-def test_a_service_gives_way_and_what_computes_for_it_does_not() -> None:
-    found: dict[str, int] = {}
+SCHEDULED = """
+import os, subprocess, sys
+from baton.engine.model.threads import compute_thread
+from baton.runtime.process import give_way
+given = getattr(os, sys.argv[1])
+os.sched_setscheduler(0, given, os.sched_param(0))
+give_way()
+child = "import os; print(os.sched_getscheduler(0))"
+with compute_thread(1) as computing:
+    print(os.sched_getscheduler(0), computing.submit(os.sched_getscheduler, 0).result(), end=" ", flush=True)
+subprocess.run([sys.executable, "-c", child])
+"""
 
-    async def main(stop: Stop) -> None:
-        found["service"] = os.sched_getscheduler(0)
-        with ThreadPoolExecutor(1) as other, compute_thread(1) as computing:
-            found["its thread"] = other.submit(os.sched_getscheduler, 0).result()
-            found["computing"] = computing.submit(os.sched_getscheduler, 0).result()
 
-    before = os.sched_getscheduler(0)
-    service = ServiceThread(main, name="serves")
-    service.start()
-    assert service.join(20)
-    assert service.error is None
-    assert found == {"service": os.SCHED_BATCH, "its thread": os.SCHED_BATCH, "computing": os.SCHED_OTHER}
-    assert os.sched_getscheduler(0) == before
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no such policies")
+@pytest.mark.parametrize("given", ["SCHED_OTHER", "SCHED_IDLE"])
+def test_what_gives_way_does_so_with_all_it_starts_but_for_what_computes(given: str) -> None:
+    """Whoever has chosen a policy keeps it."""
+    said = subprocess.run([sys.executable, "-c", SCHEDULED, given], capture_output=True, text=True, check=True).stdout.split()
+    gives_way, computes = (os.SCHED_BATCH, os.SCHED_OTHER) if given == "SCHED_OTHER" else (os.SCHED_IDLE, os.SCHED_IDLE)
+    assert list(map(int, said)) == [gives_way, computes, gives_way]
 
 
 @pytest.mark.parametrize("scope", [settled_heap, rare_collections])

@@ -289,6 +289,9 @@ def test_products(rows: int, k: int, n: int, with_bias: bool, num_threads: int) 
         [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules], dim=1
     )
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=2**-8)
+    unrounded = Product(kernels, *modules, dtype=torch.float32)(x)
+    torch.testing.assert_close(unrounded.double(), wanted, atol=2e-4, rtol=1e-5)
+    assert torch.equal(unrounded.bfloat16(), found)
     alone = torch.cat([Product(kernels, *modules)(row[None]) for row in x[:7]])
     assert torch.equal(found[:7], alone), "a row does not depend on those beside it"
 

@@ -130,10 +130,13 @@ void baton_pack(const void* weights, void* words, int64_t n, int64_t k, int32_t 
     }
 }
 
-// x [rows, k] -> out [rows, n], bfloat16
-void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64_t rows, int32_t threads) {
-    baton::by_team(threads, 1, [&](baton::Member& member) {
-        baton::product(member, static_cast<const baton::Bf16*>(x), baton::product_of(*by), static_cast<baton::Bf16*>(out), rows, threads);
+// x [rows, k] bfloat16 -> out [rows, n] of `dtype`, bfloat16 or float32
+void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64_t rows, int32_t threads, int32_t dtype) {
+    using namespace baton;
+    by_team(threads, 1, [&](Member& member) {
+        const auto* left = static_cast<const Bf16*>(x);
+        if (dtype == FLOAT32) return product(member, left, product_of(*by), static_cast<float*>(out), rows, threads);
+        product(member, left, product_of(*by), static_cast<Bf16*>(out), rows, threads);
     });
 }
 

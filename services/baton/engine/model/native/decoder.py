@@ -10,7 +10,7 @@ from torch import nn
 from baton.core.errors import LayoutMismatch
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.decoder_layers import DecoderLayer, take_weights
-from baton.engine.model.native.library import AttentionArgs, HeadsArgs, Kernels, address, attention_args, heads_args, kv_of
+from baton.engine.model.native.library import DTYPES, AttentionArgs, HeadsArgs, Kernels, address, attention_args, heads_args, kv_of
 
 PANEL = 64
 """Outputs that are computed together; see product.h."""
@@ -48,9 +48,11 @@ class _DecoderArgs(ctypes.Structure):
 
 
 class Product:
-    """x [rows, k] -> [rows, n], for the weights of several modules, one under the other."""
+    """x [rows, k] -> [rows, n], for the weights of several modules, one under the other. `dtype`: of what comes out, bfloat16 or, not
+    rounded, float32."""
 
-    def __init__(self, kernels: Kernels, *modules: nn.Linear) -> None:
+    def __init__(self, kernels: Kernels, *modules: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._dtype = dtype
         self._modules = modules
         weight = torch.cat([module.weight.data for module in modules])
         self._bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
@@ -67,8 +69,10 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x is contiguous."""
-        out = x.new_empty(x.shape[0], self.n)
-        self._kernels.product(x.data_ptr(), ctypes.byref(self.args), out.data_ptr(), x.shape[0], self._kernels.num_threads)
+        out = x.new_empty(x.shape[0], self.n, dtype=self._dtype)
+        self._kernels.product(
+            x.data_ptr(), ctypes.byref(self.args), out.data_ptr(), x.shape[0], self._kernels.num_threads, DTYPES[self._dtype]
+        )
         return out
 
 

@@ -112,7 +112,7 @@ class Kernels:
         if self.has_products:
             self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
             self.pack.argtypes = [pointer, pointer, whole, whole, number]
-            self.product.argtypes = [pointer, pointer, pointer, whole, number]
+            self.product.argtypes = [pointer, pointer, pointer, whole, number, number]
             self.decode.argtypes = [pointer]
             for function in (self.pack, self.product, self.decode):
                 function.restype = None

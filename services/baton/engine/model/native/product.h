@@ -64,9 +64,13 @@ struct Stretch {
     bool is_last;
 };
 
-// Where the outputs of a panel go, of which there are `columns`; bias [columns] or null.
+inline void store(Bf16* to, __mmask16 lanes, __m512 values) { _mm256_mask_storeu_epi16(to, lanes, __m256i(_mm512_cvtneps_pbh(values))); }
+inline void store(float* to, __mmask16 lanes, __m512 values) { _mm512_mask_storeu_ps(to, lanes, values); }
+
+// Where the outputs of a panel go, of which there are `columns`; bias [columns] or null. Out: Bf16, or float for what is not rounded.
+template <typename Out>
 struct Columns {
-    Bf16* out;
+    Out* out;
     int64_t stride;
     const Bf16* bias;
     int columns;
@@ -80,13 +84,14 @@ struct Columns {
                 const __m256i halves = _mm256_maskz_loadu_epi16(is_output, bias + v * VECTOR);
                 sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
             }
-            _mm256_mask_storeu_epi16(out + row * stride + v * VECTOR, is_output, __m256i(_mm512_cvtneps_pbh(sum)));
+            store(out + row * stride + v * VECTOR, is_output, sum);
         }
     }
 };
 
-template <int ROWS>
-inline void multiply_rows(int row, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns& to, Ahead& ahead) {
+template <int ROWS, typename Out>
+inline void multiply_rows(
+    int row, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
     __m512 held[ROWS][VECTORS];
     sums += row * PANEL;
     x += row * x_stride;
@@ -110,7 +115,9 @@ inline void multiply_rows(int row, const uint32_t* x, int64_t x_stride, const St
     }
 }
 
-inline void multiply_block(int rows, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns& to, Ahead ahead) {
+template <typename Out>
+inline void multiply_block(
+    int rows, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead ahead) {
     int row = 0;
     for (; row + ROWS_AT_ONCE <= rows; row += ROWS_AT_ONCE) multiply_rows<ROWS_AT_ONCE>(row, x, x_stride, by, sums, to, ahead);
     switch (rows - row) {
@@ -137,8 +144,9 @@ inline Ahead behind(const Product& by, int64_t panel, int64_t pair, int rows, bo
     return {at, at + bytes, int((bytes / LINE_BYTES + times - 1) / times)};
 }
 
-// out [rows, n] bfloat16. By a team of `threads`.
-inline void product(Member& member, const Bf16* x, const Product& by, Bf16* out, int64_t rows, int threads) {
+// out [rows, n]. By a team of `threads`.
+template <typename Out>
+void product(Member& member, const Bf16* x, const Product& by, Out* out, int64_t rows, int threads) {
     const int64_t pairs = by.k / 2, panels = by.panels(), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     member.each(blocks * panels, [&](int64_t item) {
         alignas(64) float sums[BLOCK_ROWS * PANEL];
@@ -146,7 +154,7 @@ inline void product(Member& member, const Bf16* x, const Product& by, Bf16* out,
         const int count = int(std::min<int64_t>(BLOCK_ROWS, rows - begin));
         const auto* left = reinterpret_cast<const uint32_t*>(x + begin * by.k);
         const int columns = int(std::min<int64_t>(PANEL, by.n - first));
-        const Columns to{out + begin * by.n + first, by.n, by.bias ? by.bias + first : nullptr, columns};
+        const Columns<Out> to{out + begin * by.n + first, by.n, by.bias ? by.bias + first : nullptr, columns};
         for (int64_t pair = 0; pair < pairs; pair += STRETCH_PAIRS) {
             const int length = int(std::min<int64_t>(STRETCH_PAIRS, pairs - pair));
             const Stretch stretch{by.words + (panel * pairs + pair) * PANEL, length, pair == 0, pair + length == pairs};

@@ -1,6 +1,6 @@
 // Loops that a team of threads goes through together. A loop is over as soon as all its items are done, whoever did them: a thread that the
-// system has stopped between two items holds up nobody. A team that has every core is stopped by whatever else runs on the machine, in one
-// thread or the other, and after OpenMP's loops each would wait for all.
+// system has stopped between two items holds up nobody, but at the end of the last loop, where OpenMP waits for all. A team that has every
+// core is stopped by whatever else runs on the machine, in one thread or the other, and after each of OpenMP's loops all wait for all.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ class Member {
         for (int64_t i; (i = loop.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
             item(i);
             loop.done.fetch_add(1, std::memory_order_release);
-            offer_core();
+            if (loop.next.load(std::memory_order_relaxed) < count) offer_core();  // while there is something to do for the others
         }
         for (int spins = 0; loop.done.load(std::memory_order_acquire) < count; spins++) {
             if (spins < SPINS) {
