@@ -232,9 +232,9 @@ def test_demo(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
 
 
 def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(kernels: str) -> None:
-    """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers rounds its logits, than its own
-    bfloat16 is to float32 at p99, which ours is as close to (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since both
-    sides err. Ways that round their logits, too, may be off by one step of bfloat16 more."""
+    """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers rounds its logits, than its
+    own bfloat16 is to float32 at p99, which ours is as close to (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since
+    both sides err. Ways that round their logits, too, may be off by one step of bfloat16 more."""
     loaded = load_model(DEMO_DIR, dtype="bfloat16", device="cpu")
     way = WAYS[id(loaded)] = choose_way(loaded, kernels=kernels, num_threads=2, block_size_tokens=BLOCK)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)

@@ -9,8 +9,10 @@ from baton.core.errors import ConfigError
 from baton.core.kv_layout import KvLayout
 from baton.runtime.quantities import format_size
 
-DEFAULT_SHARE = 0.5
-"""Of the memory that is free once the model is loaded, for KV; the rest is left to activations, other processes and the page cache."""
+HOST_SHARE = 0.5
+"""Of the memory that is free beside the model and its largest step, for KV; the rest is left to other processes and the page cache."""
+DEVICE_SHARE = 0.9
+"""The same of a GPU's, where recorded steps and libraries take some, later."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -30,10 +32,13 @@ def num_kv_blocks(
     max_model_len: int,
     max_num_seqs: int,
     free: int,
+    step_bytes: int = 0,
+    share: float = HOST_SHARE,
     workers_on_host: int = 1,
     kv_memory: int | None = None,
 ) -> int:
-    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of `free`.
+    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of what is free: `free` bytes, of which the
+    largest step of each worker takes `step_bytes`.
 
     Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one
     such sequence fits, or if more is asked for than is free.
@@ -42,12 +47,15 @@ def num_kv_blocks(
         raise ValueError(f"workers_on_host is {workers_on_host}")
     least = num_blocks_for(max_model_len, layout.block_size_tokens)
     if kv_memory is not None:
-        if kv_memory > free:
-            raise ConfigError(f"--kv-memory {format_size(kv_memory)} is more than the {free >> 20} MiB that are free here: give less")
+        if kv_memory > free - step_bytes:
+            raise ConfigError(
+                f"--kv-memory {format_size(kv_memory)} is more than there is: {free >> 20} MiB are free here, of which the largest step "
+                f"takes {step_bytes >> 20}; give less"
+            )
         blocks = kv_memory // layout.block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
     else:
-        budget = int(free * DEFAULT_SHARE) // workers_on_host
+        budget = int(max(0, free - step_bytes * workers_on_host) * share) // workers_on_host
         blocks = min(budget // layout.block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:

@@ -30,7 +30,10 @@ class ComputeSettings(Config):
         help="what computes on a CPU: auto is our kernels, compiled at the first start, where there is a C++ compiler; or torch alone",
     )
     kv_memory: int | None = setting(
-        None, help="memory for KV blocks of one worker; without it, a share of what is free after loading", unit="bytes", minimum=1
+        None,
+        help="memory for KV blocks of one worker; without it, half of what the model and its largest step leave, of a GPU nine tenths",
+        unit="bytes",
+        minimum=1,
     )
     block_size_tokens: int = setting(16, help="tokens of a KV block, one size a cluster", unit="tokens", minimum=1, maximum=1024)
     max_model_len: int | None = setting(

@@ -18,7 +18,7 @@ from baton.core.kv_layout import KvLayout
 from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.kv_memory import free_host_bytes, num_kv_blocks
+from baton.engine.kv_memory import DEVICE_SHARE, HOST_SHARE, free_host_bytes, num_kv_blocks
 from baton.engine.step import Executor
 from baton.runtime.durations import format_duration
 from baton.runtime.logging import get_logger
@@ -83,14 +83,26 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
     from baton.engine.model.hub import resolve_model
     from baton.engine.model.kv_cache import KvCache
     from baton.engine.model.loading import load_model
-    from baton.engine.model.memory import free_bytes
+    from baton.engine.model.memory import free_bytes, give_back_freed
+    from baton.engine.model.peak import measured_step_bytes
     from baton.engine.model.ways import choose_way
 
     loaded = load_model(resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len)
     way = choose_way(loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens)
     layout = loaded.layout(config.block_size_tokens)
-    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device))
-    if loaded.device.type == "cuda":
+    step_bytes = measured_step_bytes(
+        loaded,
+        way,
+        block_size_tokens=config.block_size_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    give_back_freed()
+    is_host = loaded.device.type == "cpu"
+    share = HOST_SHARE if is_host else DEVICE_SHARE
+    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device), step_bytes=step_bytes, share=share)
+    log.info("kv_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
+    if not is_host:
         cache = KvCache.zeros(layout, num_blocks, "cuda")
         memory = _cuda_memory(config, worker, cache)
     else:
@@ -184,12 +196,16 @@ class _Memory:
     close: Callable[[], None]
 
 
-def _num_blocks(config: WorkerConfig, layout: KvLayout, max_model_len: int, free: int) -> int:
+def _num_blocks(
+    config: WorkerConfig, layout: KvLayout, max_model_len: int, free: int, *, step_bytes: int = 0, share: float = HOST_SHARE
+) -> int:
     return num_kv_blocks(
         layout,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         free=free,
+        step_bytes=step_bytes,
+        share=share,
         workers_on_host=config.workers_on_host,
         kv_memory=config.kv_memory,
     )

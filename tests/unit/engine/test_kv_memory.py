@@ -31,8 +31,16 @@ def test_a_given_size_is_taken_as_it_is() -> None:
 
 
 def test_more_than_is_free_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory 700KiB is more than the \d+ MiB that are free"):
+    with pytest.raises(ConfigError, match=r"--kv-memory 700KiB is more than there is: \d+ MiB are free"):
         blocks(kv_memory=700 * BLOCK, free=600 * BLOCK)
+
+
+def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
+    assert blocks(step_bytes=100 * BLOCK) == 450
+    assert blocks(step_bytes=100 * BLOCK, workers_on_host=2) == 200
+    assert blocks(kv_memory=900 * BLOCK, step_bytes=100 * BLOCK) == 900
+    with pytest.raises(ConfigError, match=r"more than there is: \d+ MiB are free here, of which the largest step takes \d+"):
+        blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)
 
 
 def test_less_than_one_sequence_is_refused() -> None:

@@ -1,6 +1,9 @@
 """Which model this is, by content: configuration, weights and load dtype. Fast enough for every start."""
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +39,15 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
+def num_weights(model_dir: Path) -> int:
+    """Numbers in its files. Raises ModelError."""
+    total = 0
+    for path in weight_files(model_dir):
+        with _reading(path) as file:
+            total += sum(math.prod(entry["shape"]) for entry in _header(file)[0].values())
+    return total
+
+
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
     """Hex digest of what decides this model's KV. Of each tensor name, shape and place count, and its bytes: all of them up to 64 KiB,
     samples from its whole length above. So models of one shape differ, however little was trained. Raises ModelError."""
@@ -44,23 +56,33 @@ def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> st
     for part in (dtype, json.dumps(content, sort_keys=True, default=str)):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     for path in weight_files(model_dir):
-        try:
-            with path.open("rb") as file:
-                _update_with_tensors(digest, file)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
+        with _reading(path) as file:
+            _update_with_tensors(digest, file)
     return digest.hexdigest()
 
 
-def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
-    """Format: 8 bytes little-endian header length, JSON header, data. Source: the safetensors README."""
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """(tensors, where their data begins). Format: 8 bytes little-endian header length, JSON header, data (the safetensors README)."""
     header_len = int.from_bytes(file.read(8), "little")
     if header_len > _MAX_HEADER_BYTES:
         raise ValueError(f"its header claims {header_len} bytes")
     header = json.loads(file.read(header_len))
-    data_begin = 8 + header_len
-    for name in sorted(key for key in header if key != "__metadata__"):
-        entry = header[name]
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + header_len
+
+
+def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
+    tensors, data_begin = _header(file)
+    for name in sorted(tensors):
+        entry = tensors[name]
         begin, end = entry["data_offsets"]
         digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
         size = end - begin

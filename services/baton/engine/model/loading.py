@@ -13,8 +13,9 @@ from baton.core.errors import ModelError
 from baton.core.fingerprints import tokenizer_fingerprint
 from baton.core.kv_layout import KvLayout
 from baton.engine.model.attention import PAGED
-from baton.engine.model.fingerprint import model_fingerprint, weight_files
+from baton.engine.model.fingerprint import model_fingerprint, num_weights
 from baton.engine.model.kv_cache import DTYPE_NAMES, DTYPES, uniform_layout
+from baton.engine.model.memory import free_bytes
 from baton.engine.model.supported import causal_lm_class, kv_heads
 
 
@@ -64,8 +65,9 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", max_mod
     config = _read_config(path)
     model_class = causal_lm_class(config)
     tokenizer = tokenizer_fingerprint(path)
-    weight_files(path)
     load_dtype = _load_dtype(config, dtype)
+    target = _device(device)
+    check_room(num_weights(path) * load_dtype.itemsize, free_bytes(target), f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", str(target))
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is a log
     fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
@@ -84,7 +86,7 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", max_mod
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would fill them with random numbers
         raise ModelError(f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]}")
-    model = model.to(_device(device)).eval().requires_grad_(False)
+    model = model.to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
         model=model,
@@ -94,6 +96,15 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", max_mod
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids(path),
     )
+
+
+def check_room(needed: int, free: int, what: str, where: str) -> None:
+    """Raises ModelError with the numbers if `needed` bytes are not free."""
+    if needed > free:
+        raise ModelError(
+            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: give a smaller model, a --dtype of fewer bytes, or "
+            "more memory"
+        )
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:

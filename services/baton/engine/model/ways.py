@@ -12,8 +12,8 @@ from baton.engine.model.decoder import DecoderForward, can_decode
 from baton.engine.model.decoder_layers import can_fuse
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward
-from baton.engine.model.loading import LoadedModel
-from baton.engine.model.memory import give_back_freed
+from baton.engine.model.loading import LoadedModel, check_room
+from baton.engine.model.memory import free_bytes, give_back_freed
 from baton.engine.model.native.library import Kernels, kernel_of, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.runtime.logging import get_logger
@@ -113,6 +113,8 @@ def compiled_way(loaded: LoadedModel, kernel: PagedKernel, name: str, block_size
 
 
 def _decoder(loaded: LoadedModel, asked: Sequence[Asked], kernels: Kernels, block_size_tokens: int, is_whole: bool) -> Way:
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
+    check_room(weights, free_bytes(loaded.device), "packed weights, beside the plain ones until the proof is over,", str(loaded.device))
     forward = (DecoderForward if is_whole else FusedForward)(loaded.model, asked, kernels)
     prove_numbers(loaded, block_size_tokens, forward=forward)
     forward.own_weights()  # only now: the proof compares with the model's own pass, and what is not proven needs it

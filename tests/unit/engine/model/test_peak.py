@@ -1,0 +1,46 @@
+"""Whether what a step takes is measured, and what does not fit is refused with the numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen3Config
+
+from baton.core.errors import ModelError
+from baton.engine.model import loading, ways
+from baton.engine.model.fingerprint import num_weights
+from baton.engine.model.loading import load_model
+from baton.engine.model.peak import measured_step_bytes
+from baton.engine.model.ways import choose_way
+from tests.unit.engine.model.conftest import TINY
+
+SIZE = 16
+WIDE = TINY | {"vocab_size": 60_000}
+
+
+def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(Qwen3Config(**WIDE, head_dim=16)), device="cpu")
+    way = choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+
+    def step_bytes(num_tokens: int, num_seqs: int) -> int:
+        return measured_step_bytes(loaded, way, block_size_tokens=SIZE, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
+
+    logits = 64 * WIDE["vocab_size"] * 4
+    assert logits < step_bytes(64, 64) < 20 * logits
+    assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    assert num_weights(tiny_dir) == sum(parameter.numel() for parameter in loaded.model.parameters())
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 1000)
+    with pytest.raises(ModelError, match=r"weights in float32 take \d+ MiB, and 0 MiB are free on cpu: give a smaller model"):
+        load_model(tiny_dir, device="cpu")
+
+
+def test_weights_that_do_not_fit_twice_are_not_packed(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    monkeypatch.setattr(ways, "free_bytes", lambda device: 1000)
+    with torch.inference_mode():
+        assert choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE).name in ("our attention", "torch")
