@@ -114,7 +114,7 @@ async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
 
 def give_way() -> None:
     """From now on this thread, and all threads and processes that it starts, wait for a core until it is offered, as
-    `engine/model/native/team.h` does every millisecond, or until the system takes it away: they stop no thread that computes in the middle
+    `engine/model/native/team.h` does all the time, or until the system takes it away: they stop no thread that computes in the middle
     of what others wait for. Where somebody has chosen how this process is scheduled, it stays so."""
     _change_policy("SCHED_OTHER", "SCHED_BATCH")
 

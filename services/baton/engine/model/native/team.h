@@ -14,8 +14,8 @@ namespace baton {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr Clock::duration OFFER_EVERY = std::chrono::milliseconds(1);
-constexpr int SPINS = 2000;   // looks at what others have done, before they are offered the core
+constexpr Clock::duration OFFER_EVERY = std::chrono::microseconds(200);  // a first token waits for three who give way
+constexpr int SPINS = 2000;  // looks at what others have done, before they are offered the core
 constexpr int64_t SHARES = 4;  // of short items, for each thread
 
 inline void pause_briefly() {
