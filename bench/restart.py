@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 
 from cluster import machine, table
+from engine import FIRST_ID
 from engine_ways import Served, vocabulary
 from goodput import model_directory
-from goodput_systems import Setting, Way, baton
+from goodput_systems import WAYS, Setting
 from kept import Kept
 
-BOTH_CORES = Way(name="Baton", num_workers=1, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1))
+BOTH_CORES = next(way for way in WAYS if way.name == "Baton 1 hybrid")
 NUM_REQUESTS = 10
 PROMPT_TOKENS = 512
-FIRST_ID = 300
 REST_S = 0.5
 
 

@@ -12,7 +12,7 @@ from baton.runtime.quantities import format_size
 HOST_SHARE = 0.5
 """Of the memory that is free beside the model and its largest step, for KV; the rest is left to other processes and the page cache."""
 DEVICE_SHARE = 0.9
-"""The same of a GPU's, where recorded steps and libraries take some, later."""
+"""The same of a GPU's, where recorded steps and libraries take some, later. As vLLM leaves by default; not tried here."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -227,7 +227,8 @@ async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
     """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every case."""
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
-    give_way()  # all that is started here shares the cores with the workers
+    if config.ray_address is None:  # all that is started shares the cores with the workers
+        give_way()
     run = RunDir()
     cluster = Cluster(config, run, log_dir, say)
     try:

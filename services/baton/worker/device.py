@@ -83,7 +83,7 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
     from baton.engine.model.hub import resolve_model
     from baton.engine.model.kv_cache import KvCache
     from baton.engine.model.loading import load_model
-    from baton.engine.model.memory import free_bytes, give_back_freed
+    from baton.engine.model.memory import free_bytes
     from baton.engine.model.peak import measured_step_bytes
     from baton.engine.model.ways import choose_way
 
@@ -97,7 +97,6 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
     )
-    give_back_freed()
     is_host = loaded.device.type == "cpu"
     share = HOST_SHARE if is_host else DEVICE_SHARE
     num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device), step_bytes=step_bytes, share=share)

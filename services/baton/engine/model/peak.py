@@ -8,10 +8,12 @@ import psutil
 import torch
 
 from baton.core.blocks import num_blocks_for, token_ids
+from baton.core.errors import ModelError
 from baton.core.request import Sampling
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.launch import Launcher
 from baton.engine.model.loading import LoadedModel
+from baton.engine.model.memory import give_back_freed
 from baton.engine.model.ways import Way
 from baton.engine.step import SampleRequest, StepPlan, StepSequence
 
@@ -24,13 +26,22 @@ _DRAW = SampleRequest(
 @torch.inference_mode()
 def measured_step_bytes(loaded: LoadedModel, way: Way, *, block_size_tokens: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Of a step with as many sequences as may be, each of which draws a token, and with all tokens that may be: one has a part of a prompt.
-    In the calling thread, which should be the one that computes."""
+    In the calling thread, which should be the one that computes. Raises ModelError where there is not enough for it."""
     longest = min(max(2, max_num_batched_tokens - max_num_seqs + 1), loaded.max_model_len)
     plan = _largest_step(longest, max_num_seqs, block_size_tokens)
     cache = KvCache.zeros(loaded.layout(block_size_tokens), num_blocks_for(longest, block_size_tokens), loaded.device)
+    cache.blocks.zero_()  # its memory is real before the step
     launcher = Launcher(way.forward, way.kernel, cache, loaded.vocab_size)
-    with _peak(loaded.device) as peak_bytes:
-        launcher.launch(plan).result()
+    give_back_freed()  # or the step would have what was taken before
+    try:
+        with _peak(loaded.device) as peak_bytes:
+            launcher.launch(plan).result()
+    except torch.OutOfMemoryError as error:
+        message = f"no memory for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences on {loaded.device}: give a smaller"
+        raise ModelError(f"{message} --max-num-batched-tokens or --max-num-seqs ({str(error).splitlines()[0]})") from error
+    finally:
+        del cache, launcher
+        give_back_freed()
     return peak_bytes()
 
 

@@ -1,7 +1,9 @@
 """Whether what a step takes is measured, and what does not fit is refused with the numbers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 from baton.core.errors import ModelError
 from baton.engine.model import loading, ways
 from baton.engine.model.fingerprint import num_weights
+from baton.engine.model.forward import Forward, Forwarded
 from baton.engine.model.loading import load_model
 from baton.engine.model.peak import measured_step_bytes
 from baton.engine.model.ways import choose_way
@@ -29,6 +32,20 @@ def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTra
     logits = 64 * WIDE["vocab_size"] * 4
     assert logits < step_bytes(64, 64) < 20 * logits
     assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
+
+
+def test_a_step_that_finds_no_memory_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
+    way = choose_way(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+
+    def full(*_: object) -> Forwarded:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    refusal = r"no memory for a step of 64 tokens of 4 sequences on cpu: .*Tried to allocate 1 GiB\)"
+    with pytest.raises(ModelError, match=refusal):
+        measured_step_bytes(
+            loaded, replace(way, forward=cast(Forward, full)), block_size_tokens=SIZE, max_num_batched_tokens=64, max_num_seqs=4
+        )
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

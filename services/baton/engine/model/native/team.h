@@ -15,8 +15,8 @@ namespace baton {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration OFFER_EVERY = std::chrono::microseconds(200);  // a first token waits for three who give way
-constexpr int SPINS = 2000;  // looks at what others have done, before they are offered the core
-constexpr int64_t SHARES = 4;  // of short items, for each thread
+constexpr int SPINS = 2000;  // looks at what others have done, before they are offered the core; not tuned
+constexpr int64_t SHARES = 4;  // of short items, for each thread; not tuned
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
