@@ -31,7 +31,7 @@ import numpy as np
 from cluster import machine, table
 from goodput_picture import picture
 from goodput_systems import SERVED, WAYS, Setting, Way
-from kept import Kept
+from kept import Kept, emptied
 
 from baton.engine.model.hub import resolve_model
 from loadgen.errors import LoadgenError
@@ -148,7 +148,7 @@ class Bench:
 
     def _capacity(self, number: int, model: str, workload: Workload, way: Way, url: str) -> dict[str, Any]:
         before = [found for found in rounds(self.known, model, workload, way) if found["capacity_rps"]]
-        out = self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-")
+        out = emptied(self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-"))
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
         promise = self.known[slo_key(model, workload)]
         command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT)]

@@ -11,7 +11,8 @@ from math import inf
 from baton.engine.sequence import EngineSequence
 
 KEPT_PART = 0.9
-"""What is promised is kept with so much of it: tokens have a way to go from here."""
+"""Others may wait for an answer until it would take so much of what was promised: its tokens have a way to go from here, and a step may
+take longer than it should. One that is beyond that is helped for as long as the promise itself can be kept."""
 LENT_PART = 0.25
 """One step takes so much of the least laxity: other prompts will come, and more answers make each step longer."""
 SURE_PART = 0.25
@@ -40,7 +41,8 @@ def limit_s(decoding: Iterable[EngineSequence], now_s: float, decode_s: float, m
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
         gain_s = KEPT_PART * seq.request.tpot_slo_s - decode_s
         ahead_s = seq.due_s - now_s - decode_s
-        if ahead_s + (most - 1) * gain_s > 0:
+        kept_back_s = (1 - KEPT_PART) * seq.request.tpot_slo_s * (seq.num_output_tokens + most - 1)
+        if ahead_s + (most - 1) * gain_s + kept_back_s > 0:
             least_s = min(least_s, max(0.0, ahead_s + (_sure_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
     return 0.0 if least_s in (0.0, inf) else decode_s + LENT_PART * least_s
 

@@ -1,4 +1,4 @@
-"""The first question to a new cluster: asked as any client would, through HTTP streaming, with proof of the way it took."""
+"""The first questions to a new cluster, asked as any client would: one of our own, and the user's, with proof of the way it took."""
 
 import json
 import os
@@ -11,6 +11,19 @@ from baton.core.errors import BatonError
 from baton.runtime.process import age_s
 
 TIMEOUT_S = 120.0
+REHEARSED = {"prompt": "Ready?", "max_tokens": 2, "temperature": 0}
+
+
+async def rehearse(url: str, model: str) -> None:
+    """Have two tokens answered, by the whole way that a user's first request will take: nothing on it is done for the first time then.
+    A refusal is an answer, too: of a promise that nobody can keep, or for want of a key. Raises BatonError when there is none."""
+    async with client_of_ours(TIMEOUT_S) as client:
+        try:
+            answer = await client.post(f"{url}/v1/completions", json={"model": model, **REHEARSED}, headers=authorization())
+        except httpx.HTTPError as error:
+            raise BatonError(f"the cluster is up, but a first request failed: {error!r}") from error
+    if answer.is_server_error:
+        raise BatonError(f"the cluster is up, but a first request was answered with HTTP {answer.status_code}: {answer.text}")
 
 
 async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> float:

@@ -13,7 +13,7 @@ import httpx
 
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO
-from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example
+from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example, rehearse
 from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, plan_workers
 from baton.fleet.progress import Progress, Say
@@ -102,6 +102,7 @@ class Cluster:
             for spec in plan_workers(config, cores):
                 group.create_task(self._start_worker(spec, self._worker_config(spec, model, redis_url)))
         await self._progress.phase("link", self._until_ready(), str)
+        await rehearse(self.http_url, config.model_name)
         self._serving = True
 
     async def supervise(self) -> None:

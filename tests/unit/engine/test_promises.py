@@ -65,6 +65,14 @@ def test_the_one_that_can_wait_least_decides_unless_it_is_too_late_for_it() -> N
     assert limit_s([hopeless], 0.0, 0.004, 0.0) == 0.0, "and gets what everybody gets"
 
 
+def test_an_answer_that_can_only_just_be_on_time_is_helped() -> None:
+    """With 14 gaps in all it has 14 ms more than the 126 that it was meant to take; its five tokens take 20."""
+    loose = decoding(100, 0.0, num_tokens=20)
+    just, hopeless = (limit_s([decoding(5, 0.0, num_tokens=10), loose], now_s, 0.004) for now_s in (0.119, 0.121))
+    assert just == 0.0
+    assert hopeless == limit_s([loose], 0.121, 0.004) > 0.0
+
+
 def test_an_answer_that_may_still_be_long_is_not_given_up() -> None:
     """At 6 ms a token it gains 3 with each; that it is late is no reason to make it later."""
     late, loose = decoding(500, -0.02, ignore_eos=False), decoding(500, 0.0)
