@@ -151,6 +151,14 @@ def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path
     left.assert_gone()
 
 
+def test_it_is_ready_once_it_has_answered(serving: tuple[Up, Leftovers]) -> None:
+    """The first test of this cluster: nobody else has asked it anything yet."""
+    running, _ = serving
+    counted = re.findall(r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics").text, re.MULTILINE)
+    answered = [float(value) for labels, value in counted if "completions" in labels and 'code="200"' in labels]
+    assert answered == [1.0], counted
+
+
 def test_a_dead_worker_comes_back(serving: tuple[Up, Leftovers]) -> None:
     running, _ = serving
     first = running.answer()
