@@ -3,7 +3,7 @@ kept by the clock of `pace`."""
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.costs import StepWork, attended_tokens
+from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
 from baton.core.lifecycle import SequenceState
 from baton.engine import ahead, promises
@@ -18,7 +18,7 @@ from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutp
 from baton.engine.room import Room
 from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
 from baton.engine.sequence_table import SequenceTable
-from baton.engine.stall_free import Pace, tokens_beside
+from baton.engine.stall_free import Pace, StepBeside
 from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
@@ -148,18 +148,13 @@ class Engine:
     def step_budget_tokens(self) -> int:
         """Of the next step: `max_num_batched_tokens`, or less where sequences decode that would wait too long for it."""
         most = self.config.max_num_batched_tokens
-        if self.pace is None:
-            return most
         decoding = self._decoding()
-        if not decoding:
+        if (beside := self._step_beside(decoding)) is None:
             return most
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
-        return len(decoding) + tokens_beside(
-            self.pace.costs(),
-            [seq.num_computed_tokens for seq in decoding],
-            self.promised_step_s,
+        return len(decoding) + beside.tokens(
+            self._promised_step_s(decoding, beside),
             max(begun, default=0),
-            lambda: tuple(self._prefills()),
             at_most=most - len(decoding),
             at_least=self.config.block_size_tokens,
         )
@@ -168,10 +163,25 @@ class Engine:
     def promised_step_s(self) -> float:
         """The next step may take so long, for the promises to those that decode; 0 where they allow nothing (`promises.limit_s`)."""
         decoding = self._decoding()
+        beside = self._step_beside(decoding)
+        return 0.0 if beside is None else self._promised_step_s(decoding, beside)
+
+    def _promised_step_s(self, decoding: Sequence[EngineSequence], beside: StepBeside) -> float:
+        assert self.pace is not None
+        return promises.limit_s(
+            decoding,
+            self.pace.now_s(),
+            beside.decode_s,
+            later_s=beside.seconds(),
+            mean_output_tokens=self.counters.mean_output_tokens,
+            max_model_len=self.config.max_model_len,
+        )
+
+    def _step_beside(self, decoding: Sequence[EngineSequence]) -> StepBeside | None:
+        """The next step, where any decode in it and what steps take is known."""
         if self.pace is None or not decoding or (costs := self.pace.costs()) is None:
-            return 0.0
-        decode_s = costs.step_seconds(StepWork.of((), [seq.num_computed_tokens for seq in decoding]))
-        return promises.limit_s(decoding, self.pace.now_s(), decode_s, self.counters.mean_output_tokens, self.config.max_model_len)
+            return None
+        return StepBeside.of(costs, [seq.num_computed_tokens for seq in decoding], tuple(self._prefills()))
 
     def _decoding(self) -> list[EngineSequence]:
         """Those that the next step carries by one token."""

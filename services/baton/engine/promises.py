@@ -28,22 +28,33 @@ def token_came(seq: EngineSequence, now_s: float) -> None:
         seq.due_s = (seq.due_s or now_s) + promised_s
 
 
-def limit_s(decoding: Iterable[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float, max_model_len: int) -> float:
-    """What the next step may take beside these, whose step without a prompt takes `decode_s`; 0 where one was promised nothing, or nobody
-    can spare anything. A promise that cannot be kept any more holds up nobody. `mean_output_tokens`: of the answers that ended here lately,
-    0 if none did."""
+def limit_s(
+    decoding: Iterable[EngineSequence],
+    now_s: float,
+    decode_s: float,
+    *,
+    later_s: float,
+    mean_output_tokens: float,
+    max_model_len: int,
+) -> float:
+    """What the next step may take beside these; 0 where one was promised nothing, or nobody can spare anything. A promise that cannot be
+    kept any more holds up nobody. `decode_s`: a step without a prompt takes. `later_s`: one takes with what prompts get in any case. It is
+    by such steps that a wait has to be made up for, whatever promises allow. `mean_output_tokens`: of the answers that ended here lately, 0
+    if none did."""
     least_s = inf
     for seq in decoding:
-        if not seq.request.tpot_slo_s:
+        promised_s = seq.request.tpot_slo_s
+        if not promised_s:
             return 0.0
         if not seq.due_s:  # what is left of its prompt is one token
             continue
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
-        gain_s = KEPT_PART * seq.request.tpot_slo_s - decode_s
         ahead_s = seq.due_s - now_s - decode_s
-        kept_back_s = (1 - KEPT_PART) * seq.request.tpot_slo_s * (seq.num_output_tokens + most - 1)
-        if ahead_s + (most - 1) * gain_s + kept_back_s > 0:
-            least_s = min(least_s, max(0.0, ahead_s + (_sure_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
+        kept_back_s = (1 - KEPT_PART) * promised_s * (seq.num_output_tokens + most - 1)
+        if ahead_s + (most - 1) * (KEPT_PART * promised_s - decode_s) + kept_back_s <= 0:
+            continue
+        gain_s = max(0.0, KEPT_PART * promised_s - max(decode_s, later_s))
+        least_s = min(least_s, max(0.0, ahead_s + (_sure_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
     return 0.0 if least_s in (0.0, inf) else decode_s + LENT_PART * least_s
 
 

@@ -22,39 +22,53 @@ class Pace:
     now_s: Callable[[], float]
 
 
-def tokens_beside(
-    costs: StepCostModel | None,
-    decode_contexts: Sequence[int],
-    promised_s: float,
-    num_before: int,
-    queued: Callable[[], Sequence[Part]],
-    *,
-    at_most: int,
-    at_least: int,
-) -> int:
-    """Prompt tokens for a step in which sequences with these contexts decode, between `at_least` (a prompt goes on, whatever its step
-    takes) and `at_most`. `promised_s`: how long the promises to them allow the step to take, 0 for nothing (`promises.limit_s`).
-    `num_before`: tokens of the prompt that are computed already. `queued`: works out what is left of each prompt."""
-    if costs is None or not decode_contexts or at_most <= at_least:
-        return at_most
-    prompts = queued()
-    queued_s = (costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0
-    decode = StepWork.of((), decode_contexts)
-    beside_s = costs.uncorrected_step_s(decode) * costs.mixed_factor
-    limit_s = stall_free_step_s(costs.step_seconds(decode), beside_s, promised_s, queued_s, len(prompts), len(decode_contexts))
-    room_s = (limit_s - beside_s) / costs.mixed_factor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBeside:
+    """The next step, in which `num_decoding` sequences decode, and what prompts may have of it. `decode_s`: it takes without any;
+    `beside_s`: those that decode take in one with a prompt. `queued_s` of computing, of `num_prompts`, wait."""
 
-    def fits(num_tokens: int) -> bool:
-        return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s
+    costs: StepCostModel
+    decode_s: float
+    beside_s: float
+    queued_s: float
+    num_prompts: int
+    num_decoding: int
 
-    if fits(at_most):
-        return at_most
-    found = min(at_most, max(at_least, int(_root(costs, num_before, room_s))))
-    while found < at_most and fits(found + 1):  # rounding: once, if at all
-        found += 1
-    while found > at_least and not fits(found):
-        found -= 1
-    return found
+    @classmethod
+    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int], prompts: Sequence[Part]) -> "StepBeside":
+        """`prompts`: what is left of each."""
+        decode = StepWork.of((), decode_contexts)
+        return cls(
+            costs=costs,
+            decode_s=costs.step_seconds(decode),
+            beside_s=costs.uncorrected_step_s(decode) * costs.mixed_factor,
+            queued_s=(costs.uncorrected_step_s(StepWork.of(prompts)) - costs.step_s) * costs.mixed_factor if prompts else 0.0,
+            num_prompts=len(prompts),
+            num_decoding=len(decode_contexts),
+        )
+
+    def seconds(self, promised_s: float = 0.0) -> float:
+        """How long it may take with a part of a prompt, one that comes now where none waits. `promised_s`: as the promises to those that
+        decode allow, 0 for nothing (`promises.limit_s`)."""
+        return stall_free_step_s(self.decode_s, self.beside_s, promised_s, self.queued_s, max(1, self.num_prompts), self.num_decoding)
+
+    def tokens(self, promised_s: float, num_before: int, *, at_most: int, at_least: int) -> int:
+        """Prompt tokens for it, between `at_least` (a prompt goes on, whatever its step takes) and `at_most`. `num_before`: tokens of the
+        prompt that are computed already."""
+        costs = self.costs
+        room_s = (self.seconds(promised_s) - self.beside_s) / costs.mixed_factor
+
+        def fits(num_tokens: int) -> bool:
+            return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s
+
+        if at_most <= at_least or fits(at_most):
+            return at_most
+        found = min(at_most, max(at_least, int(_root(costs, num_before, room_s))))
+        while found < at_most and fits(found + 1):  # rounding: once, if at all
+            found += 1
+        while found > at_least and not fits(found):
+            found -= 1
+        return found
 
 
 def _root(costs: StepCostModel, num_before: int, room_s: float) -> float:

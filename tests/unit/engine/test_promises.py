@@ -27,19 +27,31 @@ def decoding(num_left: int, came_s: float, *, num_tokens: int = 1, slo_s: float 
 
 
 def limit_s(
-    seqs: list[EngineSequence], now_s: float, decode_s: float, mean_output_tokens: float = 0.0, *, max_model_len: int = 10_000
+    seqs: list[EngineSequence],
+    now_s: float,
+    decode_s: float,
+    *,
+    later_s: float = 0.0,
+    mean_output_tokens: float = 0.0,
+    max_model_len: int = 10_000,
 ) -> float:
-    return promises.limit_s(seqs, now_s, decode_s, mean_output_tokens, max_model_len)
+    return promises.limit_s(seqs, now_s, decode_s, later_s=later_s, mean_output_tokens=mean_output_tokens, max_model_len=max_model_len)
 
 
 def test_what_is_left_of_an_answer_makes_up_for_a_wait() -> None:
     """Due 9 ms apart, they come 4 ms apart: the next in time with 5 ms to spare, and 5 more for each after it."""
-    assert limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 0.005)
-    assert limit_s([decoding(21, 0.0)], 0.0, 0.004, 0.0) == pytest.approx(0.004 + LENT_PART * 21 * 0.005)
+    assert limit_s([decoding(1, 0.0)], 0.0, 0.004) == pytest.approx(0.004 + LENT_PART * 0.005)
+    assert limit_s([decoding(21, 0.0)], 0.0, 0.004) == pytest.approx(0.004 + LENT_PART * 21 * 0.005)
+
+
+def test_a_wait_is_made_up_for_by_steps_in_which_prompts_have_what_they_always_get() -> None:
+    """Of 20 later tokens 2 ms are gained each, not 5. Where they gain nothing, what is lent is what there is already."""
+    assert limit_s([decoding(21, 0.0)], 0.0, 0.004, later_s=0.007) == pytest.approx(0.004 + LENT_PART * (0.005 + 20 * 0.002))
+    assert limit_s([decoding(21, 0.0)], 0.0, 0.004, later_s=0.012) == pytest.approx(0.004 + LENT_PART * 0.005)
 
 
 def test_tokens_that_came_early_are_time_to_spare() -> None:
-    late, early = (limit_s([decoding(1, 0.0, num_tokens=count)], 0.0, 0.004, 0.0) for count in (1, 11))
+    late, early = (limit_s([decoding(1, 0.0, num_tokens=count)], 0.0, 0.004) for count in (1, 11))
     assert early == pytest.approx(late + LENT_PART * 10 * KEPT_PART * SLO_S)
 
 
@@ -54,15 +66,15 @@ def test_samples_that_part_have_had_their_first_token_at_the_same_time() -> None
 def test_of_an_answer_that_may_end_by_itself_little_is_counted_on() -> None:
     sure = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, mean_output_tokens=400)
     assert sure == pytest.approx(0.004 + LENT_PART * SURE_PART * 400 * 0.005)
-    unknown = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004, 0.0)
-    assert unknown == limit_s([decoding(1, 0.0)], 0.0, 0.004, 0.0)
+    unknown = limit_s([decoding(1000, 0.0, ignore_eos=False)], 0.0, 0.004)
+    assert unknown == limit_s([decoding(1, 0.0)], 0.0, 0.004)
 
 
 def test_the_one_that_can_wait_least_decides_unless_it_is_too_late_for_it() -> None:
     tight, loose, hopeless = decoding(1, 0.0), decoding(100, 0.0), decoding(5, -10.0)
-    assert limit_s([loose, tight], 0.0, 0.004, 0.0) == limit_s([tight], 0.0, 0.004, 0.0)
-    assert limit_s([loose, hopeless], 0.0, 0.004, 0.0) == limit_s([loose], 0.0, 0.004, 0.0)
-    assert limit_s([hopeless], 0.0, 0.004, 0.0) == 0.0, "and gets what everybody gets"
+    assert limit_s([loose, tight], 0.0, 0.004) == limit_s([tight], 0.0, 0.004)
+    assert limit_s([loose, hopeless], 0.0, 0.004) == limit_s([loose], 0.0, 0.004)
+    assert limit_s([hopeless], 0.0, 0.004) == 0.0, "and gets what everybody gets"
 
 
 def test_an_answer_that_can_only_just_be_on_time_is_helped() -> None:
@@ -76,30 +88,37 @@ def test_an_answer_that_can_only_just_be_on_time_is_helped() -> None:
 def test_an_answer_that_may_still_be_long_is_not_given_up() -> None:
     """At 6 ms a token it gains 3 with each; that it is late is no reason to make it later."""
     late, loose = decoding(500, -0.02, ignore_eos=False), decoding(500, 0.0)
-    assert limit_s([loose], 0.0, 0.006, 0.0) > 0.1
-    assert limit_s([late, loose], 0.0, 0.006, 0.0) == 0.0
+    assert limit_s([loose], 0.0, 0.006) > 0.1
+    assert limit_s([late, loose], 0.0, 0.006) == 0.0
 
 
 def test_nothing_is_made_up_in_tokens_that_the_model_has_no_room_for() -> None:
-    assert limit_s([decoding(1000, 0.0)], 0.0, 0.004, 0.0, max_model_len=30) == limit_s([decoding(21, 0.0)], 0.0, 0.004, 0.0)
+    assert limit_s([decoding(1000, 0.0)], 0.0, 0.004, max_model_len=30) == limit_s([decoding(21, 0.0)], 0.0, 0.004)
 
 
 def test_beside_one_that_was_promised_nothing_there_is_no_limit_by_promises() -> None:
-    assert limit_s([decoding(100, 0.0), decoding(100, 0.0, slo_s=0.0)], 0.0, 0.004, 0.0) == 0.0
-    assert limit_s([], 0.0, 0.004, 0.0) == 0.0
+    assert limit_s([decoding(100, 0.0), decoding(100, 0.0, slo_s=0.0)], 0.0, 0.004) == 0.0
+    assert limit_s([], 0.0, 0.004) == 0.0
 
 
-@given(decode_s=st.floats(0.001, 0.008), num_tokens=st.integers(2, 300), wants=st.lists(st.booleans(), min_size=300, max_size=300))
-def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, num_tokens: int, wants: list[bool]) -> None:
-    """Whenever a prompt wants it, a step takes all that it may."""
+@given(
+    decode_s=st.floats(0.001, 0.008),
+    times=st.floats(1.0, 1.8),
+    num_tokens=st.integers(2, 300),
+    wants=st.lists(st.booleans(), min_size=300, max_size=300),
+)
+def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, times: float, num_tokens: int, wants: list[bool]) -> None:
+    """Whenever a prompt wants it, a step takes all that it may, and in any case what prompts always get. At the end that may be one such
+    step more than there is time for."""
+    later_s = min(times * decode_s, KEPT_PART * SLO_S)
     seq, now_s = decoding(num_tokens - 1, 0.0), 0.0
     for token in range(num_tokens - 1):
-        allowed_s = limit_s([seq], now_s, decode_s, 0.0)
+        allowed_s = limit_s([seq], now_s, decode_s, later_s=later_s)
         assert allowed_s > decode_s or token, "there is time to spare at first"
-        now_s += max(decode_s, allowed_s) if wants[token] else decode_s
+        now_s += max(later_s, allowed_s) if wants[token] else decode_s
         promises.token_came(seq, now_s)
         seq.append(token)
-    assert now_s / (num_tokens - 1) <= KEPT_PART * SLO_S + 1e-9
+    assert now_s <= KEPT_PART * SLO_S * (num_tokens - 1) + (later_s - decode_s) + 1e-9
 
 
 def test_a_prompt_is_computed_in_one_go_beside_an_answer_that_can_wait() -> None:

@@ -1,6 +1,6 @@
 """A prompt beside sequences that decode: their gaps stay short, and the prompt goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.costs import LEAST_TIMES, STALL_TIMES, CostCorrection, StepCostModel, StepWork
-from baton.engine.stall_free import Pace, Part, tokens_beside
+from baton.engine.stall_free import Pace, Part, StepBeside
 from baton.engine.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
@@ -17,18 +17,13 @@ COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8
 
 
 def beside(
-    contexts: Sequence[int],
-    queued: Callable[[], list[Part]],
-    *,
-    costs: StepCostModel | None = COSTS,
-    limit_s: float = 0.0,
-    num_before: int = 0,
+    contexts: Sequence[int], prompts: Sequence[Part], *, costs: StepCostModel = COSTS, limit_s: float = 0.0, num_before: int = 0
 ) -> int:
-    return tokens_beside(costs, contexts, limit_s, num_before, queued, at_most=512, at_least=16)
+    return StepBeside.of(costs, contexts, prompts).tokens(limit_s, num_before, at_most=512, at_least=16)
 
 
-def queued(num_tokens: int, num_prompts: int = 1) -> Callable[[], list[Part]]:
-    return lambda: [(num_tokens // num_prompts, 0)] * num_prompts
+def queued(num_tokens: int, num_prompts: int = 1) -> list[Part]:
+    return [(num_tokens // num_prompts, 0)] * num_prompts
 
 
 @given(
@@ -58,9 +53,20 @@ def test_where_any_part_of_a_prompt_makes_a_step_long_it_is_not_cut_small() -> N
     assert with_s / slow_beside.step_seconds(StepWork.of([(1, 0)], contexts)) == pytest.approx(LEAST_TIMES, rel=0.05)
 
 
-def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits() -> None:
-    assert beside([100], queued(100), costs=None) == 512
-    assert beside([], queued(100)) == 512
+@pytest.mark.parametrize(("costs", "has_decoding"), [(None, True), (COSTS, False)])
+def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits(costs: StepCostModel | None, has_decoding: bool) -> None:
+    rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
+    rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: 0.0)
+    if has_decoding:
+        rig.add(sequence_request(1, range(10), max_tokens=200))
+        rig.step()
+    rig.add(sequence_request(9, range(20, 520), max_tokens=2))
+    assert max(part.num_scheduled_tokens for part in rig.step().sequences) == 500
+
+
+def test_a_step_is_what_a_prompt_that_comes_would_have_of_it() -> None:
+    assert StepBeside.of(COSTS, [500] * 8, ()).seconds() == StepBeside.of(COSTS, [500] * 8, queued(16)).seconds()
+    assert StepBeside.of(COSTS, [500] * 8, queued(1600, 100)).seconds() > StepBeside.of(COSTS, [500] * 8, queued(16)).seconds()
 
 
 def test_prompts_that_have_waited_for_long_get_more() -> None:

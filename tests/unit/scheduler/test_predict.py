@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.costs import StepCostModel, StepWork
-from baton.engine.stall_free import tokens_beside
+from baton.engine.stall_free import StepBeside
 from baton.scheduler.columns import columns_of
 from baton.scheduler.predict import mixed_step_s, prefill_s
 from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
@@ -20,8 +20,9 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
     done, took_s = 0, []
     while done < num_tokens:
         left = num_tokens - done
-        prompt, most = [(left, done)], CHUNK - len(contexts)
-        most = tokens_beside(costs, contexts, limit_s, done, lambda prompt=prompt: prompt, at_most=most, at_least=BLOCK)
+        most = CHUNK - len(contexts)
+        if contexts:
+            most = StepBeside.of(costs, contexts, [(left, done)]).tokens(limit_s, done, at_most=most, at_least=BLOCK)
         part = min(left, most)
         took_s.append(costs.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
