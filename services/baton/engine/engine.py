@@ -152,7 +152,7 @@ class Engine:
         if (beside := self._step_beside(decoding)) is None:
             return most
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
-        return len(decoding) + beside.tokens(
+        return len(decoding) + beside.most_tokens(
             self._promised_step_s(decoding, beside),
             max(begun, default=0),
             at_most=most - len(decoding),
@@ -172,7 +172,7 @@ class Engine:
             decoding,
             self.pace.now_s(),
             beside.decode_s,
-            later_s=beside.seconds(),
+            later_s=beside.most_s(),
             mean_output_tokens=self.counters.mean_output_tokens,
             max_model_len=self.config.max_model_len,
         )

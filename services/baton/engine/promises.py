@@ -38,9 +38,9 @@ def limit_s(
     max_model_len: int,
 ) -> float:
     """What the next step may take beside these; 0 where one was promised nothing, or nobody can spare anything. A promise that cannot be
-    kept any more holds up nobody. `decode_s`: a step without a prompt takes. `later_s`: one takes with what prompts get in any case. It is
-    by such steps that a wait has to be made up for, whatever promises allow. `mean_output_tokens`: of the answers that ended here lately, 0
-    if none did."""
+    kept any more, not even in steps without prompts, holds up nobody. `decode_s`: what a step without a prompt takes; `later_s`: what one
+    takes with the part that prompts get now, whatever was promised: in steps of that length a wait has to be made up for.
+    `mean_output_tokens`: of the answers that ended here lately, 0 if none did."""
     least_s = inf
     for seq in decoding:
         promised_s = seq.request.tpot_slo_s
@@ -53,7 +53,7 @@ def limit_s(
         kept_back_s = (1 - KEPT_PART) * promised_s * (seq.num_output_tokens + most - 1)
         if ahead_s + (most - 1) * (KEPT_PART * promised_s - decode_s) + kept_back_s <= 0:
             continue
-        gain_s = max(0.0, KEPT_PART * promised_s - max(decode_s, later_s))
+        gain_s = min(KEPT_PART * promised_s - decode_s, max(0.0, KEPT_PART * promised_s - later_s))
         least_s = min(least_s, max(0.0, ahead_s + (_sure_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
     return 0.0 if least_s in (0.0, inf) else decode_s + LENT_PART * least_s
 

@@ -47,16 +47,16 @@ class StepBeside:
             num_decoding=len(decode_contexts),
         )
 
-    def seconds(self, promised_s: float = 0.0) -> float:
-        """How long it may take with a part of a prompt, one that comes now where none waits. `promised_s`: as the promises to those that
-        decode allow, 0 for nothing (`promises.limit_s`)."""
-        return stall_free_step_s(self.decode_s, self.beside_s, promised_s, self.queued_s, max(1, self.num_prompts), self.num_decoding)
+    def most_s(self, promised_s: float = 0.0) -> float:
+        """How long it may take with a part of a prompt. `promised_s`: as the promises to those that decode allow, 0 for nothing
+        (`promises.limit_s`)."""
+        return stall_free_step_s(self.decode_s, self.beside_s, promised_s, self.queued_s, self.num_prompts, self.num_decoding)
 
-    def tokens(self, promised_s: float, num_before: int, *, at_most: int, at_least: int) -> int:
+    def most_tokens(self, promised_s: float, num_before: int, *, at_most: int, at_least: int) -> int:
         """Prompt tokens for it, between `at_least` (a prompt goes on, whatever its step takes) and `at_most`. `num_before`: tokens of the
         prompt that are computed already."""
         costs = self.costs
-        room_s = (self.seconds(promised_s) - self.beside_s) / costs.mixed_factor
+        room_s = (self.most_s(promised_s) - self.beside_s) / costs.mixed_factor
 
         def fits(num_tokens: int) -> bool:
             return costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before) <= room_s

@@ -50,6 +50,12 @@ def test_a_wait_is_made_up_for_by_steps_in_which_prompts_have_what_they_always_g
     assert limit_s([decoding(21, 0.0)], 0.0, 0.004, later_s=0.012) == pytest.approx(0.004 + LENT_PART * 0.005)
 
 
+def test_where_even_steps_without_prompts_lose_time_what_was_gained_is_kept_for_them() -> None:
+    """0.09 s ahead, and 0.5 ms behind with each of 200 tokens to come: a tenth of a second."""
+    assert limit_s([decoding(200, 0.0, num_tokens=11)], 0.0, 0.0095, later_s=0.017) == 0.0
+    assert limit_s([decoding(20, 0.0, num_tokens=11)], 0.0, 0.0095, later_s=0.017) > 0.02
+
+
 def test_tokens_that_came_early_are_time_to_spare() -> None:
     late, early = (limit_s([decoding(1, 0.0, num_tokens=count)], 0.0, 0.004) for count in (1, 11))
     assert early == pytest.approx(late + LENT_PART * 10 * KEPT_PART * SLO_S)

@@ -19,7 +19,7 @@ COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8
 def beside(
     contexts: Sequence[int], prompts: Sequence[Part], *, costs: StepCostModel = COSTS, limit_s: float = 0.0, num_before: int = 0
 ) -> int:
-    return StepBeside.of(costs, contexts, prompts).tokens(limit_s, num_before, at_most=512, at_least=16)
+    return StepBeside.of(costs, contexts, prompts).most_tokens(limit_s, num_before, at_most=512, at_least=16)
 
 
 def queued(num_tokens: int, num_prompts: int = 1) -> list[Part]:
@@ -62,11 +62,6 @@ def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits(costs: St
         rig.step()
     rig.add(sequence_request(9, range(20, 520), max_tokens=2))
     assert max(part.num_scheduled_tokens for part in rig.step().sequences) == 500
-
-
-def test_a_step_is_what_a_prompt_that_comes_would_have_of_it() -> None:
-    assert StepBeside.of(COSTS, [500] * 8, ()).seconds() == StepBeside.of(COSTS, [500] * 8, queued(16)).seconds()
-    assert StepBeside.of(COSTS, [500] * 8, queued(1600, 100)).seconds() > StepBeside.of(COSTS, [500] * 8, queued(16)).seconds()
 
 
 def test_prompts_that_have_waited_for_long_get_more() -> None:

@@ -22,7 +22,7 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
         left = num_tokens - done
         most = CHUNK - len(contexts)
         if contexts:
-            most = StepBeside.of(costs, contexts, [(left, done)]).tokens(limit_s, done, at_most=most, at_least=BLOCK)
+            most = StepBeside.of(costs, contexts, [(left, done)]).most_tokens(limit_s, done, at_most=most, at_least=BLOCK)
         part = min(left, most)
         took_s.append(costs.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
