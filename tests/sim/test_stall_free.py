@@ -100,13 +100,27 @@ def test_no_throughput_is_lost_where_prompts_queue(output_tokens: int, num_reque
     assert paced < 1.1 * unpaced
 
 
+def promised_and_not(num_requests: int, part_of_capacity: float, slo_s: float) -> tuple[Run, Run, Run]:
+    """With a promise of `slo_s` a token, with none, and where steps take whatever fits."""
+    per_s = part_of_capacity * 60 / run(False, 60, 128, None).took_s
+    kinds = ((True, slo_s), (True, 0.0), (False, 0.0))
+    promised, without, unpaced = (run(is_paced, num_requests, 128, per_s, tpot_slo_s) for is_paced, tpot_slo_s in kinds)
+    return promised, without, unpaced
+
+
 def test_beside_a_promise_prompts_are_done_sooner_and_it_is_kept() -> None:
-    """At three quarters of what it can do. Steps that take whatever fits would break it."""
-    num_requests, slo_s = sized(240, 600), 0.04
-    per_s = 0.75 * 60 / run(False, 60, 128, None).took_s
-    promised, without, unpaced = (
-        run(is_paced, num_requests, 128, per_s, tpot_slo_s) for is_paced, tpot_slo_s in ((True, slo_s), (True, 0.0), (False, 0.0))
-    )
+    """At four fifths of what it can do, for half a minute. Steps that take whatever fits would break it."""
+    slo_s = 0.04
+    promised, without, unpaced = promised_and_not(120, 0.8, slo_s)
+    assert np.percentile(promised.ttfts_s, 90) < 0.5 * np.percentile(without.ttfts_s, 90)
+    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(unpaced.tpots_s, 95)
+
+
+def test_prompts_that_keep_coming_break_no_promise() -> None:
+    """At three quarters of what it can do; at four fifths, in so long a time, more wait now and then than any promise of 40 ms allows. What
+    is lent is made up for in steps that prompts are in: counted on steps without, one answer in a hundred was late."""
+    slo_s = 0.04
+    promised, without, unpaced = promised_and_not(sized(240, 600), 0.75, slo_s)
     assert np.percentile(promised.ttfts_s, 50) < 0.25 * np.percentile(without.ttfts_s, 50)
     assert np.percentile(promised.ttfts_s, 90) < np.percentile(without.ttfts_s, 90)
     assert np.percentile(promised.tpots_s, 99) <= slo_s < np.percentile(unpaced.tpots_s, 95)

@@ -31,11 +31,14 @@ def limit_s(
     now_s: float,
     decode_s: float,
     *,
-    later_s: float = 0.0,
+    later_s: float | None = None,
     mean_output_tokens: float = 0.0,
     max_model_len: int = 10_000,
 ) -> float:
-    return promises.limit_s(seqs, now_s, decode_s, later_s=later_s, mean_output_tokens=mean_output_tokens, max_model_len=max_model_len)
+    """`later_s`: as `decode_s` unless it is told: no prompts are to come."""
+    return promises.limit_s(
+        seqs, now_s, decode_s, later_s=later_s or decode_s, mean_output_tokens=mean_output_tokens, max_model_len=max_model_len
+    )
 
 
 def test_what_is_left_of_an_answer_makes_up_for_a_wait() -> None:
