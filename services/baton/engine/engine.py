@@ -172,7 +172,7 @@ class Engine:
             decoding,
             self.pace.now_s(),
             beside.decode_s,
-            later_s=beside.most_s(),
+            later_s=beside.least_s,
             mean_output_tokens=self.counters.mean_output_tokens,
             max_model_len=self.config.max_model_len,
         )

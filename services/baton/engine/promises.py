@@ -39,7 +39,8 @@ def limit_s(
 ) -> float:
     """What the next step may take beside these; 0 where one was promised nothing, or nobody can spare anything. A promise that cannot be
     kept any more, not even in steps without prompts, holds up nobody. `decode_s`: what a step without a prompt takes; `later_s`: what one
-    takes with the part that prompts get now, whatever was promised: in steps of that length a wait has to be made up for.
+    takes with the part that prompts always get (`StepBeside.least_s`): in steps of that length a wait has to be made up for. Not with what
+    the queue of the moment gets: it ends, and the longer it is, the less a step would take.
     `mean_output_tokens`: of the answers that ended here lately, 0 if none did."""
     least_s = inf
     for seq in decoding:

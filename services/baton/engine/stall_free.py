@@ -47,9 +47,13 @@ class StepBeside:
             num_decoding=len(decode_contexts),
         )
 
-    def most_s(self, promised_s: float = 0.0) -> float:
-        """How long it may take with a part of a prompt. `promised_s`: as the promises to those that decode allow, 0 for nothing
-        (`promises.limit_s`)."""
+    @property
+    def least_s(self) -> float:
+        """How long it may take with a part of a prompt, whatever was promised and however few wait."""
+        return stall_free_step_s(self.decode_s, self.beside_s, 0.0, 0.0, 1, self.num_decoding)
+
+    def most_s(self, promised_s: float) -> float:
+        """And as the promises to those that decode allow, 0 for nothing (`promises.limit_s`), beside the prompts that wait now."""
         return stall_free_step_s(self.decode_s, self.beside_s, promised_s, self.queued_s, self.num_prompts, self.num_decoding)
 
     def most_tokens(self, promised_s: float, num_before: int, *, at_most: int, at_least: int) -> int:

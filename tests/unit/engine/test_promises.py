@@ -13,6 +13,7 @@ from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 
 SLO_S = 0.01
+COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
 
 
 def decoding(num_left: int, came_s: float, *, num_tokens: int = 1, slo_s: float = SLO_S, ignore_eos: bool = True) -> EngineSequence:
@@ -131,11 +132,9 @@ def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, times: float
 
 
 def test_a_prompt_is_computed_in_one_go_beside_an_answer_that_can_wait() -> None:
-    costs = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
-
     def largest_part(tpot_slo_s: float) -> int:
         rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
-        rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: 100.0)
+        rig.engine.pace = Pace(costs=lambda: COSTS, now_s=lambda: 100.0)
         rig.add(sequence_request(1, range(10), max_tokens=200, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
         rig.step()
         assert (rig.engine.promised_step_s > 0.05) == bool(tpot_slo_s)
@@ -144,3 +143,18 @@ def test_a_prompt_is_computed_in_one_go_beside_an_answer_that_can_wait() -> None
 
     assert largest_part(0.01) == 500
     assert largest_part(0.0) <= 60
+
+
+def test_more_prompts_that_wait_make_no_step_smaller() -> None:
+    """That they are done sooner is worth more to those who wait for them than what answers could be lent is less."""
+    rig = EngineRig(max_num_batched_tokens=512, num_blocks=600, max_model_len=1000)
+    rig.engine.pace = Pace(costs=lambda: COSTS, now_s=lambda: 100.0)
+    for seq_id in range(2):
+        rig.add(sequence_request(seq_id, range(10), max_tokens=60, sampling={"ignore_eos": True}, tpot_slo_s=0.01))
+    rig.step()
+    budgets = []
+    for seq_id in range(9, 29):
+        rig.add(sequence_request(seq_id, range(20, 520), max_tokens=2))
+        budgets.append(rig.engine.step_budget_tokens)
+    assert budgets == sorted(budgets)
+    assert 100 < budgets[0] < budgets[-1], "the promises allow more than prompts always get, and many get more still"
