@@ -13,7 +13,7 @@ STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 
-.PHONY: setup run test test-long check check-deploy chart proto bench clean
+.PHONY: setup run test test-long test-triton check check-deploy chart proto bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -39,6 +39,11 @@ test: setup check chart
 
 test-long: setup check chart
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
+
+# The kernel for GPUs, interpreted on a CPU: slow, and apart from .venv, because CPU builds of torch come without triton.
+test-triton: setup
+	@test -d build/triton || $(BIN)/python -m pip install --quiet --no-deps --target build/triton triton==3.7.1
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff check --quiet .

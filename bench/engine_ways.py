@@ -37,6 +37,8 @@ from loadgen.timers import now_s
 THREADS = 2
 LIMIT_S = 1800.0
 LAST_S = 10.0
+AWAKE_S = 0.5
+"""As long as the others rest before they are asked: a server that is up looks for work, and its core is warm."""
 LENIENT_S = 10.0
 AS_LENIENT = Way(
     name="Baton",
@@ -236,6 +238,7 @@ def _served_in_turn(way: Way, setting: Setting) -> Iterator[Computes]:
 
         def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
             os.killpg(group, signal.SIGCONT)
+            time.sleep(AWAKE_S)
             try:
                 return serve(prompts, num_outputs)
             finally:

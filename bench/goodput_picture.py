@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, LEFT, RIGHT, BAR, GAP, HEAD, FOOT = 860, 150, 70, 16, 30, 20, 34
-COLORS = ("#2f6fdf", "#6ea0f2", "#a9c6f7", "#c2551f", "#e9a47e")
+COLORS = ("#2f6fdf", "#6ea0f2", "#a9c6f7", "#c2551f", "#e9a47e", "#8a3a12")
 STYLE = "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.a{fill:#666}circle{fill:#111;opacity:.6}"
 
 
@@ -31,7 +31,7 @@ def _bar(name: str, rates: Sequence[float], color: str, most: float, y: int) -> 
     scale = (WIDTH - LEFT - RIGHT) / most
     parts = [f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>']
     if not rates:
-        return [*parts, f'<text class="a" x="{LEFT + 4}" y="{y + 12}">did not start</text>']
+        return [*parts, f'<text class="a" x="{LEFT + 4}" y="{y + 12}">no figure</text>']
     middle = statistics.median(rates)
     parts.append(f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{BAR}" fill="{color}"/>')
     parts += [f'<circle cx="{LEFT + rate * scale:.1f}" cy="{y + BAR / 2}" r="2.5"/>' for rate in rates]

@@ -78,6 +78,9 @@ class GlooBackend:
         check_ids(block_ids, self._memory.num_blocks, "own")
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Peers read the blocks themselves."""
+
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         blocks = torch.from_numpy(self._own.kv[list(block_ids)].copy())
         lives = torch.from_numpy(self._own.life_table.reshape(-1, ENTRY_BYTES)[list(block_ids)].copy())

@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv_layout import KvLayout
+from baton.engine.model.kv_cache import KvCache
+from baton.engine.model.mirror import DeviceMirror
 from baton.sim.memory import SimMemory
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.backend import ReadState, TransferBackend
@@ -19,6 +22,7 @@ from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 from baton.transfer.local_backend import LocalBackend
 from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.nixl_backend import NixlBackend
+from baton.transfer.staged_backend import StagedBackend
 from tests import builders
 from tests.contract.gloo_backend import GlooBackend
 
@@ -53,6 +57,7 @@ class Pair:
     def start(self, blocks: dict[int, int]) -> ReadId:
         """Begin to read own blocks by the owner's blocks."""
         read_id = ReadId(next(self.read_ids))
+        self.owner.backend.offer(tuple(blocks))
         if self.owner.backend.two_sided:
             self.owner.backend.expect_read(read_id, self.reader.worker, tuple(blocks))
         self.reader.backend.start_read(read_id, self.owner.backend.describe(tuple(blocks)), tuple(blocks.values()))
@@ -77,15 +82,20 @@ class Pair:
 PairFactory = Callable[[], AbstractAsyncContextManager[Pair]]
 
 
-def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Side:
-    kv = memory.kv
+def _filling(kv: np.ndarray) -> tuple[Callable[[int, int], None], Callable[[int, int], bool]]:
+    """`fill` and `holds` of a `Side` with these blocks, [num_blocks, block_bytes]."""
 
     def fill(block_id: int, seed: int) -> None:
-        kv[block_id] = np.frombuffer(pattern(seed, memory.block_bytes), dtype=np.uint8)
+        kv[block_id] = np.frombuffer(pattern(seed, kv.shape[1]), dtype=np.uint8)
 
     def holds(block_id: int, seed: int) -> bool:
-        return bytes(kv[block_id]) == pattern(seed, memory.block_bytes)
+        return bytes(kv[block_id]) == pattern(seed, kv.shape[1])
 
+    return fill, holds
+
+
+def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Side:
+    fill, holds = _filling(memory.kv)
     return Side(worker=worker, backend=backend, life_table=MemoryLifeTable(memory.life_table, worker.worker_epoch), fill=fill, holds=holds)
 
 
@@ -151,6 +161,45 @@ async def local_named_pair() -> AsyncIterator[Pair]:
     await _close(pair, memories)
 
 
+async def _staged_pair(make: Make, allocate: Callable[[int, int], HostMemory]) -> tuple[Pair, list[HostMemory]]:
+    """What a device has is memory of torch's own, as if it were out of reach."""
+    caches: list[KvCache] = []
+
+    def staged(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        caches.append(KvCache.zeros(layout, NUM_BLOCKS))
+        return StagedBackend(make(worker, layout, memory), DeviceMirror(caches[-1], memory.kv))
+
+    pair, memories = await _connected(staged, allocate, WORKERS)
+    sides = [
+        replace(side, fill=fill, holds=holds)
+        for side, cache in zip((pair.owner, pair.reader), caches, strict=True)
+        for fill, holds in [_filling(cache.blocks.view(NUM_BLOCKS, -1).view(torch.uint8).numpy())]
+    ]
+    return Pair(owner=sides[0], reader=sides[1]), memories
+
+
+@asynccontextmanager
+async def staged_nixl_pair() -> AsyncIterator[Pair]:
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
+
+    pair, memories = await _staged_pair(make, allocate_private)
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
+@asynccontextmanager
+async def staged_local_pair() -> AsyncIterator[Pair]:
+    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+        return LocalBackend(worker=worker, layout=layout, memory=memory)
+
+    pair, memories = await _staged_pair(make, allocate_shared)
+    _connect(pair)
+    yield pair
+    await _close(pair, memories)
+
+
 @asynccontextmanager
 async def gloo_pair() -> AsyncIterator[Pair]:
     store, ranks = dist.HashStore(), {worker: rank for rank, worker in enumerate(WORKERS)}
@@ -194,6 +243,8 @@ BACKENDS: dict[str, PairFactory] = {
     "nixl": nixl_pair,
     "local": local_pair,
     "local-named": local_named_pair,
+    "staged-nixl": staged_nixl_pair,
+    "staged-local": staged_local_pair,
     "gloo": gloo_pair,
     "sim": sim_pair,
 }

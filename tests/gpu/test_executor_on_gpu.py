@@ -18,7 +18,7 @@ from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.self_proof import prove
 from baton.engine.model.threads import compute_thread
 from tests.exactness import ExactnessChecker
-from tests.integration.test_model_exactness import TINY_MODELS, asked, blocks_for, worker_of
+from tests.integration.test_model_exactness import TINY_MODELS, WAYS, asked, blocks_for, loaded_for, worker_of
 from tests.scale import sized
 from tests.unit.engine.model.test_attention import check_step
 from tests.unit.engine.model.test_executor import GOOD, SIZE, assert_same, part, plan
@@ -28,9 +28,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 DEVICE = "cuda"
 
 
+@pytest.fixture(scope="module", params=["torch", "auto"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The reference, and what is served: Triton attention, compiled layers, recorded steps."""
+    chosen: str = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def demo() -> LoadedModel:
-    return load_model(DEMO_DIR, dtype="float32", device=DEVICE)
+def demo(kernels: str) -> LoadedModel:
+    loaded = loaded_for(DEMO_DIR, kernels, DEVICE)
+    assert ("recorded" in WAYS[id(loaded)].name) == (kernels == "auto")
+    return loaded
 
 
 def test_demo_is_exact(demo: LoadedModel) -> None:
@@ -52,9 +61,9 @@ def test_preempted_and_several_samples_are_exact(demo: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_other_architectures_are_exact(name: str, tmp_path: Path) -> None:
+def test_other_architectures_are_exact(name: str, kernels: str, tmp_path: Path) -> None:
     init_model(TINY_MODELS[name](), tmp_path / "model", seed=1)
-    loaded = load_model(tmp_path / "model", dtype="float32", device=DEVICE)
+    loaded = loaded_for(tmp_path / "model", kernels, DEVICE)
     questions = asked(2, loaded, sized(12, 60), longest=sized(200, 600), max_tokens=sized(16, 40))
     with worker_of(loaded, num_blocks=sized(150, 600)) as worker:
         ExactnessChecker(tmp_path / "model", DEVICE).check(worker.answer(questions))

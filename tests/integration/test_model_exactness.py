@@ -65,15 +65,15 @@ WAYS: dict[int, Way] = {}
 """How each loaded model is run, by its `id`."""
 
 
-def loaded_for(path: Path, kernels: str) -> LoadedModel:
-    loaded = load_model(path, dtype="float32", device="cpu")
+def loaded_for(path: Path, kernels: str, device: str = "cpu") -> LoadedModel:
+    loaded = load_model(path, dtype="float32", device=device)
     WAYS[id(loaded)] = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK)
     return loaded
 
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Every way to run a model on a CPU. Where there is no compiler both are one."""
+    """Both ways to run a model: torch's, and the fastest that is here. Where there is no compiler both are one."""
     chosen: str = request.param
     return chosen
 
@@ -103,7 +103,6 @@ class Worker:
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, max_num_seqs: int = 32, chunk: int = CHUNK) -> None:
         self.layout = loaded.layout(BLOCK)
         self.cache = KvCache.zeros(self.layout, num_blocks, loaded.device)
-        self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
         pool = BlockPool(num_blocks, BLOCK, MemoryLifeTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
         config = EngineConfig(
             max_num_batched_tokens=chunk,
@@ -114,6 +113,8 @@ class Worker:
         )
         self.engine = Engine(config, pool)
         self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), way=WAYS.get(id(loaded)))
+        self.executor.warm(max_num_seqs)
+        self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 

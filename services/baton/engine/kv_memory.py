@@ -34,17 +34,17 @@ def num_kv_blocks(
     free: int,
     step_bytes: int = 0,
     share: float = HOST_SHARE,
-    workers_on_host: int = 1,
+    num_sharing: int = 1,
     kv_memory: int | None = None,
 ) -> int:
-    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of what is free: `free` bytes, of which the
-    largest step of each worker takes `step_bytes`.
+    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of what is free: `free` bytes, between
+    `num_sharing` workers, of which the largest step of each takes `step_bytes`.
 
     Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use. Raises ConfigError if not even one
     such sequence fits, or if more is asked for than is free.
     """
-    if workers_on_host < 1:
-        raise ValueError(f"workers_on_host is {workers_on_host}")
+    if num_sharing < 1:
+        raise ValueError(f"num_sharing is {num_sharing}")
     least = num_blocks_for(max_model_len, layout.block_size_tokens)
     if kv_memory is not None:
         if kv_memory > free - step_bytes:
@@ -55,7 +55,7 @@ def num_kv_blocks(
         blocks = kv_memory // layout.block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
     else:
-        budget = int(max(0, free - step_bytes * workers_on_host) * share) // workers_on_host
+        budget = int(max(0, free - step_bytes * num_sharing) * share) // num_sharing
         blocks = min(budget // layout.block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from baton.fleet.nodes import Demand
+from baton.fleet.plan import WorkerSpec
 from baton.fleet.ray_calls import the_ray
 from baton.fleet.worker_actor import WorkerActor
 
@@ -19,13 +20,13 @@ def find_actor(worker_id: str) -> Any:
         return None
 
 
-def create_actor(worker_id: str, cores: tuple[int, ...], options: dict[str, Any], *, is_detached: bool) -> Any:
+def create_actor(spec: WorkerSpec, options: dict[str, Any], *, is_detached: bool) -> Any:
     """A detached actor is known by its name, under which the next driver finds it; one of ours alone needs none, and its successor need not
     wait until Ray has forgotten the name."""
     options = {"max_restarts": 0, "max_concurrency": 4, "num_cpus": 0, **options}
     if is_detached:
-        options |= {"name": f"{PREFIX}{worker_id}", "lifetime": "detached", "get_if_exists": True}
-    return the_ray().remote(WorkerActor).options(**options).remote(cores)
+        options |= {"name": f"{PREFIX}{spec.worker_id}", "lifetime": "detached", "get_if_exists": True}
+    return the_ray().remote(WorkerActor).options(**options).remote(spec.cores, spec.gpu)
 
 
 def kill_actor(actor: Any) -> None:

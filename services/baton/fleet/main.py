@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from baton.core.cluster import WorkerRole
+from baton.fleet.gpus import local_gpus
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import Wanted, WorkerSpec, least_workers, plan_workers
+from baton.fleet.plan import Wanted, WorkerSpec, least_workers, most_on_a_gpu, plan_workers
 from baton.fleet.ray_fleet import Joined, RayFleet, Stage
 from baton.fleet.run_dir import RunDir
 from baton.runtime.admin_http import AdminServer
@@ -59,9 +60,10 @@ def refresh(metrics: FleetMetrics, fleet: RayFleet) -> None:
             metrics.workers.labels(role.value, stage.value).set(fleet.stages.get((role, stage), 0))
 
 
-def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model: str) -> WorkerConfig:
+def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model: str, *, on_gpu: int = 1) -> WorkerConfig:
     """The settings of one worker of the fleet; workers that share a machine share its memory and cores, which on a cluster of others are
-    known only once it is placed. `model`: what it loads, which clients call as the fleet's settings say."""
+    known only once it is placed. `on_gpu`: how many share its GPU; where Ray gives them out, each is of one worker. `model`: what it loads,
+    which clients call as the fleet's settings say."""
     return derive(
         WorkerConfig,
         config,
@@ -73,6 +75,7 @@ def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model
         served_model_name=config.model_name,
         threads_per_worker=config.threads_per_worker or len(spec.cores) or (1 if config.ray_address is None else None),
         workers_on_host=num_workers,
+        workers_on_gpu=on_gpu,
     )
 
 
@@ -87,10 +90,12 @@ def _ready(config: FleetConfig, health: Health, on_ready: Callable[[str], None])
 async def _serve_alone(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
     model = await model_directory(config.model)
     await fleet.connect()
-    specs = plan_workers(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    specs = plan_workers(config, cores, await asyncio.to_thread(local_gpus, config.device))
+    on_gpu = most_on_a_gpu(specs)
     async with asyncio.TaskGroup() as group:
         for spec in specs:
-            group.create_task(fleet.start(spec, worker_config(config, spec, len(specs), model)))
+            group.create_task(fleet.start(spec, worker_config(config, spec, len(specs), model, on_gpu=on_gpu)))
     ready()
     await fleet.supervise()
 

@@ -155,7 +155,7 @@ class ActorOf:
         return self.actor is not None
 
     def _create(self, options: dict[str, Any]) -> None:
-        self.actor = create_actor(self.spec.worker_id, self.spec.cores, options, is_detached=self.is_detached)
+        self.actor = create_actor(self.spec, options, is_detached=self.is_detached)
 
     def _kill(self) -> bool:
         actor, self.actor = self.actor, None

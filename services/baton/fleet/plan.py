@@ -1,5 +1,6 @@
-"""Which workers a configuration asks for, and which cores each of them gets: pure functions."""
+"""Which workers a configuration asks for, and which cores and which GPU each of them gets: pure functions."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise
@@ -10,11 +11,13 @@ from baton.runtime.settings import FleetSettings, WorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One worker that should exist. `cores`: the processors it is pinned to; empty: it is not pinned."""
+    """One worker that should exist. `cores`: the processors it is pinned to; empty: it is not pinned. `gpu`: the one that it is shown, by
+    CUDA's name; empty: all that its node, or Ray, shows it."""
 
     worker_id: str
     role: WorkerRole
     cores: tuple[int, ...] = ()
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,8 @@ def _index(worker_id: str) -> int:
     return int(worker_id.rpartition("-")[2])
 
 
-def plan_workers(settings: FleetSettings, cores: Sequence[int]) -> list[WorkerSpec]:
-    """Prefill workers, then decode, then hybrid. `cores` (empty: do not pin) are split between them.
+def plan_workers(settings: FleetSettings, cores: Sequence[int], gpus: Sequence[str] = ()) -> list[WorkerSpec]:
+    """Prefill workers, then decode, then hybrid. `cores` (empty: do not pin) are split between them, and `gpus` are given out in turns.
 
     On a Ray of our own they are `w0`, `w1`, …; on a cluster of others, where they may outlive who asked for them, `prefill-0`, `decode-0`,
     …, so that a name means the same worker when there are more or fewer of another role.
@@ -67,7 +70,16 @@ def plan_workers(settings: FleetSettings, cores: Sequence[int]) -> list[WorkerSp
         names = [f"w{i}" for i in range(len(roles))]
     else:
         names = [f"{role.value}-{roles[:i].count(role)}" for i, role in enumerate(roles)]
-    return [WorkerSpec(worker_id=name, role=role, cores=share) for name, role, share in zip(names, roles, shares, strict=True)]
+    turns = [gpus[i % len(gpus)] if gpus else "" for i in range(len(roles))]
+    return [
+        WorkerSpec(worker_id=name, role=role, cores=share, gpu=gpu)
+        for name, role, share, gpu in zip(names, roles, shares, turns, strict=True)
+    ]
+
+
+def most_on_a_gpu(specs: Sequence[WorkerSpec]) -> int:
+    """How many of these workers, all of one machine, may come to share one GPU."""
+    return max(Counter(spec.gpu for spec in specs).values(), default=1)
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

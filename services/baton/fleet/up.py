@@ -14,8 +14,9 @@ import httpx
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO
 from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example, rehearse
+from baton.fleet.gpus import local_gpus
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import WorkerSpec, plan_workers
+from baton.fleet.plan import WorkerSpec, most_on_a_gpu, plan_workers
 from baton.fleet.progress import Progress, Say
 from baton.fleet.ray_fleet import Joined, RayFleet
 from baton.fleet.run_dir import RunDir
@@ -99,8 +100,11 @@ class Cluster:
             group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
             await ray
             cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and not self._is_joined else []
-            for spec in plan_workers(config, cores):
-                group.create_task(self._start_worker(spec, self._worker_config(spec, model, redis_url)))
+            gpus = [] if self._is_joined else await asyncio.to_thread(local_gpus, config.device)
+            specs = plan_workers(config, cores, gpus)
+            on_gpu = 1 if self._is_joined else most_on_a_gpu(specs)  # where Ray gives them out, each is of one worker
+            for spec in specs:
+                group.create_task(self._start_worker(spec, self._worker_config(spec, on_gpu, model, redis_url)))
         await self._progress.phase("link", self._until_ready(), str)
         await rehearse(self.http_url, config.model_name)
         self._serving = True
@@ -161,7 +165,7 @@ class Cluster:
         name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
         await self._progress.phase(name, self._fleet.start(spec, settings), describe)
 
-    def _worker_config(self, spec: WorkerSpec, model: str, redis_url: str) -> WorkerConfig:
+    def _worker_config(self, spec: WorkerSpec, on_gpu: int, model: str, redis_url: str) -> WorkerConfig:
         config = self._config
         return derive(
             WorkerConfig,
@@ -175,6 +179,7 @@ class Cluster:
             redis_url=redis_url,
             threads_per_worker=config.threads_per_worker or len(spec.cores) or (None if self._is_joined else 1),
             workers_on_host=config.prefill + config.decode + config.hybrid,
+            workers_on_gpu=on_gpu,
             log_dir=self._log_dir,
         )
 

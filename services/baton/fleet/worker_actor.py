@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import BatonError, ConfigError
+from baton.fleet.gpus import VISIBLE
 from baton.fleet.releases import Release, release_probe, why_refused
 from baton.runtime.config import restore, settings_of
 from baton.runtime.network import EVERY_ADDRESS
@@ -44,9 +45,12 @@ class WorkerActor:
     them.
     """
 
-    def __init__(self, cores: tuple[int, ...]) -> None:
+    def __init__(self, cores: tuple[int, ...] = (), gpu: str = "") -> None:
+        """Before anything of CUDA is loaded. Both are as in `WorkerSpec`."""
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
+        if gpu:
+            os.environ[VISIBLE] = gpu
         from baton.runtime.process import report_to_nobody
 
         report_to_nobody()

@@ -288,6 +288,7 @@ class WorkerConfig(
     role: Literal["prefill", "decode", "hybrid"] = setting("hybrid", help="what the scheduler gives this worker to do")
     worker_id: str | None = setting(None, help="name of this worker, the same over restarts; without it, one is drawn")
     workers_on_host: int = setting(1, help="workers of this machine, between which its free memory is split", minimum=1)
+    workers_on_gpu: int = setting(1, help="workers that share its GPU, between which the free memory of that is split", minimum=1)
     drain_socket: Path | None = setting(
         None,
         help="file at which `baton drain --here` reaches this worker: whoever may open it needs no gateway and no key; without it, none",

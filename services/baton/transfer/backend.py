@@ -65,6 +65,10 @@ class TransferBackend(Protocol):
         """Own blocks as a peer would name them."""
         ...
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Owner's side: a peer is about to be told of these own blocks. From now on it may read what they hold now."""
+        ...
+
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         """Owner's side of a two-sided backend: post the sends, the blocks first and then, once those are read out of memory, their
         life-table entries. Nothing to do where reads are one-sided."""

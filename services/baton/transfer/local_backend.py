@@ -94,6 +94,9 @@ class LocalBackend:
         check_ids(block_ids, self._memory.num_blocks, "own")
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Peers read the blocks themselves."""
+
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         """Reads are one-sided."""
 

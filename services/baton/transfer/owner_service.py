@@ -13,6 +13,7 @@ from baton.core.peer import (
     Abandon,
     FirstToken,
     Follow,
+    KvReady,
     Lost,
     OwnerMessage,
     PeerHello,
@@ -184,6 +185,8 @@ class OwnerService:
         stream = self._streams.get(life_of(reader))
         if stream is None:
             return  # the reader's next Follow brings it
+        if isinstance(message, KvReady):
+            self._backend.offer(message.block_ids)
         try:
             stream.send(message)
         except StreamBroken:

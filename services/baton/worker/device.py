@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from baton.core.costs import COSTS_VERSION, StepCostModel
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, LayoutMismatch
 from baton.core.ids import WorkerRef
 from baton.core.kv_layout import KvLayout
 from baton.engine.block_pool import BlockPool
@@ -28,6 +28,7 @@ from baton.runtime.step_costs import parse_step_costs
 from baton.transfer.backend import TransferBackend
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 from baton.transfer.memory import Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.transfer.staged_backend import StagedBackend
 from baton.worker.costs import work_of
 
 if TYPE_CHECKING:
@@ -98,12 +99,11 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
         max_num_seqs=config.max_num_seqs,
     )
     is_host = loaded.device.type == "cpu"
-    share = HOST_SHARE if is_host else DEVICE_SHARE
-    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device), step_bytes=step_bytes, share=share)
+    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device), step_bytes=step_bytes, is_host=is_host)
     log.info("kv_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
     if not is_host:
         cache = KvCache.zeros(layout, num_blocks, "cuda")
-        memory = _cuda_memory(config, worker, cache)
+        memory = _device_memory(config, worker, cache)
     else:
         kv, memory = _host_memory(config, worker, layout, num_blocks)
         cache = KvCache.over(kv.reshape(-1).data, layout)
@@ -116,7 +116,7 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
         engine=_engine(config, pool, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=memory.backend,
-        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {_kv_summary(config, layout, num_blocks)}, {way.name}",
+        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {_kv_summary(config, layout, num_blocks)}{memory.note}, {way.name}",
         close_memory=memory.close,
         costs_key=costs_key(
             layout.model_fingerprint, device_name(loaded.device), str(loaded.dtype), num_threads, way.name, config.block_size_tokens
@@ -188,24 +188,23 @@ def default_threads(workers_on_host: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """Registered KV memory: its life table, and what peers read it through."""
+    """Registered KV memory: its life table, and what peers read it through. `note`: to add to what people are told of it."""
 
     lives: MemoryLifeTable
     backend: TransferBackend
     close: Callable[[], None]
+    note: str = ""
 
 
-def _num_blocks(
-    config: WorkerConfig, layout: KvLayout, max_model_len: int, free: int, *, step_bytes: int = 0, share: float = HOST_SHARE
-) -> int:
+def _num_blocks(config: WorkerConfig, layout: KvLayout, max_model_len: int, free: int, *, step_bytes: int = 0, is_host: bool = True) -> int:
     return num_kv_blocks(
         layout,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         free=free,
         step_bytes=step_bytes,
-        share=share,
-        workers_on_host=config.workers_on_host,
+        share=HOST_SHARE if is_host else DEVICE_SHARE,
+        num_sharing=config.workers_on_host if is_host else config.workers_on_gpu,
         kv_memory=config.kv_memory,
     )
 
@@ -233,13 +232,37 @@ def _host_memory(config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_
     return memory.kv, _Memory(lives=lives, backend=backend, close=memory.close)
 
 
-def _cuda_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> _Memory:
+def _device_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> _Memory:
+    """Of a GPU: registered as it is, or where that cannot be, with as much host memory beside it."""
+    if config.transfer == "nixl":
+        try:
+            return _registered(config, worker, cache)
+        except (ConfigError, LayoutMismatch):
+            raise
+        except Exception as error:  # NIXL's exceptions have no common base
+            log.warning("kv_not_registered", why=f"{type(error).__name__}: {error}", hint="KV goes through host memory, slower")
+    return _staged(config, worker, cache)
+
+
+def _staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> _Memory:
+    from baton.engine.model.mirror import DeviceMirror
+
+    layout, num_blocks = cache.layout, cache.num_blocks
+    if (needed := num_blocks * layout.block_bytes) > (free := free_host_bytes()):
+        raise ConfigError(
+            f"KV of the GPU goes through host memory here, and its {format_size(needed)} are more than the {free >> 20} MiB that are free: "
+            "give a smaller --kv-memory"
+        )
+    kv, memory = _host_memory(config, worker, layout, num_blocks)
+    backend = StagedBackend(memory.backend, DeviceMirror(cache, kv))
+    return replace(memory, backend=backend, note=", staged through host memory")
+
+
+def _registered(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> _Memory:
     import numpy as np
 
     from baton.transfer.nixl_backend import NixlBackend
 
-    if config.transfer == "local":
-        raise ConfigError("--transfer local moves KV in host memory; with --device cuda use --transfer nixl")
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     with _nixl_here():
         backend = NixlBackend(

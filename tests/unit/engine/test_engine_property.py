@@ -6,9 +6,11 @@ from collections import Counter
 import pytest
 
 from baton.core.blocks import NO_HASH
+from baton.core.costs import StepCostModel
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv_events import KvEventKind
 from baton.engine.sequence import SequenceRequest
+from baton.engine.stall_free import Pace
 from baton.engine.step import StepPlan, StepSequence
 from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
@@ -18,6 +20,7 @@ from tests.scale import sized
 INJECTED = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
 PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="injected", retriable=True)
 EOS = (3, 4)
+NUM_WORLDS = sized(100, 1000)
 
 
 class World:
@@ -46,6 +49,11 @@ class World:
         self.prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
         self.rig.executor.failing = self.maybe_fail
         self.fail_rate = rng.choice([0.0, 0.0, 0.01])
+        self.now_s = 0.0
+        token_s = rng.choice([1e-5, 1e-3, 1e-2])
+        costs = StepCostModel(step_s=4e-3, prefill_token_s=token_s, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
+        if rng.random() < 0.7:
+            self.rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: self.now_s)
 
     def maybe_fail(self, _: StepSequence) -> Failure | None:
         return INJECTED if self.rng.random() < self.fail_rate else None
@@ -71,6 +79,7 @@ class World:
             prefill_only=kind == "prefill",
             for_reader=kind == "prefill" and rng.random() < 0.7,
             pulled=kind == "pull",
+            tpot_slo_s=rng.choice([0.0, 0.005, 0.05]),
         )
         if rng.random() < 0.2 and len(tokens) < self.rig.config.max_model_len:  # a sample that goes on after a lost leg
             sample = rng.randrange(3)
@@ -86,6 +95,7 @@ class World:
                 priority=request.priority,
                 prefill_only=request.prefill_only,
                 pulled=request.pulled,
+                tpot_slo_s=request.tpot_slo_s,
             )
             self.happened["replays"] += 1
         return request
@@ -214,6 +224,12 @@ class World:
         has_run = False
         while not plan.is_empty:
             has_run = True
+            self.happened["steps"] += 1
+            self.happened["steps beside a prompt that is cut short"] += (
+                self.rig.engine.step_budget_tokens < self.rig.config.max_num_batched_tokens
+            )
+            self.happened["steps as long as promised"] += self.rig.engine.promised_step_s > 0
+            self.now_s += self.rng.uniform(0.002, 0.02)
             after = self.ahead_of(plan)
             result = self.rig.executor.run(plan)
             while after is None and self.rng.random() < 0.1:
@@ -308,7 +324,7 @@ class World:
         raise AssertionError(f"no end after {max_steps} steps")
 
 
-@pytest.mark.parametrize("seed", range(sized(40, 1000)))
+@pytest.mark.parametrize("seed", range(NUM_WORLDS))
 def test_every_token_is_right_and_nothing_leaks(seed: int) -> None:
     world = World(seed)
     world.live_through(120)
@@ -331,4 +347,6 @@ def test_the_worlds_see_what_they_should() -> None:
     seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "copies brought"} | {
         f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")
     }
+    seen |= {"steps beside a prompt that is cut short", "steps as long as promised"}
     assert all(happened[what] >= 3 for what in seen), happened
+    assert happened["steps"] / 15 * NUM_WORLDS >= 10_000

@@ -19,7 +19,7 @@ def blocks(**changes: int | None) -> int:
 
 def test_default_is_half_of_what_is_free_split_between_workers() -> None:
     assert blocks() == 500
-    assert blocks(workers_on_host=2) == 250
+    assert blocks(num_sharing=2) == 250
 
 
 def test_no_more_than_can_be_used() -> None:
@@ -27,7 +27,7 @@ def test_no_more_than_can_be_used() -> None:
 
 
 def test_a_given_size_is_taken_as_it_is() -> None:
-    assert blocks(kv_memory=700 * BLOCK + BLOCK - 1, free=701 * BLOCK, max_num_seqs=1, workers_on_host=8) == 700
+    assert blocks(kv_memory=700 * BLOCK + BLOCK - 1, free=701 * BLOCK, max_num_seqs=1, num_sharing=8) == 700
 
 
 def test_more_than_is_free_is_refused() -> None:
@@ -37,7 +37,7 @@ def test_more_than_is_free_is_refused() -> None:
 
 def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
     assert blocks(step_bytes=100 * BLOCK) == 450
-    assert blocks(step_bytes=100 * BLOCK, workers_on_host=2) == 200
+    assert blocks(step_bytes=100 * BLOCK, num_sharing=2) == 200
     assert blocks(kv_memory=900 * BLOCK, step_bytes=100 * BLOCK) == 900
     with pytest.raises(ConfigError, match=r"more than there is: \d+ MiB are free here, of which the largest step takes \d+"):
         blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)

@@ -131,6 +131,25 @@ def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, times: float
     assert now_s <= KEPT_PART * SLO_S * (num_tokens - 1) + (later_s - decode_s) + 1e-9
 
 
+@given(
+    decode_s=st.floats(0.001, 0.005),
+    num_tokens=st.integers(2, 300),
+    queued_s=st.lists(st.just(0.0) | st.floats(0.001, 0.03), min_size=300, max_size=300),
+)
+def test_a_queue_makes_an_answer_late_by_no_more_than_the_queue_takes(decode_s: float, num_tokens: int, queued_s: list[float]) -> None:
+    """Where many prompts wait a step takes what they get for that (`stall_free_step_s`), a promise or not. What was lent comes back all the
+    same: late is only what such steps took beyond what the answer could expect, and lend."""
+    later_s = 1.8 * decode_s
+    seq, now_s, beyond_s = decoding(num_tokens - 1, 0.0), 0.0, 0.0
+    for token in range(num_tokens - 1):
+        may_s = max(later_s, limit_s([seq], now_s, decode_s, later_s=later_s))
+        beyond_s += max(0.0, queued_s[token] - may_s)
+        now_s += max(may_s, queued_s[token])
+        promises.token_came(seq, now_s)
+        seq.append(token)
+    assert now_s <= KEPT_PART * SLO_S * (num_tokens - 1) + (later_s - decode_s) + beyond_s + 1e-9
+
+
 def test_a_prompt_is_computed_in_one_go_beside_an_answer_that_can_wait() -> None:
     def largest_part(tpot_slo_s: float) -> int:
         rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import pytest
 
 from baton.core.cluster import WorkerRole
-from baton.fleet.plan import changes, plan_workers, share_cores
+from baton.fleet.plan import changes, most_on_a_gpu, plan_workers, share_cores
 from baton.runtime.settings import FleetConfig
 
 
@@ -33,6 +33,22 @@ def test_on_a_cluster_of_others_a_name_stays_when_there_are_more_of_another_role
 )
 def test_cores_are_shared_evenly(cores: list[int], num_workers: int, shares: list[tuple[int, ...]]) -> None:
     assert share_cores(cores, num_workers) == shares
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown", "most"),
+    [
+        ([], ["", "", ""], 3),
+        (["a"], ["a", "a", "a"], 3),
+        (["a", "b"], ["a", "b", "a"], 2),
+        (["a", "b", "c", "d"], ["a", "b", "c"], 1),
+    ],
+)
+def test_gpus_are_given_out_in_turns(gpus: list[str], shown: list[str], most: int) -> None:
+    specs = plan_workers(FleetConfig(prefill=1, decode=2), cores=[], gpus=gpus)
+    assert [spec.gpu for spec in specs] == shown
+    assert most_on_a_gpu(specs) == most
+    assert most_on_a_gpu([]) == 1
 
 
 def added(number: int, waits: dict[str, bool], left_behind: Collection[str] = ()) -> list[str]:

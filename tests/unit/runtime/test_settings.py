@@ -37,7 +37,8 @@ def test_a_name_means_one_thing_in_every_service() -> None:
 
 
 def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "workers_on_host", "drain_socket", "follow_places"}
+    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "follow_places"}
+    decided_by_up |= {"workers_on_host", "workers_on_gpu"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
 
 

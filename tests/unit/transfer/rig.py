@@ -1,6 +1,7 @@
 """An owner and a reader in one process, under virtual time, over memories and a backend that a test can stop, tear and corrupt."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,10 +39,11 @@ EMPTY = ""
 
 @dataclass
 class Fabric:
-    """What lies in whose blocks, and how reads behave. `stuck`: reads of blocks do not end while it is set; `stuck_lives` the same for
-    entries; `failing`: reads end FAILED; `torn`: called half way through each read of blocks."""
+    """What lies in whose blocks, which of them were offered, and how reads behave. `stuck`: reads of blocks do not end while it is set;
+    `stuck_lives` the same for entries; `failing`: reads end FAILED; `torn`: called half way through each read of blocks."""
 
     blocks: dict[str, list[str]] = field(default_factory=dict)
+    offered: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     tables: dict[str, MemoryLifeTable] = field(default_factory=dict)
     stuck: asyncio.Event = field(default_factory=asyncio.Event)
     stuck_lives: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,10 +105,14 @@ class FakeBackend:
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
+    def offer(self, block_ids: Sequence[int]) -> None:
+        self._fabric.offered[self._worker.worker_id].update(block_ids)
+
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         self.expected.append((read_id, reader.worker_id, tuple(block_ids)))
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        assert set(source.block_ids) <= self._fabric.offered[source.memory.owner.worker_id], "told of before it was offered"
         self._fabric.reads.append((source.block_ids, tuple(block_ids)))
         self._start(read_id, self._copy(read_id, source, tuple(block_ids)))
 

@@ -19,10 +19,12 @@ from baton.engine.model.decoder import DecoderForward, can_decode
 from baton.engine.model.decoder_layers import can_fuse
 from baton.engine.model.forward import Forward, ModelForward
 from baton.engine.model.fused import FusedForward
+from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.native.library import Kernels, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
+from baton.engine.model.shapes import shape_config
 from baton.engine.model.step_inputs import Part, pack
 from tests.unit.engine.model.conftest import TINY
 
@@ -173,6 +175,14 @@ def test_the_whole_decoder_is_no_further_from_float32_either(
     name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
 ) -> None:
     path = save(FUSED[name]())
+    assert_no_further_from_float32_than_the_model(path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels))
+
+
+@pytest.mark.parametrize("name", ["demo", pytest.param("tiny-42m", marks=pytest.mark.long)])
+def test_the_whole_decoder_is_no_further_with_models_that_are_measured(
+    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    path = DEMO_DIR if name == "demo" else save(shape_config(name))
     assert_no_further_from_float32_than_the_model(path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels))
 
 

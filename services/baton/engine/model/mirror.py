@@ -1,0 +1,37 @@
+"""A device's KV blocks, and as many in host memory, which transports reach everywhere."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from baton.engine.model.kv_cache import KvCache
+
+
+class DeviceMirror:
+    """Copies single blocks in either direction. On a GPU in a stream of its own: neither waits for steps that are being computed, so blocks
+    to copy must be ones that no such step writes or reads."""
+
+    def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
+        """`host`: [num_blocks, block_bytes], which the caller keeps until nothing is copied any more."""
+        self._device = cache.blocks.view(cache.num_blocks, -1).view(torch.uint8)
+        self._host = torch.from_numpy(host)
+        if self._host.shape != self._device.shape:
+            raise ValueError(f"{tuple(self._host.shape)} bytes of host memory for {tuple(self._device.shape)} of the device")
+        self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        self._copy(self._device, self._host, block_ids)
+
+    def to_device(self, block_ids: Sequence[int]) -> None:
+        self._copy(self._host, self._device, block_ids)
+
+    def _copy(self, source: torch.Tensor, destination: torch.Tensor, block_ids: Sequence[int]) -> None:
+        if self._stream is None:
+            for block_id in block_ids:
+                destination[block_id].copy_(source[block_id])
+            return
+        with torch.cuda.stream(self._stream):
+            for block_id in block_ids:
+                destination[block_id].copy_(source[block_id], non_blocking=True)
+        self._stream.synchronize()

@@ -1,0 +1,56 @@
+"""A GPU whose KV no transport reaches: what stands for one here is memory of torch's own, which NIXL refuses to register as a GPU's."""
+
+import asyncio
+from itertools import count
+
+import pytest
+import torch
+
+from baton.core.errors import ConfigError
+from baton.core.ids import ReadId
+from baton.engine.model.kv_cache import KvCache
+from baton.runtime.settings import WorkerConfig
+from baton.transfer.backend import ReadState
+from baton.transfer.staged_backend import StagedBackend
+from baton.worker import device
+from tests import builders
+
+pytestmark = pytest.mark.integration
+
+NUM_BLOCKS = 8
+WORKERS = (builders.worker_ref("p0"), builders.worker_ref("d0"))
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "local"])
+async def test_kv_goes_through_host_memory(transfer: str) -> None:
+    config = WorkerConfig(transfer=transfer)  # type: ignore[arg-type]
+    caches = [KvCache.zeros(builders.layout(), NUM_BLOCKS) for _ in WORKERS]
+    memories = [await asyncio.to_thread(device._device_memory, config, *pair) for pair in zip(WORKERS, caches, strict=True)]
+    owner, reader = (memory.backend for memory in memories)
+    assert isinstance(owner, StagedBackend)
+    assert all("staged through host memory" in memory.note for memory in memories)
+    reader.connect(owner.memory[0], builders.layout())
+    caches[0].blocks.copy_(torch.randn(caches[0].blocks.shape))
+    read_ids = map(ReadId, count(1))
+
+    async def read(blocks: dict[int, int]) -> None:
+        owner.offer(tuple(blocks))
+        read_id = next(read_ids)
+        reader.start_read(read_id, owner.describe(tuple(blocks)), tuple(blocks.values()))
+        assert await reader.wait(read_id) is ReadState.DONE
+        reader.release(read_id)
+
+    await asyncio.gather(read({1: 6, 2: 7}), read({5: 0}))
+    for theirs, own in {1: 6, 2: 7, 5: 0}.items():
+        assert torch.equal(caches[1].blocks[own], caches[0].blocks[theirs])
+    assert not caches[1].blocks[1:6].any()
+    for memory in memories:
+        await memory.backend.aclose()
+        memory.close()
+
+
+def test_a_host_with_too_little_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 1)
+    cache = KvCache.zeros(builders.layout(), NUM_BLOCKS)
+    with pytest.raises(ConfigError, match="more than the 0 MiB that are free: give a smaller --kv-memory"):
+        device._device_memory(WorkerConfig(transfer="local"), WORKERS[0], cache)
