@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import machine, table
@@ -36,20 +37,29 @@ SERVER_CORE, TOOL_CORE = 0, 1
 SCRIPTED_TTFT_MS, SCRIPTED_GAP_MS = 20.0, 2.5
 
 
-def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> tuple[float, float]:
-    """(median TTFT, median TPOT) in seconds."""
+@dataclass(frozen=True, slots=True)
+class Said:
+    """By a tool of one run: medians. `is_valid`: unless the generator says that it sent late; vllm's says nothing of it."""
+
+    ttft_s: float
+    tpot_s: float
+    is_valid: bool = True
+
+
+def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
     plan = out.with_suffix(".jsonl")
     lengths = ["--input-tokens", PROMPT_TOKENS, "--output-tokens", ANSWER_TOKENS, "--tokenizer", model]
     load = ["--rate", RATE, "--requests", requests, "--arrivals", "constant", "--seed", seed]
     loadgen("plan", "random", *load, *lengths, "--out", plan)
     as_text = ["--prompts", "text", "--tokenizer", model, "--dialect", "openai"]
     loadgen("run", plan, "--url", url, *as_text, "--quiet", "--out", out, may_exit=(0, INVALID))
-    records = read_result(out).records
-    ttfts = [at_s for record in records if (at_s := ttft_s(record, from_intended=False)) is not None]
-    return statistics.median(ttfts), statistics.median(gap_s for record in records if (gap_s := tpot_s(record)) is not None)
+    result = read_result(out)
+    ttfts = [at_s for record in result.records if (at_s := ttft_s(record, from_intended=False)) is not None]
+    tpots = [gap_s for record in result.records if (gap_s := tpot_s(record)) is not None]
+    return Said(statistics.median(ttfts), statistics.median(tpots), not result.run.invalid)
 
 
-def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> tuple[float, float]:
+def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url", url]
     command += ["--model", SERVED, "--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
     command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS), "--num-prompts", str(requests)]
@@ -59,13 +69,14 @@ def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: 
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     result = json.loads((out / "theirs.json").read_text())
-    return result["median_ttft_ms"] / 1e3, result["median_tpot_ms"] / 1e3
+    return Said(result["median_ttft_ms"] / 1e3, result["median_tpot_ms"] / 1e3)
 
 
 def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests: int) -> list[list[float]]:
-    """Of each tool the median over all repeats of (TTFT, TPOT), in ms."""
+    """Of each tool the median over all repeats of (TTFT, TPOT), in ms. Says how many runs were not valid: they count as well, for the other
+    tool's are not judged."""
     os.sched_setaffinity(0, {TOOL_CORE})
-    found: dict[str, list[tuple[float, float]]] = {tool: [] for tool in TOOLS}
+    found: dict[str, list[Said]] = {tool: [] for tool in TOOLS}
     ours(model, url, out / "warm", 5, 99)
     for repeat in range(repeats):
         for tool in TOOLS if repeat % 2 == 0 else reversed(TOOLS):
@@ -73,7 +84,11 @@ def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests:
                 found[tool].append(ours(model, url, out / f"ours-{repeat}", requests, repeat))
             else:
                 found[tool].append(theirs(python, model, url, out, requests, repeat))
-    return [[1e3 * statistics.median(figures) for figures in zip(*found[tool], strict=True)] for tool in TOOLS]
+    print(f"{sum(not said.is_valid for said in found[TOOLS[0]])} of {repeats} runs of loadgen are invalid: it sent late")
+    return [
+        [1e3 * statistics.median(said.ttft_s for said in found[tool]), 1e3 * statistics.median(said.tpot_s for said in found[tool])]
+        for tool in TOOLS
+    ]
 
 
 @contextmanager

@@ -12,14 +12,21 @@ from transformers import PreTrainedModel
 from baton.engine.model.attention_step import Asked
 from baton.engine.model.decoder_layers import decoder_layers, turns
 from baton.engine.model.forward import Forwarded, are_finite
+from baton.engine.model.fused import has_onednn_products
 from baton.engine.model.native.decoder import Decoder, Product
 from baton.engine.model.native.library import Kernels
 from baton.engine.model.step_inputs import PackedStep
 
 
 def can_decode(model: PreTrainedModel, kernels: Kernels) -> bool:
-    """Whether this is worth it for a model that `can_fuse`: our products are of pairs of bfloat16, and oneDNN's are faster with AMX."""
-    return model.dtype == torch.bfloat16 and kernels.has_products and not torch.cpu._is_amx_tile_supported()
+    """Whether this is worth it for a model that `can_fuse`: our products are of bfloat16, and oneDNN's are faster with AMX. On a processor
+    that does not multiply pairs of it ours are only taken where oneDNN has none: torch's own are many times slower there than products of
+    floats."""
+    if model.dtype != torch.bfloat16:
+        return False
+    if kernels.multiplies_pairs:
+        return not torch.cpu._is_amx_tile_supported()
+    return not has_onednn_products(model.dtype)
 
 
 class DecoderForward:

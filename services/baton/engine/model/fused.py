@@ -25,7 +25,7 @@ class PackedLinear:
     def __init__(self, *modules: nn.Linear) -> None:
         self._modules = modules
         self._bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
-        self._is_packed = _can_pack(modules[0].weight.dtype)
+        self._is_packed = has_onednn_products(modules[0].weight.dtype)
         if self._is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat([module.weight.data for module in modules]))
         else:
@@ -92,7 +92,7 @@ class FusedForward:
         """Nothing was put into the model."""
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def has_onednn_products(dtype: torch.dtype) -> bool:
     """Whether this build and this processor have oneDNN's products of packed weights."""
     return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from baton.core.errors import LayoutMismatch, ModelError
+from baton.engine.model import decoder
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import Asked, CausalMasks
 from baton.engine.model.decoder import DecoderForward, can_decode
@@ -143,11 +144,8 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
 
 @pytest.fixture
 def whole_kernels() -> Kernels:
-    """Where the processor has what `DecoderForward` needs, for two threads."""
-    kernels = load_kernels(2)
-    if not kernels.has_products:
-        pytest.skip("needs AVX512-BF16")
-    return kernels
+    """For two threads."""
+    return load_kernels(2)
 
 
 def assert_no_further_from_float32_than_the_model(
@@ -207,12 +205,31 @@ def test_the_whole_decoder_wants_its_own_models_cache(
         answers(other, forward)
 
 
-def test_the_whole_decoder_is_for_pairs_of_bfloat16(tiny_dir: Path, whole_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert can_decode(load_model(tiny_dir, dtype="bfloat16", device="cpu").model, whole_kernels)
-    assert not can_decode(load_model(tiny_dir, dtype="float16", device="cpu").model, whole_kernels)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not can_decode(load_model(tiny_dir, dtype="bfloat16", device="cpu").model, whole_kernels), "oneDNN's products are faster there"
+@pytest.mark.parametrize(
+    ("dtype", "multiplies_pairs", "has_amx", "has_onednn", "wanted"),
+    [
+        ("bfloat16", True, False, True, True),
+        ("bfloat16", True, True, True, False),
+        ("bfloat16", False, False, True, False),
+        ("bfloat16", False, False, False, True),
+        ("float16", True, False, True, False),
+        ("float32", False, False, False, False),
+    ],
+)
+def test_the_whole_decoder_is_for_bfloat16_where_no_products_are_faster(
+    tiny_dir: Path,
+    whole_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    multiplies_pairs: bool,
+    has_amx: bool,
+    has_onednn: bool,
+    wanted: bool,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(decoder, "has_onednn_products", lambda dtype: has_onednn)
+    monkeypatch.setattr(whole_kernels, "multiplies_pairs", multiplies_pairs)
+    assert can_decode(load_model(tiny_dir, dtype=dtype, device="cpu").model, whole_kernels) is wanted
 
 
 @pytest.mark.parametrize("name", list(NOT_FUSED))

@@ -157,7 +157,7 @@ def test_packed_weights_are_held_once(tiny_dir: Path, monkeypatch: pytest.Monkey
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     is_whole = can_decode(loaded.model, load_kernels(1)) and is_whole_allowed
     monkeypatch.setattr(ways, "can_decode", lambda model, kernels: is_whole)
-    packs = is_whole or fused._can_pack(loaded.dtype)  # this build of torch, on this processor
+    packs = is_whole or fused.has_onednn_products(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
     way = choose_way(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
     assert way.name == ("our decoder" if is_whole else "our kernels")

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention.h"
+#include "float_tile.h"
+#include "pair_tile.h"
 #include "team.h"
-#include "tile.h"
 
 namespace baton {
 

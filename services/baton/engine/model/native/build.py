@@ -19,7 +19,7 @@ from baton.core.errors import BatonError
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp")
-HEADERS = ("attention.h", "attention_work.h", "layers.h", "numbers.h", "pairs.h", "product.h", "team.h", "tile.h")
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
 """Every instruction of this processor: clang for ARM long knew but the second spelling."""
 OPTIONS = ("-O3", NATIVE, "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")

@@ -43,8 +43,6 @@ struct DecoderArgs {
     HeadsArgs heads;
 };
 
-#ifdef BATON_PAIRS
-
 namespace {
 
 Product product_of(const ProductArgs& args) {
@@ -105,22 +103,18 @@ void decode(const DecoderArgs& args) {
 
 }  // namespace
 
-#endif
-
 }  // namespace baton
 
 extern "C" {
 
-// Whether the other functions here do anything.
-int32_t baton_has_products() {
+// Whether products take pairs at a time.
+int32_t baton_multiplies_pairs() {
 #ifdef BATON_PAIRS
     return 1;
 #else
     return 0;
 #endif
 }
-
-#ifdef BATON_PAIRS
 
 // weights [n, k] bfloat16 -> words [n / 64 rounded up, k / 2, 64]
 void baton_pack(const void* weights, void* words, int64_t n, int64_t k, int32_t threads) {
@@ -142,10 +136,10 @@ void baton_product(const void* x, const baton::ProductArgs* by, void* out, int64
 
 void baton_decode(const baton::DecoderArgs* args) {
     using namespace baton;
+#ifdef BATON_PAIRS
     const int dim = args->attention.head_dim;
     if (dim % 32 == 0 && dim <= PairTile::MAX_DIM) return decode<PairTile>(*args);
+#endif
     decode<FloatTile<Bf16>>(*args);
 }
-
-#endif
 }

@@ -1,5 +1,4 @@
-"""The layers of a decoder as one call; its matrix products over weights that are packed once. bfloat16, where the processor multiplies
-pairs of it."""
+"""The layers of a decoder as one call; its matrix products over weights that are packed once. bfloat16."""
 
 import ctypes
 from collections.abc import Sequence

@@ -105,17 +105,15 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, pointer, pointer, whole, number, ctypes.c_float, number, number]
         self._gate = library.baton_silu_gate
         self._gate.argtypes = [pointer, pointer, whole, number, number, number]
-        for function in (self._attention, self._turn, self._norm, self._gate):
+        # For `native/decoder.py`, as decoder.cpp wants it.
+        self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
+        self.pack.argtypes = [pointer, pointer, whole, whole, number]
+        self.product.argtypes = [pointer, pointer, pointer, whole, number, number]
+        self.decode.argtypes = [pointer]
+        for function in (self._attention, self._turn, self._norm, self._gate, self.pack, self.product, self.decode):
             function.restype = None
-        self.has_products = bool(library.baton_has_products())
-        """Whether `pack`, `product` and `decode` can be called: `native/decoder.py` does, as decoder.cpp wants it."""
-        if self.has_products:
-            self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
-            self.pack.argtypes = [pointer, pointer, whole, whole, number]
-            self.product.argtypes = [pointer, pointer, pointer, whole, number, number]
-            self.decode.argtypes = [pointer]
-            for function in (self.pack, self.product, self.decode):
-                function.restype = None
+        self.multiplies_pairs = bool(library.baton_multiplies_pairs())
+        """Whether this processor has a dot product of pairs of bfloat16; else products are of floats."""
         self.num_threads = num_threads
 
     def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:

@@ -7,6 +7,8 @@
 
 namespace baton {
 
+constexpr int LINE_BYTES = 64;  // of the processor's caches
+
 struct Bf16 {
     uint16_t bits;
 };

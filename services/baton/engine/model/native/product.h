@@ -1,28 +1,23 @@
-// Products of bfloat16 matrices, x [rows, k] times weights [n, k] transposed, with the dot product of pairs.
+// Products of bfloat16 matrices, x [rows, k] times weights [n, k] transposed, with sums in float.
 //
 // Weights are packed once into panels of 64 outputs: for each pair of inputs its 64 words, so that a lane is an output and no sum runs
-// across lanes. Six rows of x go over a panel at a time (24 sums in registers), in stretches of the panel that stay in the second cache;
-// while the rows of a block are multiplied by one stretch, the next comes from memory.
+// across lanes. Six rows of x go over a panel at a time, in stretches of the panel that stay in the second cache; while the rows of a block
+// are multiplied by one stretch, the next comes from memory. How a few rows are multiplied by a stretch is the processor's: product_pairs.h
+// or product_lanes.h.
 #pragma once
+
+#include <algorithm>
 
 #include "numbers.h"
 #include "pairs.h"
 #include "team.h"
 
-#ifdef BATON_PAIRS
-
-#include <algorithm>
-
 namespace baton {
 
 constexpr int PANEL = 64;
-constexpr int VECTOR = 16;
-constexpr int VECTORS = PANEL / VECTOR;
-constexpr int STRETCH_PAIRS = 1024;
 constexpr int BLOCK_ROWS = 96;
 constexpr int ROWS_AT_ONCE = 6;
 constexpr int AHEAD_PAIRS = 4;
-constexpr int LINE_BYTES = 64;  // of the processor's caches
 
 // words: [n / 64 rounded up, k / 2, 64]; bias [n] or null.
 struct Product {
@@ -52,7 +47,7 @@ struct Ahead {
     int lines = 0;
 
     void fetch() {
-        for (int i = 0; i < lines && at < end; i++, at += LINE_BYTES) _mm_prefetch(at, _MM_HINT_T1);
+        for (int i = 0; i < lines && at < end; i++, at += LINE_BYTES) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -64,9 +59,6 @@ struct Stretch {
     bool is_last;
 };
 
-inline void store(Bf16* to, __mmask16 lanes, __m512 values) { _mm256_mask_storeu_epi16(to, lanes, __m256i(_mm512_cvtneps_pbh(values))); }
-inline void store(float* to, __mmask16 lanes, __m512 values) { _mm512_mask_storeu_ps(to, lanes, values); }
-
 // Where the outputs of a panel go, of which there are `columns`; bias [columns] or null. Out: Bf16, or float for what is not rounded.
 template <typename Out>
 struct Columns {
@@ -74,46 +66,19 @@ struct Columns {
     int64_t stride;
     const Bf16* bias;
     int columns;
-
-    void write(const __m512* sums, int64_t row) const {
-        for (int v = 0; v < VECTORS && v * VECTOR < columns; v++) {
-            const int left = columns - v * VECTOR;
-            const __mmask16 is_output = left >= VECTOR ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
-            __m512 sum = sums[v];
-            if (bias) {
-                const __m256i halves = _mm256_maskz_loadu_epi16(is_output, bias + v * VECTOR);
-                sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
-            }
-            store(out + row * stride + v * VECTOR, is_output, sum);
-        }
-    }
 };
 
-template <int ROWS, typename Out>
-inline void multiply_rows(
-    int row, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
-    __m512 held[ROWS][VECTORS];
-    sums += row * PANEL;
-    x += row * x_stride;
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) held[r][v] = by.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * PANEL + v * VECTOR);
-    for (int pair = 0; pair < by.pairs; pair++) {
-        if (pair % AHEAD_PAIRS == 0) ahead.fetch();
-        __m512bh lanes[VECTORS];
-        for (int v = 0; v < VECTORS; v++) lanes[v] = __m512bh(_mm512_loadu_si512(by.words + size_t(pair) * PANEL + v * VECTOR));
-        for (int r = 0; r < ROWS; r++) {
-            const __m512bh both = __m512bh(_mm512_set1_epi32(int(x[r * x_stride + pair])));
-            for (int v = 0; v < VECTORS; v++) held[r][v] = _mm512_dpbf16_ps(held[r][v], lanes[v], both);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) {
-        if (by.is_last) {
-            to.write(held[r], row + r);
-        } else {
-            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * VECTOR, held[r][v]);
-        }
-    }
-}
+}  // namespace baton
+
+// STRETCH_PAIRS: of a stretch, at most. passes_over(rows): how many times its pairs are gone through. multiply_rows<ROWS>(row, x, x_stride, by, sums, to, ahead): ROWS rows of x, from `row` on, of which each has its pairs one after the other
+// and is x_stride pairs from the next, by a stretch.
+#ifdef BATON_PAIRS
+#include "product_pairs.h"
+#else
+#include "product_lanes.h"
+#endif
+
+namespace baton {
 
 template <typename Out>
 inline void multiply_block(
@@ -135,7 +100,7 @@ inline void multiply_block(
 inline Ahead behind(const Product& by, int64_t panel, int64_t pair, int rows, bool is_last_block, int threads) {
     const int64_t pairs = by.k / 2, stretch = std::min<int64_t>(STRETCH_PAIRS, pairs - pair);
     const bool is_last = pair + stretch == pairs;
-    const int passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int passes = passes_over(rows);
     if (passes < 3 || (is_last && is_last_block && panel + threads >= by.panels())) return {};
     const int64_t begin = is_last ? (panel + threads) % by.panels() * pairs : panel * pairs + pair + stretch;
     const int64_t length = std::min<int64_t>(STRETCH_PAIRS, is_last ? pairs : pairs - pair - stretch);
@@ -165,5 +130,3 @@ void product(Member& member, const Bf16* x, const Product& by, Out* out, int64_t
 }
 
 }  // namespace baton
-
-#endif
