@@ -43,7 +43,7 @@ def cpu_finding(machine: str, cpuinfo: str) -> Finding:
     have = [name for name in BF16_FEATURES if name in flags]
     if have:
         return ok("cpu", f"{machine}, {model}, {' and '.join(have)}" + ("" if "amx_bf16" in have or machine != "x86_64" else ", no AMX"))
-    hint = "our decoder multiplies floats instead, several times slower; a model that runs in another way is faster with --dtype float32"
+    hint = "floats are multiplied instead, several times slower; models that our decoder does not know may be faster with --dtype float32"
     return warn("cpu", f"{machine}, {model}, no bfloat16 instructions", hint)
 
 

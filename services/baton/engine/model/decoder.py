@@ -21,7 +21,7 @@ from baton.engine.model.step_inputs import PackedStep
 def can_decode(model: PreTrainedModel, kernels: Kernels) -> bool:
     """Whether this is worth it for a model that `can_fuse`: our products are of bfloat16, and oneDNN's are faster with AMX. On a processor
     that does not multiply pairs of it ours are only taken where oneDNN has none: torch's own are many times slower there than products of
-    floats."""
+    floats. With AVX-512 alone oneDNN emulates them; ours were not measured against that."""
     if model.dtype != torch.bfloat16:
         return False
     if kernels.multiplies_pairs:

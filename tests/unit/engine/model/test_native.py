@@ -36,7 +36,9 @@ SHAPES = (
     (128, 1, 32, 16),
 )
 """(query heads, KV heads, head size, block size)."""
-PROCESSORS = (NATIVE, "-march=x86-64") if platform.machine() == "x86_64" else (NATIVE,)
+LEAST, AVX2 = "-march=x86-64", "-march=x86-64-v3"
+FOREIGN = ("-march=skylake-avx512", "-march=cooperlake") if platform.machine() == "x86_64" else (NATIVE,)
+"""With AVX-512 in floats, and with its pairs of bfloat16."""
 HALVES = """
 #include "numbers.h"
 extern "C" void widen(const baton::Fp16* from, float* to, int64_t count) {
@@ -87,16 +89,23 @@ touch "$2"
 """
 
 
-@pytest.fixture(scope="module", params=PROCESSORS, ids=PROCESSORS)
+def processors() -> list[str]:
+    """This one, the least of its kind, whose vectors are as short as ARM's, and one between."""
+    if platform.machine() != "x86_64":
+        return [NATIVE]
+    return [NATIVE, LEAST, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
+
+
+@pytest.fixture(scope="module", params=processors())
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For this processor, and for the least of its kind, whose vectors are as short as ARM's. That one has names of its own: what is inline
-    is one for a whole process."""
+    """For a processor. All but this one's have names of their own: what is inline is one for a whole process."""
     if request.param == NATIVE:
         return build()
     path = tmp_path_factory.mktemp("library") / "kernels.so"
     options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
     compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
-    subprocess.run([compiler, *options, "-Dbaton=least", *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
+    own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
+    subprocess.run([compiler, *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
     return path
 
 
@@ -150,15 +159,24 @@ def float_step(step: AttentionStep) -> AttentionStep:
     return AttentionStep(wide, step.segments, CausalMasks(torch.float32, cache.device), paged_attention)
 
 
-def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path) -> None:
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part: int) -> None:
     cache = cache_of(2, 64, 16, torch.bfloat16, 140)
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
     poisoned = step.segments[2]
-    cache.blocks[int(poisoned.block_ids[3]), 1, 0, 0, 5, 7] = float("nan")  # one number of one key
+    cache.blocks[int(poisoned.block_ids[3]), 1, part, 0, 5, 7] = float("nan")
     got = kernel_of(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
     ends = [segment.token_begin for segment in step.segments] + [len(got)]
     assert [bool(got[begin:end].any()) for begin, end in pairwise(ends)] == [segment is poisoned for segment in step.segments]
+
+
+@pytest.mark.parametrize("processor", FOREIGN)
+def test_what_other_processors_run_compiles(processor: str) -> None:
+    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
+    options = [processor if option == NATIVE else option for option in OPTIONS]
+    for source in SOURCES:
+        subprocess.run([compiler, *options, "-fsyntax-only", str(HERE / source)], check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -179,7 +197,7 @@ def test_norm_and_gate_are_those_of_torch(library: Path, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("options", [OPTIONS, ("-O1", "-std=c++17", "-fPIC", "-shared")], ids=["in vectors", "one by one"])
 @pytest.mark.parametrize("flush", [False, True])
-def test_halves_are_those_of_numpy(library: Path, tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
+def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
     """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours, and any bits at all. A
     thread that flushes subnormal floats gets the same."""
     (tmp_path / "halves.cpp").write_text(HALVES)
@@ -263,7 +281,7 @@ def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(monkeypatch: p
         build(tmp_path / "file" / "cache")
 
 
-def test_processes_that_start_together_compile_once_and_old_libraries_go(library: Path, tmp_path: Path) -> None:
+def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_path: Path) -> None:
     """The compiler is a script that notes each call and makes an empty library."""
     script = tmp_path / "bin" / "c++"
     script.parent.mkdir()
@@ -284,7 +302,8 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(library
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "k", "n"), [(1, 64, 64), (5, 2, 7), (6, 256, 130), (13, 4100, 65), (97, 66, 200), (110, 4100, 130), (200, 2048, 64)]
+    ("rows", "k", "n"),
+    [(1, 64, 64), (4, 1030, 70), (5, 2, 7), (6, 256, 130), (9, 66, 70), (13, 4100, 65), (97, 66, 200), (110, 4100, 130), (200, 2048, 64)],
 )
 def test_products(library: Path, rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
     """Outputs and rows that fill no panel or block, more inputs than one stretch."""

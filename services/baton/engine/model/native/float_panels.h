@@ -1,5 +1,5 @@
-// Query rows in panels of one or two vectors: a lane is a row, so that no sum runs across lanes, and neither keys nor values need another order.
-// Their numbers are multiplied one by one by vectors of queries, or of weights.
+// Query rows in panels of one or two vectors: a lane is a row, so that no sum runs across lanes, and neither keys nor values need another
+// order. Their numbers are multiplied one by one by vectors of queries, or of weights.
 #pragma once
 
 #include <type_traits>
@@ -55,21 +55,20 @@ struct Panel {
         range.high = std::max(range.high, seen.high);
     }
 
-    // As the function, of scores [count, ROWS], each lane for itself. `keep`: the factors for the old sums.
+    // As `soften` of tile.h, of scores [count, ROWS], each lane for itself. `keep`: the factors for the old sums.
     void soften(float* scores, int begin, int count, float factor, float* keep) {
-        float top[ROWS];
+        float top[ROWS], sum[ROWS] = {};
         std::memcpy(top, most, sizeof top);
         for (int i = 0; i < count; i++) {
             float* row = scores + i * ROWS;
 #pragma omp simd
             for (int l = 0; l < ROWS; l++) {
-                row[l] = (begin + i >= low[l]) & (begin + i < high[l]) ? row[l] * factor : NEVER;
+                row[l] = ((begin + i >= low[l]) & (begin + i < high[l])) ? row[l] * factor : NEVER;
                 top[l] = row[l] > top[l] ? row[l] : top[l];
             }
         }
         for (int l = 0; l < ROWS; l++) {
             keep[l] = exp2_near(most[l] - top[l]);
-            total[l] *= keep[l];
             most[l] = top[l];
         }
         for (int i = 0; i < count; i++) {
@@ -77,9 +76,10 @@ struct Panel {
 #pragma omp simd
             for (int l = 0; l < ROWS; l++) {
                 row[l] = row[l] <= NEVER ? 0.0f : exp2_near(row[l] - top[l]);
-                total[l] += row[l];
+                sum[l] += row[l];
             }
         }
+        for (int l = 0; l < ROWS; l++) total[l] = total[l] * keep[l] + sum[l];
     }
 };
 

@@ -39,7 +39,14 @@ class FloatTile {
    private:
     template <typename Panels>
     void attend_many(
-        Panels& panels, const T* const* rows, int num_rows, const Limits* seen, const KvRows<T>& kv, Limits range, float factor, Running& run) {
+        Panels& panels,
+        const T* const* rows,
+        int num_rows,
+        const Limits* seen,
+        const KvRows<T>& kv,
+        Limits range,
+        float factor,
+        Running& run) {
         panels.start(rows, num_rows, seen, kv.head_dim);
         for (int begin = range.low; begin < range.high; begin += KV_TILE) {
             const int end = std::min(begin + KV_TILE, range.high);
@@ -52,7 +59,8 @@ class FloatTile {
     void attend_few(const T* const* rows, int num_rows, const Limits* seen, const KvRows<T>& kv, Limits range, float factor, Running& run) {
         const int dim = kv.head_dim;
         queries_.assign(size_t(num_rows) * width_, 0.0f);
-        for (int r = 0; r < num_rows; r++) std::transform(rows[r], rows[r] + dim, &queries_[size_t(r) * width_], [](T q) { return to_float(q); });
+        for (int r = 0; r < num_rows; r++)
+            for (int d = 0; d < dim; d++) queries_[size_t(r) * width_ + d] = to_float(rows[r][d]);
         for (int begin = range.low; begin < range.high; begin += FEW_TILE) {
             const int end = std::min(begin + FEW_TILE, range.high), count = end - begin;
             convert(kv, begin, end, range.high - 1);

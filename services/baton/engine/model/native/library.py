@@ -105,7 +105,7 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, pointer, pointer, whole, number, ctypes.c_float, number, number]
         self._gate = library.baton_silu_gate
         self._gate.argtypes = [pointer, pointer, whole, number, number, number]
-        # For `native/decoder.py`, as decoder.cpp wants it.
+        # For `native/decoder.py`, as decoder.cpp wants them.
         self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
         self.pack.argtypes = [pointer, pointer, whole, whole, number]
         self.product.argtypes = [pointer, pointer, pointer, whole, number, number]

@@ -88,7 +88,7 @@ inline float exp2_near(float x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// A type code as Python hands it over; see build.py.
+// A type code as Python hands it over; see library.py.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 }  // namespace baton

@@ -1,5 +1,5 @@
-// Tiles of bfloat16, with the processor's dot product of pairs. Keys are packed 16 tokens wide, so that a lane is a token and no sum runs across
-// lanes; values are packed so that a lane is a feature.
+// Tiles of bfloat16, with the processor's dot product of pairs. Keys are packed 16 tokens wide, so that a lane is a token and no sum runs
+// across lanes; values are packed so that a lane is a feature.
 #pragma once
 
 #include "pairs.h"

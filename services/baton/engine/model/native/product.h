@@ -70,8 +70,11 @@ struct Columns {
 
 }  // namespace baton
 
-// STRETCH_PAIRS: of a stretch, at most. passes_over(rows): how many times its pairs are gone through. multiply_rows<ROWS>(row, x, x_stride, by, sums, to, ahead): ROWS rows of x, from `row` on, of which each has its pairs one after the other
-// and is x_stride pairs from the next, by a stretch.
+// Each of the two defines
+//   STRETCH_PAIRS: of a stretch, at most
+//   passes_over(rows): how many times a stretch's pairs are gone through
+//   multiply_rows<ROWS>(row, x, x_stride, by, sums, to, ahead): ROWS rows of x, from `row` on, of which each has its pairs one after the
+//     other and is x_stride pairs from the next, by a stretch.
 #ifdef BATON_PAIRS
 #include "product_pairs.h"
 #else

@@ -1,5 +1,5 @@
-// A few rows times a stretch, in floats, for a processor without a dot product of pairs: a word's halves, each the upper half of a float, are
-// multiplied one after the other.
+// A few rows times a stretch, in floats, for a processor without a dot product of pairs: a word's halves, each the upper half of a float,
+// are multiplied one after the other. A part of product.h.
 #pragma once
 
 #include "lanes.h"
@@ -15,7 +15,8 @@ inline Floats half_of(Words words) {
     return Floats(IS_ODD ? words & 0xffff0000u : words << 16);
 }
 
-// So many vectors of sums go with so many rows: as many as fit beside what a row is multiplied by, and the weights, which one row needs once.
+// So many vectors of sums for each of so many rows: as many as fit into registers beside a vector of weights each (one row uses them straight
+// away), an input and the mask of odd ones.
 constexpr int vectors_with(int rows) {
     int vectors = PANEL / LANE_FLOATS;
     while (vectors > 1 && rows * vectors + (rows > 1 ? vectors : 1) + 2 > REGISTERS) vectors /= 2;
@@ -51,7 +52,8 @@ inline void multiply_rows(
     for (int first = 0; first < to.columns; first += VECTORS * LANE_FLOATS) {
         Floats held[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) held[r][v] = by.is_first ? Floats{} : vector_at<Floats>(sums + r * PANEL + first + v * LANE_FLOATS);
+            for (int v = 0; v < VECTORS; v++)
+                held[r][v] = by.is_first ? Floats{} : vector_at<Floats>(sums + r * PANEL + first + v * LANE_FLOATS);
         for (int pair = 0; pair < by.pairs; pair++) {
             if (pair % AHEAD_PAIRS == 0) ahead.fetch();
             const uint32_t* words = by.words + size_t(pair) * PANEL + first;

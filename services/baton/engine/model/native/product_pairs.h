@@ -1,4 +1,5 @@
 // A few rows times a stretch, for a processor that multiplies pairs of bfloat16 and adds them to floats: 24 sums in registers.
+// A part of product.h.
 #pragma once
 
 namespace baton {

@@ -1,6 +1,7 @@
 // One tile of attention: some query rows of one KV head against a stretch of one sequence's KV.
 //
-// A row is one query head of one token. Rows see [low, high) of the KV, each its own. How a tile goes over its KV: pair_tile.h for bfloat16
+// A row is one query head of one token. Rows see [low, high) of the KV, each its own; what is not a number spreads within its sequence, to
+// rows that do not see it, too. How a tile goes over its KV: pair_tile.h for bfloat16
 // where the processor has a dot product of pairs, else float_tile.h.
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace baton {
 
-constexpr int LANES = 16;
+constexpr int LANES = 16;  // tokens that pair_tile.h packs side by side; parts of KV begin at multiples of it
 constexpr int KV_TILE = 128;
 constexpr int MAX_ROWS = 128;  // of a tile; who makes tiles keeps to it
 constexpr int AHEAD = 2 * LANES;  // tokens between those that are read and those that are fetched
