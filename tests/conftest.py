@@ -1,5 +1,6 @@
 """What every test shares. Each directory's own fixtures stand in its own conftest."""
 
+import gc
 import os
 from collections import Counter
 
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         may_run = has_gpu or (item.get_closest_marker("interpreted") and os.environ.get("TRITON_INTERPRET") == "1")
         if item.get_closest_marker("gpu") and not may_run:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and what they import stay until the end: looking through them at each garbage collection took a test's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

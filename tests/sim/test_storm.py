@@ -16,7 +16,7 @@ from tests.times import TEST_TIMES
 
 pytestmark = pytest.mark.sim
 
-NUM_SEEDS = sized(24, 500)
+NUM_SEEDS = sized(16, 500)
 FULL = Storm()
 SHORT = Storm(num_requests=120, duration_s=8.0, cuts_per_s=1.5, deaths_per_s=0.6)
 STORM = sized(SHORT, FULL)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ class Import:
         return f"{self.module}:{self.line} imports {self.target}"
 
 
+@cache
 def sources(root: Path = ROOT) -> dict[str, ast.Module]:
-    """The modules of both packages, generated code left out."""
+    """The modules of both packages, generated code left out. Read once for all tests, which change nothing in them."""
     files = {
         ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
         for base, package in ((root / "services", "baton"), (root, "loadgen"))

@@ -29,7 +29,7 @@ def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
 
 
 async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
-    asks = random_asks(Random(1), sized(36, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
+    asks = random_asks(Random(1), sized(24, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
     async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()
