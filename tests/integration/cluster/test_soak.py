@@ -94,7 +94,7 @@ async def until_small(cluster: ProcessCluster, before: dict[str, Resources]) -> 
 
 async def test_clients_that_come_and_go_leave_nothing_behind(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     asks = random_asks(Random(4), NUM_ASKS, max_prompt=200, vocab_size=4096, max_tokens=24)
-    async with process_cluster(prefill=1, decode=1, admin_port=0) as cluster:
+    async with process_cluster(prefill=1, decode=1, admin_port=0, scheduler_wait_s=30.0) as cluster:  # however slow the machine
         await run_clients(cluster, asks, seed=1, seconds=WARM_UP_S)
         await cluster.check_clean()
         before = await resources(cluster)
