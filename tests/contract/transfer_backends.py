@@ -1,9 +1,10 @@
 """Every implementation of `TransferBackend`, behind one handle: two workers' memories and what moves blocks between them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -100,15 +101,23 @@ def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Si
 
 
 Make = Callable[[WorkerRef, KvLayout, HostMemory], TransferBackend]
+Allocate = Callable[[int, int], HostMemory]
+WORKERS = (builders.worker_ref("p0", epoch=7), builders.worker_ref("d0", epoch=8))
 
 
-async def _connected(
-    make: Make, allocate: Callable[[int, int], HostMemory], workers: tuple[WorkerRef, WorkerRef]
-) -> tuple[Pair, list[HostMemory]]:
-    memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in workers]
-    tables = [MemoryLifeTable(m.life_table, w.worker_epoch) for m, w in zip(memories, workers, strict=True)]
+def _nixl(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+    return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
+
+
+def _local(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+    return LocalBackend(worker=worker, layout=layout, memory=memory)
+
+
+async def _connected(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
+    memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in WORKERS]
+    tables = [MemoryLifeTable(m.life_table, w.worker_epoch) for m, w in zip(memories, WORKERS, strict=True)]
     assert len(tables) == 2  # epochs are in memory before a peer may look
-    sides = [_side(w, make(w, LAYOUT, m), m) for w, m in zip(workers, memories, strict=True)]
+    sides = [_side(w, make(w, LAYOUT, m), m) for w, m in zip(WORKERS, memories, strict=True)]
     return Pair(owner=sides[0], reader=sides[1]), memories
 
 
@@ -123,45 +132,20 @@ def _connect(pair: Pair) -> None:
     pair.reader.backend.connect(pair.owner.backend.memory[0], LAYOUT)
 
 
-WORKERS = (builders.worker_ref("p0", epoch=7), builders.worker_ref("d0", epoch=8))
-
-
 @asynccontextmanager
-async def nixl_pair() -> AsyncIterator[Pair]:
-    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
-
-    pair, memories = await _connected(make, allocate_private, WORKERS)
+async def _open(connected: Callable[[], Awaitable[tuple[Pair, list[HostMemory]]]]) -> AsyncIterator[Pair]:
+    pair, memories = await connected()
     _connect(pair)
     yield pair
     await _close(pair, memories)
 
 
-@asynccontextmanager
-async def local_pair() -> AsyncIterator[Pair]:
-    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        return LocalBackend(worker=worker, layout=layout, memory=memory)
-
-    pair, memories = await _connected(make, allocate_shared, WORKERS)
-    _connect(pair)
-    yield pair
-    await _close(pair, memories)
+def _allocate_named(num_blocks: int, block_bytes: int) -> HostMemory:
+    """As on systems without memfd."""
+    return allocate_shared(num_blocks, block_bytes, memfd=False)
 
 
-@asynccontextmanager
-async def local_named_pair() -> AsyncIterator[Pair]:
-    """Over named shared memory, as on systems without memfd."""
-
-    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        return LocalBackend(worker=worker, layout=layout, memory=memory)
-
-    pair, memories = await _connected(make, lambda blocks, size: allocate_shared(blocks, size, memfd=False), WORKERS)
-    _connect(pair)
-    yield pair
-    await _close(pair, memories)
-
-
-async def _staged_pair(make: Make, allocate: Callable[[int, int], HostMemory]) -> tuple[Pair, list[HostMemory]]:
+async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
     """What a device has is memory of torch's own, as if it were out of reach."""
     caches: list[KvCache] = []
 
@@ -169,35 +153,13 @@ async def _staged_pair(make: Make, allocate: Callable[[int, int], HostMemory]) -
         caches.append(KvCache.zeros(layout, NUM_BLOCKS))
         return StagedBackend(make(worker, layout, memory), DeviceMirror(caches[-1], memory.kv))
 
-    pair, memories = await _connected(staged, allocate, WORKERS)
+    pair, memories = await _connected(staged, allocate)
     sides = [
         replace(side, fill=fill, holds=holds)
         for side, cache in zip((pair.owner, pair.reader), caches, strict=True)
         for fill, holds in [_filling(cache.blocks.view(NUM_BLOCKS, -1).view(torch.uint8).numpy())]
     ]
     return Pair(owner=sides[0], reader=sides[1]), memories
-
-
-@asynccontextmanager
-async def staged_nixl_pair() -> AsyncIterator[Pair]:
-    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
-
-    pair, memories = await _staged_pair(make, allocate_private)
-    _connect(pair)
-    yield pair
-    await _close(pair, memories)
-
-
-@asynccontextmanager
-async def staged_local_pair() -> AsyncIterator[Pair]:
-    def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        return LocalBackend(worker=worker, layout=layout, memory=memory)
-
-    pair, memories = await _staged_pair(make, allocate_shared)
-    _connect(pair)
-    yield pair
-    await _close(pair, memories)
 
 
 @asynccontextmanager
@@ -209,7 +171,7 @@ async def gloo_pair() -> AsyncIterator[Pair]:
         made.append(GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks))
         return made[-1]
 
-    pair, memories = await _connected(make, allocate_private, WORKERS)
+    pair, memories = await _connected(make, allocate_private)
     await asyncio.gather(*(asyncio.to_thread(backend.join) for backend in made))
     _connect(pair)
     yield pair
@@ -240,11 +202,11 @@ async def sim_pair() -> AsyncIterator[Pair]:
 
 
 BACKENDS: dict[str, PairFactory] = {
-    "nixl": nixl_pair,
-    "local": local_pair,
-    "local-named": local_named_pair,
-    "staged-nixl": staged_nixl_pair,
-    "staged-local": staged_local_pair,
+    "nixl": partial(_open, partial(_connected, _nixl, allocate_private)),
+    "local": partial(_open, partial(_connected, _local, allocate_shared)),
+    "local-named": partial(_open, partial(_connected, _local, _allocate_named)),
+    "staged-nixl": partial(_open, partial(_staged, _nixl, allocate_private)),
+    "staged-local": partial(_open, partial(_staged, _local, allocate_shared)),
     "gloo": gloo_pair,
     "sim": sim_pair,
 }

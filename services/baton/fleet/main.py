@@ -1,14 +1,13 @@
 """`baton fleet`: the workers alone, for clusters whose gateway, scheduler and Redis are run by someone else."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from baton.core.cluster import WorkerRole
-from baton.fleet.gpus import local_gpus
+from baton.fleet.here import plan_here
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import Wanted, WorkerSpec, least_workers, most_on_a_gpu, plan_workers
+from baton.fleet.plan import Wanted, WorkerSpec, least_workers, most_on_a_gpu
 from baton.fleet.ray_fleet import Joined, RayFleet, Stage
 from baton.fleet.run_dir import RunDir
 from baton.runtime.admin_http import AdminServer
@@ -90,8 +89,7 @@ def _ready(config: FleetConfig, health: Health, on_ready: Callable[[str], None])
 async def _serve_alone(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
     model = await model_directory(config.model)
     await fleet.connect()
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    specs = plan_workers(config, cores, await asyncio.to_thread(local_gpus, config.device))
+    specs = await plan_here(config, config.device)
     on_gpu = most_on_a_gpu(specs)
     async with asyncio.TaskGroup() as group:
         for spec in specs:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from datetime import datetime
@@ -14,7 +13,7 @@ import httpx
 from baton.core.errors import BatonError
 from baton.engine.model.hub import DEMO
 from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example, rehearse
-from baton.fleet.gpus import local_gpus
+from baton.fleet.here import plan_here
 from baton.fleet.model_files import model_directory
 from baton.fleet.plan import WorkerSpec, most_on_a_gpu, plan_workers
 from baton.fleet.progress import Progress, Say
@@ -99,9 +98,7 @@ class Cluster:
             )
             group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
             await ray
-            cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and not self._is_joined else []
-            gpus = [] if self._is_joined else await asyncio.to_thread(local_gpus, config.device)
-            specs = plan_workers(config, cores, gpus)
+            specs = plan_workers(config, cores=()) if self._is_joined else await plan_here(config, config.device)
             on_gpu = 1 if self._is_joined else most_on_a_gpu(specs)  # where Ray gives them out, each is of one worker
             for spec in specs:
                 group.create_task(self._start_worker(spec, self._worker_config(spec, on_gpu, model, redis_url)))

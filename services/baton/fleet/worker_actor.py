@@ -45,7 +45,7 @@ class WorkerActor:
     them.
     """
 
-    def __init__(self, cores: tuple[int, ...] = (), gpu: str = "") -> None:
+    def __init__(self, cores: tuple[int, ...], gpu: str) -> None:
         """Before anything of CUDA is loaded. Both are as in `WorkerSpec`."""
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)

@@ -45,7 +45,7 @@ def test_ports_may_be_the_nodes_own_and_nothing_else() -> None:
 def test_nothing_is_started_for_a_fleet_of_another_release() -> None:
     """It found the actor that an earlier fleet had asked for, and that has only now come to a node."""
     with pytest.raises(BatonError, match=r"its node has Baton .*, this fleet has 0\.0\.9"):
-        WorkerActor(()).start({}, None, True, {**release_probe()(), "Baton": "0.0.9"})
+        WorkerActor((), gpu="").start({}, None, True, {**release_probe()(), "Baton": "0.0.9"})
 
 
 def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatc
             order.append("the worker")
             return "no memory"
 
-    actor = WorkerActor(())
+    actor = WorkerActor((), gpu="")
     actor._worker = Worker()
     monkeypatch.setattr(worker_actor.time, "sleep", order.append)
     monkeypatch.setattr(worker_actor.os, "_exit", lambda code: (order.append(code), exited.set()))
@@ -74,7 +74,7 @@ def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatc
     ("why", "node_leaves", "told"), [("", False, ""), ("", True, NODE_LEAVES), ("it broke", True, "it broke"), (None, False, None)]
 )
 def test_who_waits_is_told_whether_its_node_leaves(why: str | None, node_leaves: bool, told: str | None) -> None:
-    actor = WorkerActor(())
+    actor = WorkerActor((), gpu="")
     actor._worker = SimpleNamespace(wait=lambda limit_s: why, node_leaves=node_leaves)
     assert actor.wait(1.0) == told
 
@@ -99,4 +99,4 @@ def test_one_that_was_never_started_ends_when_it_is_not_wanted(monkeypatch: pyte
 
     monkeypatch.setattr(worker_actor.os, "_exit", leave)
     with pytest.raises(SystemExit):
-        WorkerActor(()).drain()
+        WorkerActor((), gpu="").drain()

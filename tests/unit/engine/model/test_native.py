@@ -89,6 +89,10 @@ touch "$2"
 """
 
 
+def compiler() -> str:
+    return next(found for name in COMPILERS if (found := shutil.which(name)))
+
+
 def processors() -> list[str]:
     """This one, the least of its kind, whose vectors are as short as ARM's, and one between."""
     if platform.machine() != "x86_64":
@@ -103,9 +107,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return build()
     path = tmp_path_factory.mktemp("library") / "kernels.so"
     options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
-    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
     own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
-    subprocess.run([compiler, *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
+    subprocess.run([compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
     return path
 
 
@@ -173,10 +176,9 @@ def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part
 
 @pytest.mark.parametrize("processor", FOREIGN)
 def test_what_other_processors_run_compiles(processor: str) -> None:
-    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
     options = [processor if option == NATIVE else option for option in OPTIONS]
     for source in SOURCES:
-        subprocess.run([compiler, *options, "-fsyntax-only", str(HERE / source)], check=True)
+        subprocess.run([compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -201,8 +203,7 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
     """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours, and any bits at all. A
     thread that flushes subnormal floats gets the same."""
     (tmp_path / "halves.cpp").write_text(HALVES)
-    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
-    subprocess.run([compiler, *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
+    subprocess.run([compiler(), *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
     halves = ctypes.CDLL(str(tmp_path / "halves.so"))
     bits = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -230,8 +231,7 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
 def team(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     where = tmp_path_factory.mktemp("team")
     (where / "team.cpp").write_text(TEAM)
-    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
-    subprocess.run([compiler, *OPTIONS, f"-I{HERE}", "team.cpp", "-o", "team.so"], cwd=where, check=True)
+    subprocess.run([compiler(), *OPTIONS, f"-I{HERE}", "team.cpp", "-o", "team.so"], cwd=where, check=True)
     made = ctypes.CDLL(str(where / "team.so"))
     made.without_the_other.restype = made.one_after_another.restype = ctypes.c_int64
     return made
