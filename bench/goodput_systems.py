@@ -29,8 +29,8 @@ UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory of a system in all; each of
-    vllm's takes whole GiB. `vllm`: the Python of its virtual environment. `logs`: a directory for their words. `device`: that computes; of
-    a GPU there is one."""
+    vllm's takes whole GiB. `vllm`: the Python of its virtual environment. `vllm_dtype`: float32 is its best on a processor that
+    emulates bfloat16. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
 
     model: Path
     max_model_len: int
@@ -38,6 +38,7 @@ class Setting:
     kv_gib: int
     vllm: Path
     logs: Path
+    vllm_dtype: str = "bfloat16"
     device: str = "cpu"
 
 
@@ -73,7 +74,7 @@ def baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContextM
 
 def _vllm_command(setting: Setting, port: int, *more: str) -> list[str]:
     command = [str(setting.vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(setting.model), "--served-model-name", SERVED]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(setting.max_model_len), "--dtype", "bfloat16"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(setting.max_model_len), "--dtype", setting.vllm_dtype]
     return [*command, *more]
 
 
