@@ -1,10 +1,12 @@
-"""Against a server whose delays are known: every metric is what the script says, within what this machine adds.
+"""Against a server whose delays are known: times are what the script says, within what this machine adds, and every metric is exactly what
+follows from them by hand.
 
 The server writes down when it sent each event, by the same clock. Nothing may arrive before that; how much later it arrives is loadgen's
 error and the machine's, and is not held tightly here (`loadgen selftest` does).
 """
 
 import ssl
+from itertools import pairwise
 
 import pytest
 import trustme
@@ -12,6 +14,7 @@ import trustme
 from loadgen import metrics
 from loadgen.errors import Unreachable
 from loadgen.metrics import Outcome
+from loadgen.records import Record
 from loadgen.scripted_server import Script, ScriptedServer, Served
 from loadgen.selftest import event_errors_s
 from loadgen.slo import Slo
@@ -21,6 +24,7 @@ from tests.unit.loadgen.plans import plan, request
 
 SLACK_S = 1.0
 """What a busy machine may add."""
+EXACT_S = 1e-9
 
 
 def target(server: ScriptedServer, **changes: object) -> Target:
@@ -28,32 +32,46 @@ def target(server: ScriptedServer, **changes: object) -> Target:
 
 
 async def test_each_metric_is_what_the_script_says() -> None:
-    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s, and two tokens to a message."""
-    script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3), tokens_per_event=2)
-    made = plan(*(request(index, (index, 20), at_s=index * 0.05, output=6) for index in range(4)), slos={"default": Slo(ttft_s=10)})
+    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s ever after; two tokens to a message, six messages."""
+    script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3, 0.05), tokens_per_event=2)
+    made = plan(*(request(index, (index, 20), at_s=index * 0.05, output=12) for index in range(4)), slos={"default": Slo(ttft_s=10)})
     async with ScriptedServer(script) as server:
         run = await measure(made, target(server))
     assert run.outcomes == [Outcome.GOOD] * 4
     for record, served in zip(run.records, server.served, strict=True):
-        assert [arrival.num_tokens for arrival in record.arrivals] == [2, 2, 2]
-        assert (metrics.num_output_tokens(record), record.num_prompt_tokens, len(record.token_ids)) == (6, 20, 6)
+        assert [arrival.num_tokens for arrival in record.arrivals] == [2] * 6
+        assert (metrics.num_output_tokens(record), record.num_prompt_tokens, len(record.token_ids)) == (12, 20, 12)
         assert served.body["prompt"]
-        assert 0 <= served.received_s - run.started_s - record.intended_s < SLACK_S
+        assert record.intended_s == pytest.approx(record.index * 0.05, abs=EXACT_S)
+        assert record.sent_s is not None
+        assert 0 <= record.sent_s - record.intended_s <= served.received_s - run.started_s - record.intended_s < SLACK_S
         errors = event_errors_s(record, run.started_s)
-        assert len(errors) == 3
+        assert len(errors) == 6
         assert all(0 <= error < SLACK_S for error in errors)
-        stamps = [stamp - run.started_s for stamp in served.sent_s]
-        for value, script_s, stamp_s in (
-            (metrics.ttft_s(record), 0.2, stamps[0] - record.intended_s),
-            (metrics.e2e_s(record), 0.6, stamps[2] - record.intended_s),
-        ):
-            assert value is not None
-            assert max(script_s, stamp_s) <= value < stamp_s + SLACK_S
-        # Tokens of one message come together: gaps 0, 0.1, 0, 0.3, 0.
-        gaps = metrics.itl_s(record)
-        assert [gaps[0], gaps[2], gaps[4]] == [0.0, 0.0, 0.0]
-        assert [gaps[1], gaps[3]] == pytest.approx([stamps[1] - stamps[0], stamps[2] - stamps[1]], abs=SLACK_S / 2)
-        assert metrics.tpot_s(record) == pytest.approx((stamps[2] - stamps[0]) / 5, abs=SLACK_S / 5)
+        for sent_s, script_s in zip(served.sent_s, (0.2, 0.3, 0.6, 0.65, 0.7, 0.75), strict=True):
+            assert script_s - EXACT_S <= sent_s - served.received_s < script_s + SLACK_S
+        check_by_hand(record, record.sent_s)
+
+
+def check_by_hand(record: Record, sent_s: float) -> None:
+    """Six messages of two tokens: tokens of one message come together, so every other one of the 11 gaps is 0, and two are a tenth."""
+    arrivals = [arrival.at_s for arrival in record.arrivals]
+    first, last = arrivals[0], arrivals[-1]
+    waits = [later - earlier for earlier, later in pairwise(arrivals)]
+    expected = {
+        "ttft": (metrics.ttft_s(record), first - record.intended_s),
+        "ttft_sent": (metrics.ttft_s(record, from_intended=False), first - sent_s),
+        "tpot": (metrics.tpot_s(record), (last - first) / 11),
+        "tbt": (metrics.tbt_s(record), sum(sorted(waits)[-2:]) / 2),
+        "e2e": (metrics.e2e_s(record), last - record.intended_s),
+        "e2e_sent": (metrics.e2e_s(record, from_intended=False), last - sent_s),
+        "normalised": (metrics.normalised_s(record), (last - record.intended_s) / 12),
+        "send_lag": (metrics.send_lag_s(record), sent_s - record.intended_s),
+    }
+    for name, (value, by_hand) in expected.items():
+        assert value == pytest.approx(by_hand, rel=0, abs=EXACT_S), name
+    gaps = [0.0, waits[0], 0.0, waits[1], 0.0, waits[2], 0.0, waits[3], 0.0, waits[4], 0.0]
+    assert list(metrics.itl_s(record)) == pytest.approx(gaps, rel=0, abs=EXACT_S)
 
 
 async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall() -> None:
