@@ -1,5 +1,7 @@
 """How many KV blocks a worker can have in the memory that there is. Knows no tensors."""
 
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,16 +16,31 @@ HOST_SHARE = 0.5
 DEVICE_SHARE = 0.9
 """The same of a GPU's, where recorded steps and libraries take some, later. As vLLM leaves by default; not tried here."""
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", ("total_inactive_file", "total_active_file")),
+)
+"""Of version 2, and of 1: limit, what is taken, and how much of that is files that the kernel keeps (weights just read) and gives up for
+whoever asks."""
 
 
 def free_host_bytes(cgroup: Path = _CGROUP) -> int:
     """Memory of this machine that can still be taken, within the limit of this process's cgroup."""
     free = int(psutil.virtual_memory().available)
+    for limit, current, stat, kept in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # not of this version, or "max"; version 1 has no word for it, but a number that no machine has
+            left = int((cgroup / limit).read_text()) - int((cgroup / current).read_text()) + _sum_of(cgroup / stat, kept)
+            return max(0, min(free, left))
+    return free
+
+
+def _sum_of(stat: Path, names: Collection[str]) -> int:
+    """Bytes under these names in lines of NAME BYTES; 0 where there is no such file."""
     try:
-        limit, current = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - current))
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(size) for name, _, size in (line.partition(" ") for line in lines) if name in names)
 
 
 def num_kv_blocks(

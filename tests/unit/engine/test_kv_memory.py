@@ -1,5 +1,6 @@
 """Block counts from budgets."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,30 @@ def test_less_than_one_sequence_is_refused() -> None:
         blocks(free=49 * BLOCK)
 
 
+def free_in(cgroup: Path, files: Mapping[str, int | str]) -> int:
+    """MiB that are free once a cgroup has these files, too; numbers are MiB."""
+    for name, value in files.items():
+        (cgroup / name).parent.mkdir(exist_ok=True)
+        (cgroup / name).write_text(f"{value * MIB if isinstance(value, int) else value}\n")
+    return free_host_bytes(cgroup) // MIB
+
+
 def test_free_memory_respects_the_cgroup(tmp_path: Path) -> None:
-    machine = free_host_bytes(tmp_path)
-    assert machine > 64 * MIB
-    (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
-    (tmp_path / "memory.current").write_text(f"{40 * MIB}\n")
-    assert free_host_bytes(tmp_path) == 60 * MIB
-    (tmp_path / "memory.current").write_text(f"{140 * MIB}\n")
-    assert free_host_bytes(tmp_path) == 0
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) > 64 * MIB
+    assert free_in(tmp_path, {}) > 64
+    assert free_in(tmp_path, {"memory.max": 100, "memory.current": 40}) == 60
+    assert free_in(tmp_path, {"memory.current": 140}) == 0
+    assert free_in(tmp_path, {"memory.max": "max"}) > 64
+
+
+def test_files_that_the_kernel_keeps_are_free(tmp_path: Path) -> None:
+    """Shared memory, which is no file on a disk, is not."""
+    stat = f"anon {20 * MIB}\nfile {70 * MIB}\nshmem {10 * MIB}\ninactive_file {45 * MIB}\nactive_file {15 * MIB}"
+    assert free_in(tmp_path, {"memory.max": 100, "memory.current": 90, "memory.stat": stat}) == 70
+
+
+def test_free_memory_respects_a_cgroup_of_version_1(tmp_path: Path) -> None:
+    limit, current, stat = (f"memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat"))
+    assert free_in(tmp_path, {limit: 100, current: 90}) == 10
+    kept = f"inactive_file 4096\ntotal_shmem {MIB}\ntotal_inactive_file {25 * MIB}\ntotal_active_file {5 * MIB}"
+    assert free_in(tmp_path, {stat: kept}) == 40
+    assert free_in(tmp_path, {limit: "9223372036854771712"}) > 64  # how it says that there is none
