@@ -110,7 +110,9 @@ class Connection(asyncio.Protocol):
         except OSError:  # it has just been closed; the transport will say so
             num_sent = 0
         if num_sent < len(data):
-            self._transport.write(data[num_sent:])  # `resume_writing` is called once it is all gone
+            self._transport.write(data[num_sent:])  # `resume_writing` is called once it is all gone, …
+            if self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing():
+                exchange.sent_s = self._clock()  # … unless the transport could write it all at once
         else:
             exchange.sent_s = self._clock()
 

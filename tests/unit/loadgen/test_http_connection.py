@@ -4,8 +4,9 @@ import asyncio
 import gzip
 import itertools
 import json
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,20 +20,31 @@ from loadgen.timers import Urgent
 
 
 class Socket:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
     def fileno(self) -> int:
-        return -1
+        return self._fd
 
 
 class Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__({"socket": Socket()})
+    """What is written lies in its buffer while `takes` is False."""
+
+    def __init__(self, fd: int = -1) -> None:
+        super().__init__({"socket": Socket(fd)})
         self.written = b""
+        self.num_buffered = 0
+        self.takes = True
         self.is_aborted = False
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
+    def get_write_buffer_size(self) -> int:
+        return self.num_buffered
+
     def write(self, data: Any) -> None:
         self.written += data
+        self.num_buffered += 0 if self.takes else len(data)
 
     def is_closing(self) -> bool:
         return self.is_aborted
@@ -44,20 +56,21 @@ class Transport(asyncio.Transport):
 class Wire:
     """A connection, its owner and its clock. `exchange` is on its way from the start."""
 
-    def __init__(self, cancel_after: int | None = None) -> None:
+    def __init__(self, cancel_after: int | None = None, *, data: bytes = b"POST", transport: Transport | None = None) -> None:
+        """Over TLS, unless the `transport` has a file descriptor."""
         self.now_s = 10.0
         self.urgent = Urgent()
         self.num_idle = 0
         self.resent: list[bytes] = []
         self.ends: list[Exchange] = []
-        self.transport = Transport()
-        self.connection = Connection(self, lambda: self.now_s, self.urgent, is_plain=False)
+        self.transport = transport or Transport()
+        self.connection = Connection(self, lambda: self.now_s, self.urgent, is_plain=transport is not None)
         self.connection.connection_made(self.transport)
-        self.exchange = self.send(cancel_after)
+        self.exchange = self.send(cancel_after, data)
 
-    def send(self, cancel_after: int | None = None) -> Exchange:
+    def send(self, cancel_after: int | None = None, data: bytes = b"POST") -> Exchange:
         exchange = Exchange(0, self.ends.append, cancel_after)
-        self.connection.start(b"POST", exchange)
+        self.connection.start(data, exchange)
         return exchange
 
     def get(self, *chunks: bytes) -> Exchange:
@@ -340,3 +353,46 @@ def test_what_is_due_goes_before_what_has_come() -> None:
     wire.urgent.ring = lambda: rung.append(wire.exchange.num_tokens)
     wire.get(head(**CHUNKED), chunk(token(7)))
     assert (rung, wire.exchange.times) == ([0], [12.0])
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """(out, in) of one that takes some 64 KiB and then no more for now."""
+    out, into = os.pipe()
+    os.set_blocking(into, False)
+    yield out, into
+    os.close(out)
+    os.close(into)
+
+
+def test_a_request_that_the_kernel_takes_whole_is_sent_at_once(pipe: tuple[int, int]) -> None:
+    wire = Wire(transport=Transport(pipe[1]))
+    assert (os.read(pipe[0], 100), wire.transport.written, wire.exchange.sent_s) == (b"POST", b"", 10.0)
+
+
+LONG = b"x" * (1 << 20)
+
+
+def test_a_long_request_is_sent_when_its_rest_is_gone(pipe: tuple[int, int]) -> None:
+    transport = Transport(pipe[1])
+    transport.takes = False
+    wire = Wire(data=LONG, transport=transport)
+    assert 0 < len(transport.written) < len(LONG)
+    assert wire.exchange.sent_s is None
+    wire.now_s = 12.0
+    wire.connection.resume_writing()
+    assert wire.exchange.sent_s == 12.0
+
+
+def test_a_rest_that_the_transport_writes_at_once_is_sent_then(pipe: tuple[int, int]) -> None:
+    """It neither pauses nor resumes anything in this case."""
+    wire = Wire(data=LONG, transport=Transport(pipe[1]))
+    assert 0 < len(wire.transport.written) < len(LONG)
+    assert wire.exchange.sent_s == 10.0
+
+
+def test_what_a_broken_connection_has_dropped_was_not_sent() -> None:
+    """Its buffer is empty, too."""
+    transport = Transport()
+    transport.is_aborted = True
+    assert Wire(transport=transport).exchange.sent_s is None
