@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadgen.machine import cpu_model, loadgen_version, usable_cores
+from loadgen.priority import Priority
 
 UNPROVED_RPS = 250.0
 """Of one process, where no selftest has been run: what two cores of a small machine are held to."""
@@ -69,13 +70,15 @@ def save(calibration: Calibration) -> Path:
     return file
 
 
-def load() -> Calibration | None:
-    """None if there is none, or it is of another machine or version."""
+def load(priority: Priority) -> Calibration | None:
+    """For runs of that priority. None if there is none, or it is of another machine or version, or of a process that was woken sooner."""
     try:
         calibration = Calibration(**json.loads(path().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return calibration if calibration.is_of_this_machine else None
+    ranks = [one.value for one in Priority]  # from the least on
+    is_sooner = calibration.priority not in ranks[: ranks.index(priority) + 1]
+    return calibration if calibration.is_of_this_machine and not is_sooner else None
 
 
 def processes_for(requests_per_s: float, tokens_per_s: float, calibration: Calibration | None) -> int:

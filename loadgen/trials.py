@@ -95,8 +95,8 @@ def min_rps(seconds: float, target: float) -> float:
 
 
 class Trials:
-    """Of one server. `order`: all of a run but its plan, place and slos. `seconds`: of a whole trial. `slos_of`: the promises of a plan.
-    `show`: a view for a run of that plan."""
+    """Of one server. `order`: all of a run but its plan, place, slos and processes. `seconds`: of a whole trial. `slos_of`: the promises of
+    a plan; `processes_of`: how many send it. `show`: a view for a run of it."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class Trials:
         seconds: float,
         seed: int,
         slos_of: Callable[[Plan], Plan],
+        processes_of: Callable[[Plan], int],
         show: Callable[[Plan], AbstractContextManager[View]],
     ) -> None:
         self._order = order
@@ -117,6 +118,7 @@ class Trials:
         self._seconds = seconds
         self._seed = seed
         self._slos_of = slos_of
+        self._processes_of = processes_of
         self._show = show
         self._num_made = 0
 
@@ -128,7 +130,13 @@ class Trials:
         plan, seed = self._plan(proposal.rate_rps, seconds)
         rest = self._rest.wait()
         name = f"{self._num_made:02d}-{proposal.rate_rps:g}rps" + ("-scout" if proposal.is_scout else "")
-        order = replace(self._order, plan=plan, out=self._order.out / name, flags=self._flags(plan, proposal, seed))
+        order = replace(
+            self._order,
+            plan=plan,
+            out=self._order.out / name,
+            processes=self._processes_of(plan),
+            flags=self._flags(plan, proposal, seed),
+        )
         watch = TrialWatch(plan, self._judges(order), record_files(order), goal=goal)
         with self._show(plan) as view:
             finished = run(order, view, watch)

@@ -20,7 +20,7 @@ from loadgen.capacity import Limits, Proposal
 from loadgen.capacity_file import PointFound, write_capacity
 from loadgen.commands.capacity_plans import FirstLook, maker_of
 from loadgen.commands.capacity_text import trial_line
-from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, server_facts, target_of
+from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, rates_warning, server_facts, target_of
 from loadgen.errors import LoadgenError
 from loadgen.idle import IdleWatch
 from loadgen.live import LiveView
@@ -159,7 +159,6 @@ class CapacityJob:
                 plan=self.plan,
                 target=target,
                 out=place / TRIALS,
-                processes=processes_of(given["processes"], self.plan),
                 warm_ups=given["warmup"],
                 priority=Priority(given["priority"]),
                 server=server_facts(given, server),
@@ -173,6 +172,7 @@ class CapacityJob:
                 seconds=given["seconds"],
                 seed=self.seed,
                 slos_of=lambda plan: replace(plan, slos=promised(plan.slos, given["slos"])),
+                processes_of=progress.processes_of,
                 show=lambda plan: self._view(plan, target.urls),
             )
             progress.found = find(
@@ -184,9 +184,9 @@ class CapacityJob:
                 told=progress.told,
             )
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, *, fg: str | None = None) -> None:
         if not self.given["quiet"]:
-            click.echo(text, err=True)
+            click.secho(text, fg=fg, err=True)
 
     def _view(self, plan: Plan, urls: tuple[str, ...]) -> LiveView:
         """A picture on a terminal; elsewhere a line a trial says enough."""
@@ -208,12 +208,24 @@ class _Progress:
         self.arguments: tuple[str, ...] = ()
         self.facts: Mapping[str, Any] = {}
         self.found: Found | None = None
+        self._is_warned = False
         self._job = job
         self._done = done
 
+    def processes_of(self, plan: Plan) -> int:
+        """That send it. Says once if they may be too few."""
+        given = self._job.given
+        priority = Priority(given["priority"])
+        processes = processes_of(given["processes"], plan, priority)
+        if not self._is_warned and (warning := rates_warning(plan, processes, priority)):
+            click.secho(f"warning: {warning}", fg="yellow", err=True)
+            self._is_warned = True
+        return processes
+
     def told(self, found: Found) -> None:
         self.found = found
-        self._job.tell(trial_line(found.trials[-1], self._job.maker.unit, found.goals))
+        trial = found.trials[-1]
+        self._job.tell(trial_line(trial, self._job.maker.unit, found.goals), fg="red" if trial.invalid else None)
         write_capacity(self._job.out, self._job.head, [*self._done, self.ended("")])
 
     def ended(self, error: str, *, is_interrupted: bool = False) -> PointFound:

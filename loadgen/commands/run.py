@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from loadgen import calibration
-from loadgen.commands.target_options import flags_of, processes_of, sending_options, server_facts, target_of, target_options
+from loadgen.commands.target_options import flags_of, processes_of, rates_warning, sending_options, server_facts, target_of, target_options
 from loadgen.commands.values import Above, Seconds
+from loadgen.errors import LoadgenError
 from loadgen.live import LiveView
 from loadgen.machine import usable_cores
 from loadgen.metrics import Terms, lag_limit_s
@@ -24,7 +24,6 @@ from loadgen.priority import Priority
 from loadgen.processes import Interrupted
 from loadgen.records_file import write_run
 from loadgen.running import Finished, Order, run
-from loadgen.schedule import peak_rates
 from loadgen.slo import promised
 
 EXIT_INVALID = 3
@@ -53,19 +52,22 @@ def command(ctx: click.Context, **given: Any) -> None:
 
     \b
     Exit codes: 0 the run is valid, 2 it could not be done, 3 it is invalid (the generator itself was late, or worse),
-    4 --check has found answers that differ, 130 it was interrupted. How well the server did is not an exit code: see `loadgen compare`.
+    4 --check has found answers that differ or could not ask again, 130 it was interrupted. How well the server did is not an exit code:
+    see `loadgen compare`.
     """
     order = _order(ctx, given)
     _warn(order)
     try:
         finished = _run(order, is_quiet=given["quiet"])
-        if given["checks"] and not finished.run.interrupted:
-            finished = _checked(order, finished, is_quiet=given["quiet"])
     except Interrupted as interrupted:
         click.echo(f"loadgen: {interrupted}", err=True)
         ctx.exit(EXIT_INTERRUPTED)
+    code = _exit_code(finished)
+    if given["checks"] and not finished.run.interrupted:
+        finished, found = _checked(order, finished, is_quiet=given["quiet"])
+        code = found if found == EXIT_INTERRUPTED else code or found
     _say(order, finished)
-    ctx.exit(_exit_code(finished))
+    ctx.exit(code)
 
 
 def _run(order: Order, *, is_quiet: bool) -> Finished:
@@ -84,9 +86,7 @@ def _run(order: Order, *, is_quiet: bool) -> Finished:
 def _exit_code(finished: Finished) -> int:
     if finished.run.interrupted:
         return EXIT_INTERRUPTED
-    if finished.run.invalid:
-        return EXIT_INVALID
-    return EXIT_DIFFERS if finished.run.check.get("differing") else 0
+    return EXIT_INVALID if finished.run.invalid else 0
 
 
 # From arguments to an order.
@@ -104,7 +104,7 @@ def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
         plan_file=given["plan"],
         target=target,
         out=given["out"] or Path(f"loadgen-{datetime.now():%Y%m%d-%H%M%S}-{name}"),
-        processes=processes_of(given["processes"], plan),
+        processes=processes_of(given["processes"], plan, Priority(given["priority"])),
         warm_ups=given["warmup"],
         priority=Priority(given["priority"]),
         server=server_facts(given, server),
@@ -141,9 +141,7 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
 
 
 def _warn(order: Order) -> None:
-    asked = peak_rates(order.plan.requests)
-    warning = calibration.warning(*asked, order.processes, calibration.load())
-    if warning:
+    if warning := rates_warning(order.plan, order.processes, order.priority):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     if order.processes > usable_cores():
         click.secho(
@@ -161,8 +159,12 @@ def _warn(order: Order) -> None:
             )
 
 
-def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> Finished:
+def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finished, int]:
+    """With what asking again has shown, and the exit code for that alone. The run stands, whatever comes of it."""
     from loadgen.check import check
+
+    def noted(text: str) -> Finished:
+        return replace(finished, notes=(*finished.notes, f"check: {text}"))
 
     def progress(done: int, of: int) -> None:
         if not is_quiet and sys.stderr.isatty():
@@ -171,12 +173,15 @@ def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> Finished:
     try:
         checked = asyncio.run(check(order.plan, order.target, finished.records, progress))
     except KeyboardInterrupt:
-        raise Interrupted("interrupted while asking again; the result of the run is kept") from None
-    if not is_quiet and sys.stderr.isatty():
-        click.echo("", err=True)
-    done = replace(finished, run=replace(finished.run, check=checked.to_json()), notes=(*finished.notes, f"check: {checked}"))
+        return noted("interrupted while asking again"), EXIT_INTERRUPTED
+    except LoadgenError as error:
+        return noted(f"not done: {error}"), EXIT_DIFFERS
+    finally:
+        if not is_quiet and sys.stderr.isatty():
+            click.echo("", err=True)
+    done = replace(noted(str(checked)), run=replace(finished.run, check=checked.to_json()))
     write_run(order.out, done.run)
-    return done
+    return done, EXIT_DIFFERS if checked.differing else 0
 
 
 def _say(order: Order, finished: Finished) -> None:

@@ -131,12 +131,17 @@ def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers
         return {"cluster": f"not told: {error}"}
 
 
-def processes_of(text: str, plan: Plan) -> int:
+def processes_of(text: str, plan: Plan, priority: Priority) -> int:
     if text == "auto":
-        return min(usable_cores(), calibration.processes_for(*peak_rates(plan.requests), calibration.load()))
+        return min(usable_cores(), calibration.processes_for(*peak_rates(plan.requests), calibration.load(priority)))
     if not text.isdigit() or not 1 <= int(text) <= 256:
         raise click.BadParameter("must be a number from 1 to 256, or auto", param_hint="--processes")
     return int(text)
+
+
+def rates_warning(plan: Plan, processes: int, priority: Priority) -> str:
+    """Where the plan asks for more than so many processes are known to send in time; else empty."""
+    return calibration.warning(*peak_rates(plan.requests), processes, calibration.load(priority))
 
 
 def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, Slo]) -> dict[str, Any]:

@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 
-from loadgen import serving
+from loadgen import calibration, serving
+from loadgen.calibration import processes_for
 from loadgen.errors import LoadgenError
+from loadgen.machine import usable_cores
+from loadgen.plan_file import read_plan
+from loadgen.priority import Priority
 from loadgen.records_file import read_result
+from loadgen.schedule import peak_rates
 from loadgen.serving import served
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 
@@ -40,9 +45,17 @@ class Search:
     out: Path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_process_sends_as_much_as_the_slots_take(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """As if a selftest had found it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        calibration.save(calibration.measured(int(SLOTS_RPS), 320, "normal", "2026-01-01T00:00:00+00:00"))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -67,7 +80,9 @@ def search(server: str, out: Path) -> Search:
     """On a busy machine the generator may be late again and again, and says so: then it is asked again."""
     for number in range(MAX_SEARCHES):
         trial = out.with_name(f"{out.name}-{number}")
-        search = Search(done=capacity("--url", server, *QUICK, "--out", str(trial), "--api-key", "secret-key"), out=trial)
+        search = Search(
+            done=capacity("--url", server, *QUICK, "--processes", "auto", "--out", str(trial), "--api-key", "secret-key"), out=trial
+        )
         if search.done.returncode != 3:
             break
         assert "trials in a row were invalid" in search.done.stdout
@@ -84,11 +99,17 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
     done, out = searched.done, searched.out
     point = read(out)["points"][0]
     trials = point["trials"]
-    assert [line.split()[0] for line in done.stderr.splitlines()] == [trial["directory"] for trial in trials]
+    said = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert [line.split()[0] for line in said] == [trial["directory"] for trial in trials]
     results = [read_result(out / "trials" / trial["directory"]) for trial in trials]
     assert len({result.run.plan_hash for result in results}) == len(trials)
     assert [float(result.run.flags["rate"]) for result in results] == [trial["rate_rps"] for trial in trials]
     assert len({trial["seed"] for trial in trials}) == len(trials)
+    peaks = [peak_rates(read_plan(result.path / "plan.jsonl").requests)[0] for result in results]
+    assert [result.run.processes for result in results] == [
+        min(processes_for(peak, 0, calibration.load(Priority.HIGH)), usable_cores()) for peak in peaks
+    ]
+    assert max(peaks) > SLOTS_RPS
     assert "secret" not in (out / "capacity.json").read_text() + (out / "trials" / trials[0]["directory"] / "run.json").read_text()
     report = subprocess.run(
         [*LOADGEN, "report", *(str(result.path) for result in results), "--out", str(tmp_path / "report")],

@@ -7,6 +7,7 @@ import pytest
 
 from loadgen import calibration
 from loadgen.calibration import measured, processes_for, warning
+from loadgen.priority import Priority
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +20,18 @@ PROVED = measured(400.0, 32, "high", "2026-01-01T00:00:00+00:00")
 
 
 def test_it_is_found_again_unless_it_is_of_another_machine_or_broken() -> None:
-    assert calibration.load() is None
+    assert calibration.load(Priority.HIGH) is None
     calibration.save(PROVED)
-    assert calibration.load() == PROVED
+    assert calibration.load(Priority.HIGH) == PROVED
     calibration.save(replace(PROVED, cpu="another"))
-    assert calibration.load() is None
+    assert calibration.load(Priority.HIGH) is None
     calibration.path().write_text("{")
-    assert calibration.load() is None
+    assert calibration.load(Priority.HIGH) is None
+
+
+def test_what_a_process_proved_that_is_woken_sooner_says_nothing_of_this_one() -> None:
+    calibration.save(PROVED)
+    assert [calibration.load(priority) for priority in (Priority.NORMAL, Priority.HIGH, Priority.REALTIME)] == [None, PROVED, PROVED]
 
 
 def test_a_plan_that_asks_for_more_is_told() -> None:
