@@ -197,14 +197,14 @@ def send_lag_s(record: Record) -> float | None:
 class Sending:
     """How well the generator kept to its plan. Requests given up before they were sent were not its to send, and are left out.
 
-    `offered_rps`: (due - 1) / (last - first intended time). `achieved_rps`: that, times the share of due requests that went out, divided
+    `due_rps`: (due - 1) / (last - first intended time). `achieved_rps`: that, times the share of due requests that went out, divided
     by how much longer than planned it took from the first to the last. Both None for one request or a plan without length. Lags: None if
     none was sent.
     """
 
     num_due: int
     num_sent: int
-    offered_rps: float | None
+    due_rps: float | None
     achieved_rps: float | None
     lag_p50_s: float | None
     lag_p99_s: float | None
@@ -217,17 +217,17 @@ def sending(records: Iterable[Record]) -> Sending:
     out = [record for record in due if record.sent_s is not None]
     tried = sum(1 for record in due if record.sent_s is not None or record.error or record.timed_out)
     planned_s = _span([record.intended_s for record in due])
-    offered = (len(due) - 1) / planned_s if planned_s else None
+    due_rps = (len(due) - 1) / planned_s if planned_s else None
     achieved = None
-    if offered is not None and len(out) > 1:
+    if due_rps is not None and len(out) > 1:
         stretch = _span([record.sent_s or 0.0 for record in out]) - _span([record.intended_s for record in out])
-        achieved = offered * tried / len(due) * planned_s / max(planned_s + stretch, 1e-9)
+        achieved = due_rps * tried / len(due) * planned_s / max(planned_s + stretch, 1e-9)
     lags = [lag for record in out if (lag := send_lag_s(record)) is not None]
     p50, p99 = percentiles(lags, (50, 99)) if lags else (None, None)
     return Sending(
         num_due=len(due),
         num_sent=len(out),
-        offered_rps=offered,
+        due_rps=due_rps,
         achieved_rps=achieved,
         lag_p50_s=p50,
         lag_p99_s=p99,
@@ -251,11 +251,11 @@ def invalid_reasons(records: Sequence[Record], terms: Terms, num_offered: int | 
             f"the generator was late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, allowed {limit_s * 1e3:g} ms (the larger of 2 ms and "
             "1 % of the TTFT SLO); give it more --processes or a core of its own, or lower the rate"
         )
-    if sent.offered_rps is not None and sent.achieved_rps is not None:
-        error = sent.achieved_rps / sent.offered_rps - 1
+    if sent.due_rps is not None and sent.achieved_rps is not None:
+        error = sent.achieved_rps / sent.due_rps - 1
         if abs(error) > MAX_RATE_ERROR:
             reasons.append(
-                f"the offered rate was missed by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.offered_rps:.3f} requests/s "
+                f"the offered rate was missed by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.due_rps:.3f} requests/s "
                 "(allowed 1 %)"
             )
     missing = 0 if num_offered is None else num_offered - len(records)

@@ -101,11 +101,13 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHits:
-    """Of the requests whose server told both numbers: the prompt tokens it had cached."""
+    """Of the requests whose server told both numbers: the prompt tokens it had cached. `by_tier`: where their KV lay, of those whose server
+    told that, too."""
 
     cached_tokens: int
     prompt_tokens: int
     requests: int
+    by_tier: Mapping[str, int]
 
     @property
     def ratio(self) -> float:
@@ -291,7 +293,12 @@ def throughput(measures: Measures) -> Throughput | None:
 def prefix_hits(measures: Measures) -> PrefixHits:
     cached, prompt = measures.columns["cached_tokens"], measures.columns["prompt_tokens"]
     known = ~np.isnan(cached) & ~np.isnan(prompt)
-    return PrefixHits(cached_tokens=int(cached[known].sum()), prompt_tokens=int(prompt[known].sum()), requests=int(known.sum()))
+    by_tier = Counter[str]()
+    for stages in measures.stages:
+        by_tier.update(stages.cached_by_tier)
+    return PrefixHits(
+        cached_tokens=int(cached[known].sum()), prompt_tokens=int(prompt[known].sum()), requests=int(known.sum()), by_tier=by_tier
+    )
 
 
 def prompt_count(records: Iterable[Record]) -> PromptCount:

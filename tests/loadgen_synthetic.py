@@ -110,6 +110,7 @@ def records_of(
             "timeline": {
                 "request_id": base["request_id"],
                 "attempts": 1,
+                "cached_tokens_by_tier": {"device": cached},
                 "policy": "kv_centric",
                 "placed_s": placed,
                 "waiting_s": placed / 2,

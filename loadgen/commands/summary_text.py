@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from loadgen import metrics
 from loadgen.records import Record
 from loadgen.running import Finished, outcome_line
 from loadgen.stats import percentiles
-from loadgen.summary import prompt_count
+from loadgen.summary import prompt_count, rate
 
 
 def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
@@ -21,8 +23,8 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
     if sent.lag_p99_s is not None:
         limit = metrics.lag_limit_s(terms)
         rates = ""
-        if sent.offered_rps is not None and sent.achieved_rps is not None:
-            rates = f"offered {sent.offered_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
+        if sent.due_rps is not None and sent.achieved_rps is not None:
+            rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
         lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 allowed {limit * 1e3:g} ms)"
         yield f"sending     {rates}{lag}", ""
     whole = [record for record in records if metrics.is_whole(record, terms)]
@@ -38,7 +40,8 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
     if records:
         good = outcomes[metrics.Outcome.GOOD]
         promised = "; ".join(f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo))
-        goodput = f", goodput {sent.offered_rps * good / run.num_offered:.2f} requests/s" if sent.offered_rps and run.num_offered else ""
+        offered_rps = rate(np.array([record.intended_s for record in records]))
+        goodput = f", goodput {offered_rps * good / run.num_offered:.2f} requests/s" if offered_rps and run.num_offered else ""
         yield f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})", ""
     deviation = prompt_count(records).deviation
     if deviation and not math.isnan(deviation):

@@ -15,7 +15,7 @@ INSIDE = ("waiting", "placement", "prefill", "kv_wait", "transfer", "exposed", "
 PREDICTED = ("predicted_ttft", "placed_ttft", "predicted_tpot", "placed_tpot")
 """As predicted when placed, and what each came to by the server's own clock."""
 COLUMNS = (
-    *"run index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
+    *"run valid index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
     *(f"{name}_ms" for name in MEASURED),
     *"prompt_tokens cached_tokens output_tokens planned_prompt_tokens planned_output_tokens status finish_reason reason error".split(),
     *"endpoint request_id prefill_worker decode_worker".split(),
@@ -36,7 +36,17 @@ def _rows(run: RunView) -> Iterator[list[Any]]:
     measures = run.measures
     for row, (record, outcome, stages) in enumerate(zip(measures.records, measures.outcomes, measures.stages, strict=True)):
         yield [
-            *(run.name, record.index, record.session, record.turn, record.tenant, record.priority, record.slo_class, outcome),
+            *(
+                run.name,
+                "no" if run.invalid else "yes",
+                record.index,
+                record.session,
+                record.turn,
+                record.tenant,
+                record.priority,
+                record.slo_class,
+                outcome,
+            ),
             *(_number(value) for value in (record.intended_s, record.sent_s, record.ended_s)),
             *(_number(measures.columns[name][row] * 1e3) for name in MEASURED),
             *(_whole(measures.columns[name][row]) for name in ("prompt_tokens", "cached_tokens", "output_tokens")),

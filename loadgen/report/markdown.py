@@ -51,7 +51,7 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
     parts.append(
         f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} `{run['plan_hash'][:16]}`, "
         f"started {run['started_at']}. Promised: {slos or 'nothing'}. Send lag p99 {milliseconds(sent['lag_p99_ms'])} "
-        f"(allowed {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['offered_rps'])} requests/s sent."
+        f"(allowed {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['due_rps'])} requests/s sent."
     )
     joint, goodput = run["attainment"]["joint"], run["goodput_rps"]
     parts.append(

@@ -98,6 +98,7 @@ def run_of(view: RunView) -> dict[str, Any]:
             "cached_tokens": summary.prefix.cached_tokens,
             "prompt_tokens": summary.prefix.prompt_tokens,
             "requests": summary.prefix.requests,
+            "by_tier": dict(summary.prefix.by_tier),
             "best": dict(view.best_hits),
         },
         "prompts": {
@@ -124,7 +125,7 @@ def _sending(view: RunView) -> dict[str, Any]:
     return {
         "due": sent.num_due,
         "sent": sent.num_sent,
-        "offered_rps": sent.offered_rps,
+        "due_rps": sent.due_rps,
         "achieved_rps": sent.achieved_rps,
         **{f"lag_{name}_ms": None if lag is None else lag * 1e3 for name, lag in lags.items()},
         "lag_limit_ms": metrics.lag_limit_s(view.terms) * 1e3,

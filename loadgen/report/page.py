@@ -72,8 +72,8 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
     elif not is_named:
         sent = run["sending"]
         rate = ""
-        if sent["achieved_rps"] and sent["offered_rps"]:
-            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['offered_rps'] - 1), 2)} (allowed 1 %)"
+        if sent["achieved_rps"] and sent["due_rps"]:
+            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (allowed 1 %)"
         parts.append(
             f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
             f"(allowed {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"

@@ -150,7 +150,7 @@ def rates(run: Run) -> str:
     sending = [
         ("requests due", str(sent["due"])),
         ("requests sent", str(sent["sent"])),
-        ("offered rate", _per_s(sent["offered_rps"])),
+        ("due rate", _per_s(sent["due_rps"])),
         ("achieved rate", _per_s(sent["achieved_rps"])),
         ("send lag p50", milliseconds(sent["lag_p50_ms"])),
         ("send lag p99", milliseconds(sent["lag_p99_ms"])),
@@ -177,6 +177,7 @@ def rates(run: Run) -> str:
         ("prefix hits", percent(hits["achieved"])),
         *((name, percent(ratio)) for name, ratio in hits["best"].items()),
         ("cached of prompt tokens", f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not told"),
+        *((f"cached in {tier}", str(tokens)) for tier, tokens in hits["by_tier"].items()),
     ]
     if handoff:
         inside += [

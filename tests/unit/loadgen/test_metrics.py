@@ -148,7 +148,7 @@ def due_each(gap_s: float, count: int, lag_s: float = 0.0, **changes: object) ->
 
 def test_a_run_on_time_is_valid() -> None:
     sent = metrics.sending(due_each(0.01, 100, 0.001))
-    assert sent.offered_rps == pytest.approx(100)
+    assert sent.due_rps == pytest.approx(100)
     assert sent.achieved_rps == pytest.approx(100)
     assert (sent.lag_p50_s, sent.lag_p99_s, sent.lag_max_s) == pytest.approx((0.001, 0.001, 0.001))
     assert metrics.invalid_reasons(due_each(0.01, 100, 0.001), terms()) == ()

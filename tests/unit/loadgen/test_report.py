@@ -183,6 +183,7 @@ def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
     infinite, lru = hits["best"].values()
     assert 0 < hits["achieved"] <= infinite < 1
     assert lru <= infinite
+    assert sum(hits["by_tier"].values()) == hits["cached_tokens"]
 
 
 def test_groups_sum_to_the_whole(single: Written) -> None:
@@ -204,6 +205,10 @@ def test_an_invalid_run_is_red_everywhere(several: Written, single: Written) -> 
     assert "INVALID RUN" in summary
     assert "p99 send lag" in summary
     assert "INVALID" not in (single.directory / "report.md").read_text()
+    rows = list(csv.DictReader((several.directory / "requests.csv").open()))
+    invalid = next(one for one in several.data["runs"] if not one["valid"])
+    assert {row["run"] for row in rows if row["valid"] == "no"} == {invalid["name"]}
+    assert sum(row["valid"] == "no" for row in rows) == invalid["offered"]
 
 
 def test_the_csv_has_every_request(single: Written) -> None:
