@@ -51,9 +51,10 @@ def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
     lengths = ["--input-tokens", PROMPT_TOKENS, "--output-tokens", ANSWER_TOKENS, "--tokenizer", model]
     load = ["--rate", RATE, "--requests", requests, "--arrivals", "constant", "--seed", seed]
     loadgen("plan", "random", *load, *lengths, "--out", plan)
-    as_text = ["--prompts", "text", "--tokenizer", model, "--dialect", "openai"]
+    as_text = ["--prompts", "text", "--tokenizer", model, "--dialect", "openai", "--body", "ignore_eos=true"]
     loadgen("run", plan, "--url", url, *as_text, "--quiet", "--out", out, may_exit=(0, INVALID))
     result = read_result(out)
+    assert {record.num_output_tokens for record in result.records} == {ANSWER_TOKENS}
     ttfts = [at_s for record in result.records if (at_s := ttft_s(record, from_intended=False)) is not None]
     tpots = [gap_s for record in result.records if (gap_s := tpot_s(record)) is not None]
     return Said(statistics.median(ttfts), statistics.median(tpots), not result.run.invalid)

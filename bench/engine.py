@@ -117,6 +117,9 @@ class Bench:
     def run(self) -> None:
         if "machine" not in self.known:
             self.known["machine"] = machine("torch", "transformers")
+        asked = {name: getattr(self._arguments, name) for name in ("engines", "cells", "kv_gib", "long")}
+        if self.known.setdefault("asked", asked) != asked:  # figures are compared by repeat, and so must have been taken in turns
+            raise SystemExit(f"{self._out} has figures of {self.known['asked']}: give another --out")
         for model in self._arguments.models.split(","):
             self._model(model)
 
@@ -225,7 +228,7 @@ def _ratio(cell: Cell, ours: list[float] | None, theirs: list[float] | None) -> 
     """How many times as fast ours is: the median over repeats, and the least and the most."""
     if not ours or not theirs:
         return ""
-    pairs = zip(ours, theirs, strict=False)
+    pairs = zip(ours, theirs, strict=True)
     ratios = [a / b if cell.what == "throughput" else b / a for a, b in pairs]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
@@ -240,10 +243,11 @@ def parser(
     made.add_argument("--engines", default=",".join(engines))
     made.add_argument("--cells", default="TTFT,TPOT,throughput")
     made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--kv-gib", type=int, default=kv_gib, help=f"of each engine ({kv_gib})")
     made.add_argument("--settle-s", type=float, default=SETTLE_S)
     made.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
     made.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
-    made.set_defaults(all_cells=cells, device=device, kv_gib=kv_gib, vllm=None)
+    made.set_defaults(all_cells=cells, device=device, vllm=None)
     return made
 
 

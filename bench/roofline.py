@@ -18,7 +18,7 @@ from baton.engine.model.native.build import NoKernels
 from baton.engine.model.native.decoder import Product
 from baton.engine.model.native.library import load_kernels
 
-READ_BYTES = {"cpu": 2**29, "cuda": 2**33}
+READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Far more than its caches hold."""
 PRODUCTS = {
     "cpu": ((2048, 1024, 3072), (2048, 2048, 2048), (512, 1024, 4096)),

@@ -5,8 +5,9 @@
 One hybrid engine with both cores in this process, in turns with its batch policy and without: then a prompt is computed once it is
 there, as much of it as a step holds. Prompts of PROMPT_TOKENS, all new. Capacity: all requests at once. Then they come at
 SHARE of that (Poisson), and every gap between two tokens of an answer counts, over the time of a step of as many sequences that all decode
-(the median of such steps of the same run). First it waits until the worker's memory is real, which takes from its steps
-(`baton.transfer.touching`). DIR keeps every figure, and a bench that was stopped goes on where it was.
+(the median of such steps of the same run). How gaps scatter that no prompt was in the way of is told, too: no policy can do better. First
+it waits until the worker's memory is real, which takes from its steps (`baton.transfer.touching`). DIR keeps every figure, and a bench that
+was stopped goes on where it was.
 """
 
 import argparse
@@ -49,17 +50,19 @@ WAYS = {"paced": True, "prompts first": False}
 
 @dataclass(slots=True)
 class Seen:
-    """Of one run: `gaps` (seconds, how many decoded in the step that ended it); `alone`: seconds of steps that only decode, by how many."""
+    """Of one run: `gaps` (seconds, how many decoded in the step that ended it, whether it did nothing else); `alone`: seconds of steps
+    that only decode, by how many."""
 
     took_s: float = 0.0
-    gaps: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[tuple[float, int, bool]] = field(default_factory=list)
     alone: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     ttfts_s: list[float] = field(default_factory=list)
 
-    def relative_gaps(self) -> np.ndarray:
+    def relative_gaps(self, *, alone: bool = False) -> np.ndarray:
+        """`alone`: only of steps that only decoded."""
         batches = sorted(self.alone)
         steps_s = [statistics.median(self.alone[batch]) for batch in batches]
-        return np.array([gap_s / np.interp(batch, batches, steps_s) for gap_s, batch in self.gaps])
+        return np.array([gap_s / np.interp(batch, batches, steps_s) for gap_s, batch, is_alone in self.gaps if is_alone or not alone])
 
 
 class Run:
@@ -75,6 +78,7 @@ class Run:
         self._due_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._batch = 0
+        self._is_alone = False
         self._open = {request.seq_id for request in requests}
         self.seen = Seen()
 
@@ -97,7 +101,8 @@ class Run:
         if self._keeper is not None:
             self._keeper.observe(plan, step_s)
         self._batch = sum(part.num_scheduled_tokens == 1 for part in plan.sequences)
-        if self._batch == len(plan.sequences):
+        self._is_alone = self._batch == len(plan.sequences)
+        if self._is_alone:
             self.seen.alone[self._batch].append(step_s)
 
     def _deliver(self, outcome: Outcome) -> None:
@@ -106,7 +111,7 @@ class Run:
             if output.failure is not None:
                 raise RuntimeError(output.failure.message)
             if output.seq_id in self._last_s:
-                self.seen.gaps.append((now_s - self._last_s[output.seq_id], self._batch))
+                self.seen.gaps.append((now_s - self._last_s[output.seq_id], self._batch, self._is_alone))
             else:
                 self.seen.ttfts_s.append(now_s - self._due_s[output.seq_id])
             self._last_s[output.seq_id] = now_s
@@ -162,8 +167,9 @@ class Bench:
             figures[name] |= {
                 "gap_p50": float(np.percentile(gaps, 50)),
                 "gap_p99": float(np.percentile(gaps, 99)),
-                "gap_p99_s": float(np.percentile([gap_s for gap_s, _ in seen.gaps], 99)),
-                "batch": statistics.fmean(batch for _, batch in seen.gaps),
+                "alone_p99": float(np.percentile(seen.relative_gaps(alone=True), 99)),
+                "gap_p99_s": float(np.percentile([gap_s for gap_s, _, _ in seen.gaps], 99)),
+                "batch": statistics.fmean(batch for _, batch, _ in seen.gaps),
                 "ttft_p50_s": statistics.median(seen.ttfts_s),
             }
             print(number, name, figures[name], file=sys.stderr)
@@ -179,7 +185,7 @@ class Bench:
 
     def show(self) -> None:
         print(self.known["machine"])
-        head = ["", "capacity", "of prompts first", "gap p50", "gap p99", "gap p99 ms", "decoding", "TTFT p50 ms"]
+        head = ["", "capacity", "of prompts first", "gap p50", "gap p99", "without prompts", "gap p99 ms", "decoding", "TTFT p50 ms"]
         for model in self._arguments.models.split(","):
             found = self.known[model]
             print(f"\n{model}: {PROMPT_TOKENS} in / {self._arguments.outputs} out, {len(found)} repeats\n")
@@ -194,6 +200,7 @@ class Bench:
                         f"{share:.0%}",
                         f"{medians['gap_p50']:.2f}",
                         f"{medians['gap_p99']:.2f}",
+                        f"{medians['alone_p99']:.2f}",
                         f"{1e3 * medians['gap_p99_s']:.1f}",
                         f"{medians['batch']:.1f}",
                         f"{1e3 * medians['ttft_p50_s']:.0f}",
