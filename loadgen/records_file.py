@@ -1,5 +1,7 @@
 """A result directory on disk: `records.jsonl`, one line a request, and `run.json`.
 
+While a run of several processes goes on, and if it is killed, each one's records are in a file of its own, `records.0.jsonl` and so on.
+
 A record's line holds the fields of `Record` under their own names, without those that have their default; `arrivals` is a list of
 [seconds, tokens]. Times are kept to the microsecond. A run that is killed loses at most the line that was being written: the reader drops
 a torn last line and says so; any other bad line is an error with its number.
@@ -97,8 +99,23 @@ def read_result(directory: Path) -> Result:
     if not directory.is_dir():
         raise BadRecords(f"{directory}: no such directory; give one that `loadgen run` has written")
     run = read_run(directory / RUN)
-    records, notes = read_records(directory / RECORDS)
+    files = _files(directory)
+    records, notes = read_records(*files)
+    if directory / RECORDS not in files:
+        notes = (f"{RECORDS} is missing: the records were read from {', '.join(file.name for file in files)}", *notes)
     return Result(path=directory, run=run, records=records, notes=notes)
+
+
+def part_of(directory: Path, part: int) -> Path:
+    """The file of one of several processes."""
+    return directory / f"records.{part}.jsonl"
+
+
+def _files(directory: Path) -> list[Path]:
+    """Where its records are: in `records.jsonl`, or if there is none yet in those of the processes, by their number."""
+    parts = {int(path.suffixes[0][1:]): path for path in directory.glob("records.*.jsonl") if path.suffixes[0][1:].isdecimal()}
+    whole = directory / RECORDS
+    return [parts[part] for part in sorted(parts)] if parts and not whole.exists() else [whole]
 
 
 def read_run(path: Path) -> Run:
@@ -121,22 +138,22 @@ def read_run(path: Path) -> Run:
         raise BadRecords(f"{path}: {_without_init(error)}") from error
 
 
-def read_records(path: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
-    """Records by index, and notes. Raises BadRecords with the line's number, and for an index that comes twice."""
+def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
+    """Records of all these files by index, and notes. Raises BadRecords with the line's number, and for an index that comes twice."""
     notes: list[str] = []
-    seen: dict[int, int] = {}
+    seen: dict[int, str] = {}
     records: list[Record] = []
-    for number, line, is_torn in _lines(path):
+    for file, (number, line, is_torn) in ((path, line) for path in paths for line in _lines(path)):
         try:
             record = from_json(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if is_torn:
-                notes.append(f"{path.name}: line {number}, the last, is torn and was dropped ({len(line)} bytes)")
-                break
-            raise BadRecords(f"{path}: line {number}: {_without_init(error)}") from error
+                notes.append(f"{file.name}: line {number}, the last, is torn and was dropped ({len(line)} bytes)")
+                continue
+            raise BadRecords(f"{file}: line {number}: {_without_init(error)}") from error
         if record.index in seen:
-            raise BadRecords(f"{path}: line {number}: request {record.index} stands already in line {seen[record.index]}")
-        seen[record.index] = number
+            raise BadRecords(f"{file}: line {number}: request {record.index} stands already in {seen[record.index]}")
+        seen[record.index] = f"line {number} of {file.name}"
         records.append(record)
     records.sort(key=lambda record: record.index)
     return tuple(records), tuple(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from loadgen.plan_file import plan_hash, write_plan
 from loadgen.priority import Priority
 from loadgen.processes import Ended, Enough, View, run_jobs
 from loadgen.records import Record, Run
-from loadgen.records_file import RECORDS, RUN, read_records, write_run
+from loadgen.records_file import RECORDS, RUN, RecordWriter, part_of, read_records, write_run
 from loadgen.target import Target
 from loadgen.timers import now_s
 
@@ -97,7 +98,7 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
 
 def record_files(order: Order) -> list[Path]:
     """What its processes write while they run."""
-    return [_part(order.out, part, order.processes) for part in range(order.processes)]
+    return [order.out / RECORDS] if order.processes == 1 else [part_of(order.out, part) for part in range(order.processes)]
 
 
 def outcome_line(outcomes: Mapping[Outcome, int], num_offered: int, *, is_valid: bool) -> str:
@@ -138,32 +139,24 @@ def _keep_plan(order: Order) -> str:
     return plan_hash(kept)
 
 
-def _part(out: Path, part: int, parts: int) -> Path:
-    return out / (RECORDS if parts == 1 else f"records.{part}.jsonl")
-
-
 def _merge(out: Path, jobs: Sequence[Job]) -> None:
-    """The records of all processes in one file, in the order in which the requests ended."""
+    """The records of all processes in one file, in the order in which the requests ended. It is there whole or not at all."""
     if len(jobs) == 1:
         (out / RECORDS).touch()
         return
-    from loadgen.records_file import RecordWriter
-
-    records: list[Record] = []
-    for job in jobs:
-        if Path(job.records).exists():
-            records += read_records(Path(job.records))[0]
-    records.sort(key=lambda record: record.ended_s)
-    with RecordWriter(out / RECORDS) as writer:
-        for record in records:
+    parts = [Path(job.records) for job in jobs]
+    records, _ = read_records(*(part for part in parts if part.exists()))
+    merged = out / f".{RECORDS}"
+    with RecordWriter(merged) as writer:
+        for record in sorted(records, key=lambda record: record.ended_s):
             writer.write(record)
-    for job in jobs:
-        Path(job.records).unlink(missing_ok=True)
+    os.replace(merged, out / RECORDS)
+    for part in parts:
+        part.unlink(missing_ok=True)
 
 
 def _has_records(out: Path) -> bool:
-    file = out / RECORDS
-    return file.exists() and file.stat().st_size > 0
+    return any(file.stat().st_size for file in out.glob("records*.jsonl"))
 
 
 def _remove(out: Path, made: bool) -> None:

@@ -1,7 +1,6 @@
 """`loadgen run` as a user runs it: real processes, a server in a process of its own, exit codes, and what is left on disk."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -108,22 +107,29 @@ def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
     assert "INTERRUPTED" in stdout
 
 
-def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: Path, processes: int) -> None:
     out = tmp_path / "result"
     command = [*LOADGEN, "run", "--rate", "20", "--seconds", "60", "--url", server, "--out", str(out), "--output-tokens", "4"]
+    command += ["--processes", str(processes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         interrupt_when_running(process, 1.5, signal.SIGKILL)
         process.communicate(timeout=LIMIT_S)
-    deadline_s = time.monotonic() + 20  # the process that sends sees that its parent is gone, and ends
+    deadline_s = time.monotonic() + 20  # the processes that send see that their parent is gone, and end
     while (size := records_size(out)) == 0 or is_growing(out, size):
         assert time.monotonic() < deadline_s
     result = read_result(out)
     assert classes(result)["good"] > 0
     assert result.run.invalid == ("the run did not come to its end: the process that led it was killed",)
+    files = ["records.jsonl"] if processes == 1 else ["records.0.jsonl", "records.1.jsonl"]
+    assert sorted(path.name for path in out.glob("*records*")) == files
+    assert len(result.records) == sum(len((out / file).read_text().splitlines()) for file in files)
+    assert [record.index for record in result.records] == sorted(record.index for record in result.records)
+    assert loadgen("report", str(out)).returncode == 0
 
 
 def records_size(out: Path) -> int:
-    return os.path.getsize(out / "records.jsonl")
+    return sum(file.stat().st_size for file in out.glob("records*.jsonl"))
 
 
 def is_growing(out: Path, size: int) -> bool:

@@ -134,6 +134,29 @@ def test_a_bad_run_file_is_named(tmp_path: Path, text: str | None, message: str)
     assert "run.json" in str(raised.value)
 
 
+def test_a_killed_run_of_several_processes_has_a_file_of_each(tmp_path: Path) -> None:
+    write_run(tmp_path, run(processes=11))
+    parts = [written(tmp_path / f"records.{part}.jsonl", record(20 - part)) for part in range(11)]
+    written(tmp_path / ".records.jsonl", record(0))  # it was killed while it merged them
+    result = read_result(tmp_path)
+    assert result.records == tuple(record(index) for index in range(10, 21))
+    (note,) = result.notes
+    assert note.startswith("records.jsonl is missing: the records were read from records.0.jsonl, records.1.jsonl, records.2.jsonl, ")
+    for part in (2, 10):
+        parts[part].write_bytes(parts[part].read_bytes()[:-30])
+    torn = read_result(tmp_path)
+    assert [seen.index for seen in torn.records] == [11, 12, 13, 14, 15, 16, 17, 19, 20]
+    assert [note.split(":")[0] for note in torn.notes[1:]] == ["records.2.jsonl", "records.10.jsonl"]
+    written(tmp_path / "records.jsonl", record(7))
+    assert (read_result(tmp_path).records, read_result(tmp_path).notes) == ((record(7),), ())
+
+
+def test_a_request_stands_in_one_file_only(tmp_path: Path) -> None:
+    paths = [written(tmp_path / f"records.{part}.jsonl", record(part), record(5)) for part in range(2)]
+    with pytest.raises(BadRecords, match=r"records\.1\.jsonl: line 2: request 5 stands already in line 2 of records\.0\.jsonl"):
+        read_records(*paths)
+
+
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(BadRecords, match="no such directory"):
         read_result(tmp_path / "nowhere")
