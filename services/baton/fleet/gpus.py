@@ -3,7 +3,8 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from baton.runtime.logging import get_logger
 
@@ -11,7 +12,14 @@ log = get_logger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Of a process: the GPUs that CUDA finds in it, in this order."""
+DRIVER = Path("/dev/nvidiactl")
+"""There in whatever can reach a GPU of NVIDIA's, also in a container without its tools."""
 TOOL_LIMIT_S = 10.0
+
+
+def computes_on_cpu(device: str, gpus: Sequence[str]) -> bool:
+    """Whether workers here surely have their KV in host memory; `gpus`: those found for `device`."""
+    return device in ("cpu", "paced") or (device == "auto" and not gpus and not DRIVER.exists())
 
 
 def local_gpus(device: str, environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -27,9 +27,9 @@ async def serve(config: FleetConfig, stop: Stop, on_ready: Callable[[str], None]
 
     With `ray_address` the actors are detached: they outlive this driver, and the next one adopts those it finds; each node has the model,
     or fetches it. A worker that has no node, or keeps dying, is tried again for as long as this runs, and the others are looked after
-    meanwhile. Without it they run on a Ray of our own and end with us, a hub id is fetched once, before the first of them starts, and
-    WorkerFailed is raised when a worker does not start or keeps dying. That, and RayFailed where Ray cannot be reached, leave in an
-    ExceptionGroup.
+    meanwhile. Without it they run on a Ray of our own and end with us, a hub id is fetched once, before the first of them starts,
+    ConfigError is raised if this machine has no memory for all of them, and WorkerFailed when a worker does not start or keeps dying.
+    Those, and RayFailed where Ray cannot be reached, leave in an ExceptionGroup.
     """
     registry, health = process_registry("fleet"), Health("ray")
     metrics = FleetMetrics(registry)
@@ -89,7 +89,7 @@ def _ready(config: FleetConfig, health: Health, on_ready: Callable[[str], None])
 async def _serve_alone(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
     model = await model_directory(config.model)
     await fleet.connect()
-    specs = await plan_here(config, config.device)
+    specs = await plan_here(config)
     on_gpu = most_on_a_gpu(specs)
     async with asyncio.TaskGroup() as group:
         for spec in specs:

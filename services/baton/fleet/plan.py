@@ -1,4 +1,4 @@
-"""Which workers a configuration asks for, and which cores and which GPU each of them gets: pure functions."""
+"""Which workers a configuration asks for, which cores and which GPU each of them gets, whether their KV fits: pure functions."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise
 
 from baton.core.cluster import WorkerRole
+from baton.core.errors import ConfigError
+from baton.runtime.quantities import format_size
 from baton.runtime.settings import FleetSettings, WorkerConfig
 
 
@@ -80,6 +82,16 @@ def plan_workers(settings: FleetSettings, cores: Sequence[int], gpus: Sequence[s
 def most_on_a_gpu(specs: Sequence[WorkerSpec]) -> int:
     """How many of these workers, all of one machine, may come to share one GPU."""
     return max(Counter(spec.gpu for spec in specs).values(), default=1)
+
+
+def check_kv_memory(kv_memory: int, num_workers: int, free: int) -> None:
+    """That `free` bytes of host memory hold `kv_memory` bytes for each worker of a machine. Each asks for its own when it starts, when the
+    others' pages are not real yet: all would pass, and the machine be out of memory while they serve. Raises ConfigError."""
+    if kv_memory * num_workers > free:
+        raise ConfigError(
+            f"--kv-memory {format_size(kv_memory)} for each of {num_workers} workers is {kv_memory * num_workers >> 20} MiB, more than the "
+            f"{free >> 20} MiB that are free here: give less than {free // num_workers >> 20}MiB, since models need some, or start fewer"
+        )
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

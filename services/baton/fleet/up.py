@@ -98,7 +98,7 @@ class Cluster:
             )
             group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
             await ray
-            specs = plan_workers(config, cores=()) if self._is_joined else await plan_here(config, config.device)
+            specs = plan_workers(config, cores=()) if self._is_joined else await plan_here(config)
             on_gpu = 1 if self._is_joined else most_on_a_gpu(specs)  # where Ray gives them out, each is of one worker
             for spec in specs:
                 group.create_task(self._start_worker(spec, self._worker_config(spec, on_gpu, model, redis_url)))
