@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.errors import LoadgenError, Unreachable
+from loadgen.grpc_channel import open_channel, unreachable
 from loadgen.http_client import split_url, tls_context
 
 TIMEOUT_S = 10.0
@@ -57,24 +58,25 @@ def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure
     return _get(url, path, headers, is_insecure)[0]
 
 
-def ask_grpc(target: str, headers: Mapping[str, str]) -> Server:
+def ask_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
     """Raises Unreachable, LoadgenError."""
     from baton.v1 import inference_pb2, inference_pb2_grpc
 
     pb: Any = inference_pb2
-    reply = _called(target, headers, lambda channel: inference_pb2_grpc.InferenceStub(channel).ListModels, pb.ListModelsRequest())
+    stub = inference_pb2_grpc.InferenceStub
+    reply = _called(target, headers, lambda channel: stub(channel).ListModels, pb.ListModelsRequest(), is_insecure)
     models = [model.id for model in reply.models]
     length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
     return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
 
 
-def ask_admin(target: str, headers: Mapping[str, str], model: str) -> dict[str, Any]:
+def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecure: bool = False) -> dict[str, Any]:
     """What a Baton cluster has, by the `Admin` service of one of its gateways: its workers that serve `model` now, by role, and how many
     tokens their KV memory holds together. Raises Unreachable, LoadgenError."""
     from baton.v1 import admin_pb2, admin_pb2_grpc
 
     pb: Any = admin_pb2
-    reply = _called(target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest())
+    reply = _called(target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure)
     if reply.model != model:
         raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}")
     workers = [worker for worker in reply.workers if worker.state == pb.WORKER_STATE_READY and _serves(worker.model, model)]
@@ -94,21 +96,19 @@ def _serves(told: str, model: str) -> bool:
     return told == model or told.startswith(f"{model} (")
 
 
-def _called(target: str, headers: Mapping[str, str], method: Callable[[Any], Callable[..., Any]], message: Any) -> Any:
+def _called(target: str, headers: Mapping[str, str], method: Callable[[Any], Callable[..., Any]], message: Any, is_insecure: bool) -> Any:
     """The reply of one call to Baton. Raises Unreachable, LoadgenError."""
     import grpc
 
-    from loadgen.grpc_client import grpc_target
-
     metadata = tuple((name.lower(), value) for name, value in headers.items())
-    with grpc.insecure_channel(grpc_target(target)) as channel:
+    with open_channel(grpc, target, is_insecure=is_insecure) as channel:
         try:
             return method(channel)(message, timeout=TIMEOUT_S, metadata=metadata, wait_for_ready=False)
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
                 raise LoadgenError(f"{target} wants another API key than it was given: use --api-key or OPENAI_API_KEY") from error
-            raise Unreachable(f"no gRPC server of Baton's answers at {target}: {error.details() or code.name}") from error
+            raise unreachable(target, error.details() or code.name) from error
 
 
 def _objects(body: bytes) -> list[dict[str, Any]]:

@@ -5,14 +5,14 @@ thread has read it, so at high rates they are coarser than those of the HTTP cli
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.answers import shown
 from loadgen.client import Ask, Exchange
-from loadgen.errors import LoadgenError, Unreachable
+from loadgen.errors import LoadgenError
+from loadgen.grpc_channel import address_of, open_channel, unreachable
 from loadgen.timers import Urgent, now_s
 
 CHANNELS = 4
@@ -38,21 +38,22 @@ _FINISH = {1: "stop", 2: "length"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcSettings:
-    """`targets`: host:port each. `metadata`: sent with every call. `more`: fields of the message that replace ours."""
+    """`targets`: host:port each, `https://` before it for TLS. `metadata`: sent with every call. `more`: fields of the message that replace
+    ours."""
 
     targets: Sequence[str]
     model: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
+    is_insecure: bool = False
 
 
 class GrpcClient:
     """Implements `client.Client`."""
 
     def __init__(self, settings: GrpcSettings, clock: Callable[[], float] = now_s) -> None:
-        """Raises LoadgenError for fields that the message does not have."""
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+        """Raises LoadgenError for an address that is none and for fields that the message does not have."""
         from baton.v1 import inference_pb2, inference_pb2_grpc
 
         self._pb: Any = inference_pb2
@@ -61,7 +62,7 @@ class GrpcClient:
         self._clock = clock
         self.urgent = Urgent()
         self._metadata = tuple((name.lower(), value) for name, value in settings.metadata.items())
-        self._targets = [grpc_target(url) for url in settings.targets]
+        self._targets = [address_of(url)[0] for url in settings.targets]
         self._channels: list[list[Any]] = []
         self._methods: list[list[Any]] = []
         self._num_calls = 0
@@ -76,15 +77,15 @@ class GrpcClient:
         import grpc.aio
 
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        for target in self._targets:
-            channels = [grpc.aio.insecure_channel(target, options=options) for _ in range(CHANNELS)]
+        for url in self._settings.targets:
+            channels = [open_channel(grpc.aio, url, options, is_insecure=self._settings.is_insecure) for _ in range(CHANNELS)]
             self._channels.append(channels)
             self._methods.append([self._pb_grpc.InferenceStub(channel).Generate for channel in channels])
             try:
                 async with asyncio.timeout(OPEN_S):
                     await asyncio.gather(*(channel.channel_ready() for channel in channels))
             except TimeoutError:
-                raise Unreachable(f"no gRPC server answers at {target}; Baton's is at port 8001 unless told otherwise (--url)") from None
+                raise unreachable(url, await self._obstacle(channels[0])) from None
 
     def prepare(self, ask: Ask) -> Any:
         message = self._pb.GenerateRequest(max_tokens=ask.max_tokens)
@@ -128,6 +129,16 @@ class GrpcClient:
         for channels in self._channels:
             for channel in channels:
                 await channel.close()
+
+    async def _obstacle(self, channel: Any) -> str:
+        """What grpc says when it is to call on a channel that does not become ready."""
+        import grpc.aio
+
+        try:
+            await self._pb_grpc.InferenceStub(channel).ListModels(self._pb.ListModelsRequest(), timeout=1.0)
+        except grpc.aio.AioRpcError as error:
+            return error.details() or error.code().name
+        return f"not within {OPEN_S:g} s"
 
     async def _read(self, call: Any, exchange: Exchange) -> None:
         import grpc
@@ -188,11 +199,6 @@ class GrpcClient:
             elif name == "retry-after-s":
                 exchange.retry_after_s = _number(str(value))
         exchange.fail(at_s, shown(await call.details() or code.name), status=HTTP_OF.get(code.name, 500))
-
-
-def grpc_target(url: str) -> str:
-    """`host:port` of an address, with or without a scheme."""
-    return url.split("://", 1)[-1].rstrip("/")
 
 
 def _number(text: str) -> float | None:

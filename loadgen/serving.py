@@ -118,10 +118,10 @@ def http_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Pr
     return probe
 
 
-def grpc_probe(url: str, headers: Mapping[str, str]) -> Probe:
+def grpc_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Probe:
     def probe() -> int | None:
         try:
-            ask_grpc(url, headers)
+            ask_grpc(url, headers, is_insecure=is_insecure)
         except Unreachable:
             return None
         return 200

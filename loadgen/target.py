@@ -58,7 +58,14 @@ def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
         from loadgen.grpc_client import GrpcClient, GrpcSettings
 
         return GrpcClient(
-            GrpcSettings(targets=target.urls, model=target.model, metadata=target.headers, more=target.more, timeout_s=target.timeout_s)
+            GrpcSettings(
+                targets=target.urls,
+                model=target.model,
+                metadata=target.headers,
+                more=target.more,
+                timeout_s=target.timeout_s,
+                is_insecure=target.is_insecure,
+            )
         )
     from loadgen.http_client import HttpClient, HttpSettings
 

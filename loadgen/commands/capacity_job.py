@@ -289,7 +289,8 @@ def _probe(given: Mapping[str, Any]) -> Any:
     if given["api_key"]:
         headers["Authorization"] = f"Bearer {given['api_key']}"
     url = given["urls"][0]
-    return grpc_probe(url, headers) if given["protocol"] == "grpc" else http_probe(url, headers, is_insecure=given["insecure"])
+    probe = grpc_probe if given["protocol"] == "grpc" else http_probe
+    return probe(url, headers, is_insecure=given["insecure"])
 
 
 def _new_directory(out: Path) -> Path:

@@ -49,7 +49,7 @@ def target_options(function: F) -> F:
             metavar="HOST:PORT",
             help=f"Baton's gRPC address, to ask for its workers and their KV memory.  [default: --url of gRPC; without --url {GRPC_URL}]",
         ),
-        click.option("--insecure", is_flag=True, help="Take any TLS certificate."),
+        click.option("--insecure", is_flag=True, help="Take any TLS certificate, over HTTP."),
         click.option(
             "--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's."
         ),
@@ -92,7 +92,7 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     if is_grpc:
         if given["api"] == "chat" or given["dialect"]:
             raise click.UsageError("--protocol grpc has one API and one dialect, Baton's")
-        server = ask_grpc(urls[0], headers)
+        server = ask_grpc(urls[0], headers, is_insecure=given["insecure"])
     else:
         server = ask_http(urls[0], headers, is_insecure=given["insecure"])
     model = given["model"] or next(iter(server.models), "")
@@ -121,7 +121,7 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
 def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers: Mapping[str, str]) -> dict[str, Any]:
     """Of a Baton whose gRPC address is known. Raises LoadgenError where the user has named an address that does not tell."""
     if given["admin"]:
-        return ask_admin(given["admin"], headers, model)
+        return ask_admin(given["admin"], headers, model, is_insecure=given["insecure"])
     known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
     if server.kind != "baton" or not known:
         return {}

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +13,24 @@ from baton.core.cluster import Placement, PlacementQuery, Rejection, WorkerState
 from baton.core.errors import Reason
 from baton.core.front import ProcessInfo
 from baton.gateway.inference import Admin, Inference
+from baton.runtime.tls import Pair
 from baton.wire.server import GrpcServer
+from baton.wire.tls import Tls
+from loadgen import grpc_client
 from loadgen.commands.run import command
 from loadgen.commands.target_options import server_facts, target_of
 from loadgen.discover import ask_grpc, ask_http
 from loadgen.errors import LoadgenError, Unreachable
+from loadgen.grpc_channel import AUTHORITIES
 from loadgen.grpc_client import GrpcClient, GrpcSettings
 from loadgen.metrics import Outcome
 from loadgen.plan import Plan, Vocabulary
+from loadgen.serving import grpc_probe
 from loadgen.slo import Slo
 from loadgen.target import Target
 from loadgen.timeline import Stages
 from tests.builders import blocks, layout
+from tests.certificates import Authority
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
 from tests.integration.loadgen.rig import Measured, measure
 from tests.unit.gateway.fakes import until
@@ -35,9 +42,10 @@ LETTERS = Vocabulary(low=97, high=123)
 
 
 @asynccontextmanager
-async def both_doors(*, has_admin: bool = True) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
-    async with http_gateway(*PD) as gateway:
-        server = GrpcServer(heartbeat_s=1.0)
+async def both_doors(*, has_admin: bool = True, tls: Pair | None = None) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
+    """`tls`: the certificate of both."""
+    async with http_gateway(*PD, tls=tls) as gateway:
+        server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
         server.add_inference(Inference(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
         if has_admin:
             server.add_admin(Admin(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
@@ -45,8 +53,8 @@ async def both_doors(*, has_admin: bool = True) -> AsyncIterator[tuple[HttpGatew
         try:
             yield (
                 gateway,
-                Target(urls=(gateway.url,), model="demo", dialect="baton"),
-                Target(urls=(f"127.0.0.1:{port}",), model="demo", dialect="baton", protocol="grpc"),
+                Target(urls=(gateway.url if tls is None else f"https://127.0.0.1:{gateway.port}",), model="demo", dialect="baton"),
+                Target(urls=(f"{'' if tls is None else 'https://'}127.0.0.1:{port}",), model="demo", dialect="baton", protocol="grpc"),
             )
         finally:
             await server.stop(0.1)
@@ -159,6 +167,99 @@ async def test_an_address_that_was_given_must_tell_and_one_that_was_not_may_not(
         facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
     assert facts["cluster"].startswith("not told: ")
     assert "workers" not in facts
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
+    """Nobody is trusted yet."""
+    for variable in AUTHORITIES:
+        monkeypatch.delenv(variable, raising=False)
+    return Authority.new(tmp_path / "ours")
+
+
+def front(authority: Authority) -> Pair:
+    return authority.pair("front", "localhost", "127.0.0.1")
+
+
+async def test_over_tls_one_file_of_authorities_is_for_both_doors(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
+    async with both_doors(tls=front(ours)) as (_, http, grpc):
+        assert all(target.urls[0].startswith("https://") for target in (http, grpc))
+        runs = [await measure(conversation(), target) for target in (http, grpc)]
+        facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
+        by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", grpc.urls[0])
+        assert await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=False)) == 200
+    one, other = runs
+    assert one.outcomes == other.outcomes == [Outcome.GOOD] * 3
+    assert [record.token_ids for record in one.records] == [record.token_ids for record in other.records]
+    assert facts["workers"] == by_http["workers"] == 2
+
+
+async def test_over_tls_grpcs_own_variable_goes_before(ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Authority.new(tmp_path / "theirs")
+    for variable, authority in zip(AUTHORITIES, (ours, theirs), strict=True):
+        monkeypatch.setenv(variable, str(authority.file))
+    async with both_doors(tls=front(ours)) as (_, _, grpc):
+        assert (await asyncio.to_thread(ask_grpc, grpc.urls[0], {})).models == ["demo"]
+    async with both_doors(tls=front(theirs)) as (_, _, grpc):
+        with pytest.raises(Unreachable, match="name its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+
+
+async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_client, "OPEN_S", 1.0)
+    monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
+    async with both_doors(tls=front(ours)) as (_, _, grpc):
+        words = f"answers at {grpc.urls[0]}; its certificate is not trusted here, name its authorities in SSL_CERT_FILE"
+        with pytest.raises(Unreachable, match=words):
+            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+        with pytest.raises(Unreachable, match=words):
+            await measure(conversation(), grpc)
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
+    async with both_doors(tls=ours.pair("other", "elsewhere")) as (_, _, grpc):
+        with pytest.raises(Unreachable, match="its certificate is not for this name"):
+            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+
+
+async def test_who_speaks_tls_and_who_does_not(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
+    async with both_doors() as (_, _, grpc):
+        with pytest.raises(Unreachable, match="does not speak TLS"):
+            await asyncio.to_thread(ask_grpc, f"https://{grpc.urls[0]}", {})
+    async with both_doors(tls=front(ours)) as (_, _, grpc):
+        with pytest.raises(Unreachable, match="does it speak TLS"):
+            await asyncio.to_thread(ask_grpc, grpc.urls[0].removeprefix("https://"), {})
+
+
+async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
+    refusal = "gRPC checks every certificate, so --insecure is not for https://"
+    async with both_doors(tls=front(ours)) as (_, http, grpc):
+        for arguments in (("--protocol", "grpc", "--url", grpc.urls[0]), ("--url", http.urls[0], "--admin", grpc.urls[0])):
+            with pytest.raises(LoadgenError, match=refusal):
+                await asyncio.to_thread(asked, *arguments, "--insecure")
+        with pytest.raises(LoadgenError, match=refusal):
+            await measure(conversation(), replace(grpc, is_insecure=True))
+        with pytest.raises(LoadgenError, match=refusal):
+            await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=True))
+    async with both_doors() as (_, _, grpc):
+        assert (await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0], "--insecure"))["workers"] == 2
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+@pytest.mark.usefixtures("ours")
+def test_authorities_that_cannot_be_read_are_named(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ca.pem"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    with pytest.raises(LoadgenError, match=f"SSL_CERT_FILE names {file}, which holds no certificates"):
+        ask_grpc("https://127.0.0.1:9", {})
+
+
+@pytest.mark.parametrize("url", ["grpcs://127.0.0.1:9", "ftp://127.0.0.1:9", "https://", ""])
+def test_what_is_no_address_over_grpc(url: str) -> None:
+    with pytest.raises(LoadgenError, match="is no address of a gRPC server"):
+        ask_grpc(url, {})
 
 
 async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
