@@ -48,6 +48,19 @@ extern "C" void narrow(const float* from, baton::Fp16* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = baton::from_float<baton::Fp16>(from[i]);
 }
 """
+EXP2 = """
+#include <cmath>
+#include "numbers.h"
+int main() {
+    using baton::exp2_near;
+    for (float x = -126.0f; x <= 127.0f; x += 0.01f)
+        if (!(std::abs(exp2_near(x) / std::exp2(double(x)) - 1.0) < 3e-7)) return 1;
+    if (exp2_near(-1e30f) != std::exp2(-126.0f) || exp2_near(INFINITY) != std::exp2(127.0f)) return 2;
+    return std::isnan(exp2_near(NAN)) ? 0 : 3;
+}
+"""
+TRAPS = ("-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error")
+"""What C++ leaves undefined ends the program."""
 TEAM = """
 #include <numeric>
 #include <thread>
@@ -225,6 +238,13 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
         assert np.array_equal(np.isnan(got), np.isnan(wanted))
         numbers = ~np.isnan(wanted)
         assert np.array_equal(got.view(kind)[numbers], wanted.view(kind)[numbers])
+
+
+def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path) -> None:
+    """In range, beyond it, and of what is not a number."""
+    (tmp_path / "exp2.cpp").write_text(EXP2)
+    subprocess.run([compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
 
 
 @pytest.fixture(scope="module")
