@@ -59,7 +59,7 @@ inline __m512 dot_pairs(__m512 sum, __m512i lanes, uint32_t pair) {
 // sums[R][C * 16] += pairs of left[R] x pairs of right: the one inner loop of both products. `right` has `right_step` words from one pair
 // to the next, `left` its pairs one after the other.
 template <int R, int C>
-inline void multiply(float* sums, int sum_stride, const uint32_t* const* left, const uint32_t* right, int right_step, int num_pairs) {
+inline void multiply(float* sums, int sum_stride, const Bf16* const* left, const uint32_t* right, int right_step, int num_pairs) {
     __m512 acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) acc[r][c] = _mm512_loadu_ps(sums + size_t(r) * sum_stride + c * LANES);
@@ -67,14 +67,14 @@ inline void multiply(float* sums, int sum_stride, const uint32_t* const* left, c
         __m512i lanes[C];
         for (int c = 0; c < C; c++) lanes[c] = _mm512_loadu_si512(right + size_t(p) * right_step + c * LANES);
         for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) acc[r][c] = dot_pairs(acc[r][c], lanes[c], left[r][p]);
+            for (int c = 0; c < C; c++) acc[r][c] = dot_pairs(acc[r][c], lanes[c], pair_at(left[r] + 2 * p));
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) _mm512_storeu_ps(sums + size_t(r) * sum_stride + c * LANES, acc[r][c]);
 }
 
 template <int C>
-inline void multiply_rows(float* sums, int sum_stride, const uint32_t* const* left, int rows, const uint32_t* right, int right_step, int pairs) {
+inline void multiply_rows(float* sums, int sum_stride, const Bf16* const* left, int rows, const uint32_t* right, int right_step, int pairs) {
     int r = 0;
     for (; r + 6 <= rows; r += 6) multiply<6, C>(sums + size_t(r) * sum_stride, sum_stride, left + r, right, right_step, pairs);
     for (; r + 2 <= rows; r += 2) multiply<2, C>(sums + size_t(r) * sum_stride, sum_stride, left + r, right, right_step, pairs);
@@ -83,7 +83,7 @@ inline void multiply_rows(float* sums, int sum_stride, const uint32_t* const* le
 
 // `columns`: lanes in all, a multiple of 16.
 inline void multiply_all(
-    float* sums, int sum_stride, const uint32_t* const* left, int rows, const uint32_t* right, int right_step, int pairs, int columns) {
+    float* sums, int sum_stride, const Bf16* const* left, int rows, const uint32_t* right, int right_step, int pairs, int columns) {
     int c = 0;
     for (; c + 4 * LANES <= columns; c += 4 * LANES) multiply_rows<4>(sums + c, sum_stride, left, rows, right + c, right_step, pairs);
     for (; c < columns; c += LANES) multiply_rows<1>(sums + c, sum_stride, left, rows, right + c, right_step, pairs);
@@ -99,13 +99,9 @@ class PairTile {
         keys_.resize(size_t(dim / 2) * KV_TILE);
         values_.resize(size_t(dim) * KV_TILE / 2);
         scores_.resize(size_t(num_rows) * KV_TILE);
-        weights_.resize(size_t(num_rows) * KV_TILE / 2);
-        const uint32_t* queries[MAX_ROWS];
-        const uint32_t* weights[MAX_ROWS];
-        for (int r = 0; r < num_rows; r++) {
-            queries[r] = reinterpret_cast<const uint32_t*>(rows[r]);
-            weights[r] = &weights_[size_t(r) * KV_TILE / 2];
-        }
+        weights_.resize(size_t(num_rows) * KV_TILE);
+        const Bf16* weights[MAX_ROWS];
+        for (int r = 0; r < num_rows; r++) weights[r] = &weights_[size_t(r) * KV_TILE];
         for (int begin = range.low; begin < range.high; begin += KV_TILE) {
             const int count = std::min(KV_TILE, range.high - begin), width = up(count, LANES);
             for (int i = 0; i < width; i += LANES) {
@@ -113,7 +109,7 @@ class PairTile {
                 pack(kv, begin + i, here, i, std::min(begin + i + AHEAD, range.high - 1));
             }
             std::fill(scores_.begin(), scores_.end(), 0.0f);
-            multiply_all(scores_.data(), KV_TILE, queries, num_rows, keys_.data(), KV_TILE, dim / 2, width);
+            multiply_all(scores_.data(), KV_TILE, rows, num_rows, keys_.data(), KV_TILE, dim / 2, width);
             for (int r = 0; r < num_rows; r++) weigh(r, begin, width, seen[r], factor, run, dim);
             multiply_all(run.sums.data(), dim, weights, num_rows, values_.data(), dim, width / 2, dim);
         }
@@ -175,7 +171,7 @@ class PairTile {
         const float keep = std::exp2(run.most[row] - top);
         const __m512 most = _mm512_set1_ps(top);
         __m512 sum = _mm512_setzero_ps();
-        auto* out = reinterpret_cast<uint16_t*>(&weights_[size_t(row) * KV_TILE / 2]);
+        Bf16* out = &weights_[size_t(row) * KV_TILE];
         for (int i = 0; i < width; i += LANES) {
             const __m512 score = _mm512_loadu_ps(scores + i);
             const __mmask16 is_seen = _mm512_cmp_ps_mask(score, never, _CMP_NLE_UQ);  // NaN is seen, and stays
@@ -190,7 +186,8 @@ class PairTile {
         for (int d = 0; d < dim; d++) sums[d] *= keep;
     }
 
-    std::vector<uint32_t> keys_, values_, weights_;
+    std::vector<uint32_t> keys_, values_;
+    std::vector<Bf16> weights_;
     std::vector<float> scores_;
 };
 

@@ -33,9 +33,7 @@ inline void pack_panel(const Bf16* weights, int64_t n, int64_t k, int64_t panel,
     for (int64_t pair = 0; pair < k / 2; pair++) {
         for (int lane = 0; lane < PANEL; lane++) {
             const int64_t output = panel * PANEL + lane;
-            uint32_t word = 0;
-            if (output < n) std::memcpy(&word, weights + output * k + 2 * pair, sizeof word);
-            words[(panel * (k / 2) + pair) * PANEL + lane] = word;
+            words[(panel * (k / 2) + pair) * PANEL + lane] = output < n ? pair_at(weights + output * k + 2 * pair) : 0;
         }
     }
 }
@@ -74,7 +72,7 @@ struct Columns {
 //   STRETCH_PAIRS: of a stretch, at most
 //   passes_over(rows): how many times a stretch's pairs are gone through
 //   multiply_rows<ROWS>(row, x, x_stride, by, sums, to, ahead): ROWS rows of x, from `row` on, of which each has its pairs one after the
-//     other and is x_stride pairs from the next, by a stretch.
+//     other and is x_stride numbers from the next, by a stretch.
 #ifdef BATON_PAIRS
 #include "product_pairs.h"
 #else
@@ -85,7 +83,7 @@ namespace baton {
 
 template <typename Out>
 inline void multiply_block(
-    int rows, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead ahead) {
+    int rows, const Bf16* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead ahead) {
     int row = 0;
     for (; row + ROWS_AT_ONCE <= rows; row += ROWS_AT_ONCE) multiply_rows<ROWS_AT_ONCE>(row, x, x_stride, by, sums, to, ahead);
     switch (rows - row) {
@@ -120,14 +118,14 @@ void product(Member& member, const Bf16* x, const Product& by, Out* out, int64_t
         alignas(64) float sums[BLOCK_ROWS * PANEL];
         const int64_t block = item / panels, panel = item % panels, begin = block * BLOCK_ROWS, first = panel * PANEL;
         const int count = int(std::min<int64_t>(BLOCK_ROWS, rows - begin));
-        const auto* left = reinterpret_cast<const uint32_t*>(x + begin * by.k);
+        const Bf16* left = x + begin * by.k;
         const int columns = int(std::min<int64_t>(PANEL, by.n - first));
         const Columns<Out> to{out + begin * by.n + first, by.n, by.bias ? by.bias + first : nullptr, columns};
         for (int64_t pair = 0; pair < pairs; pair += STRETCH_PAIRS) {
             const int length = int(std::min<int64_t>(STRETCH_PAIRS, pairs - pair));
             const Stretch stretch{by.words + (panel * pairs + pair) * PANEL, length, pair == 0, pair + length == pairs};
             const Ahead ahead = behind(by, panel, pair, count, block + 1 == blocks, threads);
-            multiply_block(count, left + pair, pairs, stretch, sums, to, ahead);
+            multiply_block(count, left + 2 * pair, by.k, stretch, sums, to, ahead);
         }
     });
 }

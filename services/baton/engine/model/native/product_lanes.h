@@ -41,12 +41,12 @@ inline void add_half(Floats (&held)[ROWS][VECTORS], const uint32_t* words, const
 
 template <int ROWS, typename Out>
 inline void multiply_rows(
-    int row, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
+    int row, const Bf16* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
     constexpr int VECTORS = vectors_with(ROWS);
     sums += row * PANEL;
     alignas(LANE_BYTES) float floats[ROWS * ROW_FLOATS];
     for (int r = 0; r < ROWS; r++) {
-        const auto* from = reinterpret_cast<const Bf16*>(x + (row + r) * x_stride);
+        const Bf16* from = x + (row + r) * x_stride;
         for (int i = 0; i < 2 * by.pairs; i++) floats[r * ROW_FLOATS + i] = to_float(from[i]);
     }
     for (int first = 0; first < to.columns; first += VECTORS * LANE_FLOATS) {

@@ -29,7 +29,7 @@ inline void write(const __m512* sums, int64_t row, const Columns<Out>& to) {
 
 template <int ROWS, typename Out>
 inline void multiply_rows(
-    int row, const uint32_t* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
+    int row, const Bf16* x, int64_t x_stride, const Stretch& by, float* sums, const Columns<Out>& to, Ahead& ahead) {
     __m512 held[ROWS][VECTORS];
     sums += row * PANEL;
     x += row * x_stride;
@@ -40,7 +40,7 @@ inline void multiply_rows(
         __m512bh lanes[VECTORS];
         for (int v = 0; v < VECTORS; v++) lanes[v] = __m512bh(_mm512_loadu_si512(by.words + size_t(pair) * PANEL + v * VECTOR));
         for (int r = 0; r < ROWS; r++) {
-            const __m512bh both = __m512bh(_mm512_set1_epi32(int(x[r * x_stride + pair])));
+            const __m512bh both = __m512bh(_mm512_set1_epi32(int(pair_at(x + r * x_stride + 2 * pair))));
             for (int v = 0; v < VECTORS; v++) held[r][v] = _mm512_dpbf16_ps(held[r][v], lanes[v], both);
         }
     }
