@@ -37,8 +37,10 @@ run: setup
 test: setup check chart
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+# Some tests alone, as ARGS may ask for, are without the interpreted ones: pytest ends with an error where it is left with none.
 test-long: setup check chart
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-triton)
 
 # The kernel for GPUs, interpreted on a CPU: slow, and apart from .venv, because CPU builds of torch come without triton.
 test-triton: setup
