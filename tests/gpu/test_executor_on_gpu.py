@@ -38,7 +38,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def demo(kernels: str) -> LoadedModel:
     loaded = loaded_for(DEMO_DIR, kernels, DEVICE)
-    assert ("recorded" in WAYS[id(loaded)].name) == (kernels == "auto")
+    assert ("recorded" in WAYS[loaded].name) == (kernels == "auto")
     return loaded
 
 

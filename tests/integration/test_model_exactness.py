@@ -15,6 +15,7 @@ from baton.core.blocks import chain, root_hash, token_ids
 from baton.core.request import Sampling, TokenLogprobs
 from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
+from baton.engine.model import ways
 from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.init import init_model
@@ -61,13 +62,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-WAYS: dict[int, Way] = {}
-"""How each loaded model is run, by its `id`."""
+WAYS: dict[LoadedModel, Way] = {}
+"""How each is run. Two that were loaded from one path are two: torch's modules are only equal to themselves."""
 
 
-def loaded_for(path: Path, kernels: str, device: str = "cpu") -> LoadedModel:
-    loaded = load_model(path, dtype="float32", device=device)
-    WAYS[id(loaded)] = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK)
+def loaded_for(path: Path, kernels: str, device: str = "cpu", *, dtype: str = "float32", num_threads: int = 1) -> LoadedModel:
+    loaded = load_model(path, dtype=dtype, device=device)
+    WAYS[loaded] = choose_way(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
     return loaded
 
 
@@ -112,7 +113,7 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
         )
         self.engine = Engine(config, pool)
-        self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), way=WAYS.get(id(loaded)))
+        self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), way=WAYS.get(loaded))
         self.executor.warm(max_num_seqs)
         self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
@@ -236,8 +237,7 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
     """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers rounds its logits, than its
     own bfloat16 is to float32 at p99, which ours is as close to (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since
     both sides err. Ways that round their logits, too, may be off by one step of bfloat16 more."""
-    loaded = load_model(DEMO_DIR, dtype="bfloat16", device="cpu")
-    way = WAYS[id(loaded)] = choose_way(loaded, kernels=kernels, num_threads=2, block_size_tokens=BLOCK)
+    loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
     prompts = random_prompts(Random(0), sized(25, 300), loaded.vocab_size, 200)
     with worker_of(loaded, num_blocks=60) as worker:
@@ -254,13 +254,40 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
             logits = hidden.float() @ theirs.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
         best, second = logits.topk(2).values.unbind(-1)
-        step = 0.0 if way.name == "our decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
+        step = 0.0 if WAYS[loaded].name == "our decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
         margins.append((best - second - step)[logits.argmax(-1) != torch.tensor(answer.tokens)])
         num_tokens += len(answer.tokens)
     differing, near = torch.cat(margins), float(np.quantile(torch.cat(errors).numpy(), 0.99))
     assert len(differing) < 0.05 * num_tokens
     assert int((differing > near).sum()) <= num_tokens // TOKENS_PER_TAIL
     assert (differing < 2 * near).all()
+
+
+def test_bfloat16_is_the_same_alone_among_others_and_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our decoder, to the last bit of a logprob: no row's sums depend on the rows beside it. Of a model with four queries a key, and
+    contexts that threads do not share out: with one or two, a processor without pairs adds up otherwise for a token that comes alone
+    (`FEW_ROWS`), so that an answer may part from itself, in batches as when computed again, where two tokens are as good."""
+    path = tmp_path / "model"
+    init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
+    monkeypatch.setattr(ways, "can_decode", lambda model, kernels: True)  # also where oneDNN's products are faster
+    loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
+    if WAYS[loaded].name == "torch":
+        pytest.skip("no C++ compiler")
+    assert WAYS[loaded].name == "our decoder"
+    questions = [
+        Asked(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
+        for i, q in enumerate(asked(8, loaded, sized(20, 100), longest=200, max_tokens=40))
+    ]
+    with worker_of(loaded, num_blocks=60) as worker:
+        alone = [answer for question in questions for answer in worker.answer([question])]
+    with worker_of(loaded, num_blocks=sized(600, 3000)) as worker:
+        together = worker.answer(questions)
+        assert worker.engine.counters.preemptions == 0
+    with worker_of(loaded, num_blocks=blocks_for(questions, 12)) as worker:
+        again = worker.answer(questions)
+        assert worker.engine.counters.preemptions > 0
+    assert together == alone
+    assert again == alone
 
 
 def test_tiny_architectures(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
