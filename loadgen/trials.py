@@ -25,6 +25,8 @@ from loadgen.records import Record
 from loadgen.running import Finished, Order, record_files, run
 from loadgen.verdicts import LOOKS, Judgement, TrialJudge, Verdict, scaled
 
+LONGEST_TIMES = 10.0
+"""A trial takes at most so many times the seconds that were asked for, however low its rate."""
 SCOUT_PART = 0.25
 """Of a trial's time, that a scout takes; longer where that would be fewer than …"""
 SCOUT_REQUESTS = 20
@@ -45,6 +47,26 @@ class Goal:
     @property
     def name(self) -> str:
         return f"{self.target:.4g}" if self.slo_scale == 1 else f"{self.target:.4g} at {self.slo_scale:g} x SLO"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLength:
+    """A trial goes on for `seconds`, and where its rate is low until it has offered about so many `requests`."""
+
+    seconds: float
+    requests: int = 0
+
+    def at(self, rate_rps: float) -> float:
+        """Seconds of a trial at that rate."""
+        return max(self.seconds, min(self.requests / rate_rps, self.longest_s))
+
+    @property
+    def longest_s(self) -> float:
+        return self.seconds * (LONGEST_TIMES if self.requests else 1.0)
+
+    def min_rps(self, target: float) -> float:
+        """Below it a trial has too few requests to tell: if `target` holds, not two of them break their promise."""
+        return max(SCOUT_REQUESTS / 2, 2 / (1 - target)) / self.longest_s
 
 
 class PlanMaker(Protocol):
@@ -89,13 +111,8 @@ def trial_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "little")
 
 
-def min_rps(seconds: float, target: float) -> float:
-    """Below it a trial of so many seconds has too few requests to tell: if `target` holds, not two of them break their promise."""
-    return max(SCOUT_REQUESTS / 2, 2 / (1 - target)) / seconds
-
-
 class Trials:
-    """Of one server. `order`: all of a run but its plan, place, slos and processes. `seconds`: of a whole trial. `slos_of`: the promises of
+    """Of one server. `order`: all of a run but its plan, place, slos and processes. `length`: of a whole trial. `slos_of`: the promises of
     a plan; `processes_of`: how many send it. `show`: a view for a run of it."""
 
     def __init__(
@@ -105,7 +122,7 @@ class Trials:
         goals: Sequence[Goal],
         rest: Sleeper,
         *,
-        seconds: float,
+        length: TrialLength,
         seed: int,
         slos_of: Callable[[Plan], Plan],
         processes_of: Callable[[Plan], int],
@@ -115,7 +132,7 @@ class Trials:
         self._maker = maker
         self._goals = goals
         self._rest = rest
-        self._seconds = seconds
+        self._length = length
         self._seed = seed
         self._slos_of = slos_of
         self._processes_of = processes_of
@@ -124,7 +141,7 @@ class Trials:
 
     def run(self, proposal: Proposal, goal: int) -> Trial:
         """`goal`: the one that asked for it, which may end it early. Raises LoadgenError, Interrupted."""
-        seconds = self._seconds
+        seconds = self._length.at(proposal.rate_rps)
         if proposal.is_scout:
             seconds = min(seconds, max(seconds * SCOUT_PART, SCOUT_REQUESTS / proposal.rate_rps))
         plan, seed = self._plan(proposal.rate_rps, seconds)

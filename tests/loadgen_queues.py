@@ -19,7 +19,7 @@ from loadgen.metrics import Terms
 from loadgen.plan import Generated, Plan, PlannedRequest
 from loadgen.records import Arrival, Record
 from loadgen.slo import Slo
-from loadgen.trials import SCOUT_PART, SCOUT_REQUESTS, min_rps
+from loadgen.trials import SCOUT_PART, SCOUT_REQUESTS, TrialLength
 from loadgen.verdicts import LOOKS, Judgement, TrialJudge, Verdict
 from loadgen.workloads import DEFAULT_VOCABULARY
 
@@ -146,7 +146,7 @@ def trial(
 def search(system: System, seconds: float, seed: int, *, target: float = 0.9, limits: Limits | None = None) -> tuple[Answer, float]:
     """The answer, and the seconds that all trials took."""
     start_rps = system.start_rps * (1.0, 1.37)[seed % 2]
-    search = CapacitySearch(target, limits or Limits(start_rps=start_rps, min_rps=min_rps(seconds, target)))
+    search = CapacitySearch(target, limits or Limits(start_rps=start_rps, min_rps=TrialLength(seconds=seconds).min_rps(target)))
     number, took_s = 0, 0.0
     while (proposal := search.next()) is not None:
         time_s = seconds

@@ -35,6 +35,13 @@ PERCENTS = Numbers(0, 100, of=100)
 )
 @click.option("--slo-scale", type=Numbers(0), default="1", show_default=True, metavar="X,…", help="With all bounds of the SLO times X.")
 @click.option("--seconds", type=Seconds(), default="60s", show_default=True, help="Arrivals of a trial.")
+@click.option(
+    "--requests",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Where the rate is low a trial goes on until so many have come, at most ten times as long.",
+)
 @click.option("--confidence", type=PERCENTS, default="95", show_default=True, metavar="PERCENT", help="Of the stated interval.")
 @click.option("--resolution", type=PERCENTS, default="10", show_default=True, metavar="PERCENT", help="How narrow it shall become.")
 @click.option("--max-trials", type=click.IntRange(6), default=12, show_default=True, help="Whole trials, for each goal.")

@@ -32,7 +32,7 @@ from loadgen.running import Order
 from loadgen.searching import Found, find
 from loadgen.serving import Command, Point, free_port, grpc_probe, http_probe, parse_sweep, served
 from loadgen.slo import promised
-from loadgen.trials import Goal, PlanMaker, Trial, Trials, min_rps, trial_seed
+from loadgen.trials import Goal, PlanMaker, Trial, TrialLength, Trials, trial_seed
 from loadgen.workloads import DEFAULT_VOCABULARY
 
 TRIALS = "trials"
@@ -49,6 +49,7 @@ class CapacityJob:
     maker: PlanMaker
     plan: Plan
     goals: tuple[Goal, ...]
+    length: TrialLength
     limits: tuple[Limits, ...]
     confidence: float
     points: tuple[Point, ...]
@@ -66,12 +67,13 @@ class CapacityJob:
         points = tuple(parse_sweep(given["sweep"])) if given["sweep"] else (Point(values={}),)
         started = Command.parse(given["template"], points) if given["template"] else None
         seconds = given["seconds"]
+        length = TrialLength(seconds=seconds, requests=given["requests"])
         maker = _maker(given)
         goals = tuple(Goal(target=target, slo_scale=scale) for scale in given["slo_scale"] for target in given["attainment"])
         limits = [
             Limits(
                 start_rps=given["start_rate"],
-                min_rps=min_rps(seconds, goal.target),
+                min_rps=length.min_rps(goal.target),
                 max_rps=min(given["max_rate"] or math.inf, maker.max_rps(seconds)),
                 resolution=given["resolution"][0],
                 max_trials=given["max_trials"],
@@ -81,11 +83,12 @@ class CapacityJob:
         for goal, limit in zip(goals, limits, strict=True):
             if limit.max_rps <= limit.min_rps:
                 raise LoadgenError(
-                    f"trials of {seconds:g} s tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no more than "
-                    f"{limit.max_rps:.3g} are allowed: give longer --seconds"
+                    f"trials of {length.longest_s:g} s tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no "
+                    f"more than {limit.max_rps:.3g} are allowed: give longer --seconds"
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
-        plan = maker.make(min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits)), seconds, trial_seed(seed, 0))
+        lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
+        plan = maker.make(lowest_rps, length.at(lowest_rps), trial_seed(seed, 0))
         plan = replace(plan, slos=promised(plan.slos, given["slos"]))
         return cls(
             given=given,
@@ -93,6 +96,7 @@ class CapacityJob:
             maker=maker,
             plan=plan,
             goals=goals,
+            length=length,
             limits=tuple(limits),
             confidence=given["confidence"][0],
             points=points,
@@ -108,6 +112,7 @@ class CapacityJob:
                 "confidence": given["confidence"][0],
                 "resolution": given["resolution"][0],
                 "seconds": seconds,
+                "requests": length.requests,
                 "seed": seed,
             },
         )
@@ -169,7 +174,7 @@ class CapacityJob:
                 self.maker,
                 self.goals,
                 IdleWatch(target, self.plan.vocabulary, limit_s=given["drain"]),
-                seconds=given["seconds"],
+                length=self.length,
                 seed=self.seed,
                 slos_of=lambda plan: replace(plan, slos=promised(plan.slos, given["slos"])),
                 processes_of=progress.processes_of,

@@ -147,12 +147,14 @@ def test_two_searches_of_one_server_state_intervals_that_overlap(server: str, se
 def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> None:
     """The second one cannot start; that does not undo the first."""
     out = tmp_path / "sweep"
-    done = capacity("--command", AS_SERVER, "--sweep", "s=4,x", "--slo-scale", "1,2", *QUICK, "--time-limit", "6s", "--out", str(out))
+    quick = [*QUICK, "--slo-scale", "1,2", "--requests", "60", "--time-limit", "6s"]
+    done = capacity("--command", AS_SERVER, "--sweep", "s=4,x", *quick, "--out", str(out))
     assert done.returncode == 2, done.stderr
     first, second = read(out)["points"]
     assert (first["name"], first["error"]) == ("s=4", "")
     assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, 2.0]
     assert all(len(trial["judgements"]) == 2 for trial in first["trials"])
+    assert all(trial["seconds"] == pytest.approx(max(1.0, 60 / trial["rate_rps"])) for trial in first["trials"] if not trial["is_scout"])
     assert (out / "s=4" / "trials" / first["trials"][0]["directory"] / "records.jsonl").exists()
     assert "before it was ready" in second["error"]
     assert "invalid int value" in second["error"]

@@ -12,7 +12,7 @@ from loadgen.record_tail import RecordTail
 from loadgen.records import Record
 from loadgen.records_file import to_json
 from loadgen.tokens import tokens_of
-from loadgen.trials import STRAGGLERS_S, Goal, TrialWatch, trial_seed
+from loadgen.trials import LONGEST_TIMES, STRAGGLERS_S, Goal, TrialLength, TrialWatch, trial_seed
 from loadgen.verdicts import TrialJudge, Verdict, scaled
 from loadgen.workloads import first_look
 from tests.loadgen_queues import plan_at, slots, whole
@@ -40,6 +40,19 @@ def play(watch: TrialWatch, file: Path, records: list[Record], until_s: float, s
             if watch(elapsed_s):
                 return elapsed_s
     return None
+
+
+def test_a_trial_at_a_low_rate_goes_on_until_enough_requests_have_come() -> None:
+    length = TrialLength(seconds=20, requests=45)
+    assert [length.at(rate_rps) for rate_rps in (9, 2.25, 0.9)] == [20, 20, 50]
+    assert length.at(0.001) == LONGEST_TIMES * 20, "but not for ever"
+    assert TrialLength(seconds=20).at(0.001) == 20
+
+
+def test_the_lowest_rate_is_that_of_which_the_longest_trial_has_enough() -> None:
+    assert TrialLength(seconds=20).min_rps(0.9) == pytest.approx(1)
+    assert TrialLength(seconds=20).min_rps(0.99) == pytest.approx(10)
+    assert TrialLength(seconds=20, requests=45).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES)
 
 
 def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) -> None:
