@@ -26,12 +26,16 @@ whoever asks."""
 
 def free_host_bytes(cgroup: Path = _CGROUP) -> int:
     """Memory of this machine that can still be taken, within the limit of this process's cgroup."""
-    free = int(psutil.virtual_memory().available)
+    free, left = int(psutil.virtual_memory().available), left_in_cgroup_bytes(cgroup)
+    return free if left is None else max(0, min(free, left))
+
+
+def left_in_cgroup_bytes(cgroup: Path = _CGROUP) -> int | None:
+    """What the limit of this process's cgroup leaves; None where there is none. Without one version 1 has more than any machine."""
     for limit, current, stat, kept in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # not of this version, or "max"; version 1 has no word for it, but a number that no machine has
-            left = int((cgroup / limit).read_text()) - int((cgroup / current).read_text()) + _sum_of(cgroup / stat, kept)
-            return max(0, min(free, left))
-    return free
+        with suppress(OSError, ValueError):  # not of this version, or "max"
+            return int((cgroup / limit).read_text()) - int((cgroup / current).read_text()) + _sum_of(cgroup / stat, kept)
+    return None
 
 
 def _sum_of(stat: Path, names: Collection[str]) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from baton.engine.kv_memory import left_in_cgroup_bytes
 from baton.fleet.doctor_check import Finding, ok, warn
 from baton.fleet.doctor_software import cuda_of_pytorch
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHM = Path("/dev/shm")
 LEAST_MEMORY_BYTES = 4 * 2**30
 LEAST_SHM_BYTES = 256 * 2**20
@@ -66,19 +66,17 @@ def cores_finding(usable: int, quota: str) -> Finding:
 
 
 def memory() -> Iterator[Finding]:
-    """What is free now, and a container's limit."""
-    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    """What is free now, and what a container's limit leaves of that."""
     virtual = psutil.virtual_memory()
-    yield memory_finding(virtual.total, virtual.available, int(limit) if limit.isdecimal() else None)
+    yield memory_finding(virtual.total, virtual.available, left_in_cgroup_bytes())
 
 
-def memory_finding(total: int, available: int, limit: int | None) -> Finding:
-    has_limit = limit is not None and limit < total
-    found = f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB" + (
-        f", limited to {limit / 2**30:.1f} GiB" if has_limit and limit else ""
-    )
-    usable = min(available, limit) if limit is not None else available
-    if usable < LEAST_MEMORY_BYTES:
+def memory_finding(total: int, available: int, left: int | None) -> Finding:
+    found = f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    if left is not None and left < available:
+        found += f", of which the container's limit leaves {left / 2**30:.1f} GiB"
+        available = left
+    if available < LEAST_MEMORY_BYTES:
         return warn(
             "memory", found, "each worker takes most of a GiB beside its model and KV; close other programs, or start fewer workers"
         )
