@@ -82,7 +82,7 @@ async def test_the_next_driver_adopts_a_worker_as_it_is(ray_address: str, tmp_pa
     async with driver(ray_address, tmp_path) as second:
         adopted = await second.start(*worker("w0"))
         assert adopted == placed
-        await second._call("end it", lambda: second._workers["w0"].actor.stop.remote())
+        await second._call("end it", lambda: second._workers["w0"].place.actor.stop.remote())
         assert await second._until_ended(second._workers["w0"]) == ""
     async with driver(ray_address, tmp_path) as third:
         new = await third.start(*worker("w0"))
