@@ -66,7 +66,8 @@ class TrialLength:
 
     def min_rps(self, target: float) -> float:
         """Below it a trial has too few requests to tell: if `target` holds, not two of them break their promise."""
-        return max(SCOUT_REQUESTS / 2, 2 / (1 - target)) / self.longest_s
+        needed = max(SCOUT_REQUESTS / 2, 2 / (1 - target))
+        return needed / (self.longest_s if self.requests >= needed else self.seconds)
 
 
 class PlanMaker(Protocol):

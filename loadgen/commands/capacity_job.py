@@ -83,7 +83,7 @@ class CapacityJob:
         for goal, limit in zip(goals, limits, strict=True):
             if limit.max_rps <= limit.min_rps:
                 raise LoadgenError(
-                    f"trials of {length.longest_s:g} s tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no "
+                    f"trials of that length tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no "
                     f"more than {limit.max_rps:.3g} are allowed: give longer --seconds"
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
