@@ -271,8 +271,6 @@ def test_bfloat16_is_the_same_alone_among_others_and_computed_again(tmp_path: Pa
     init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
     monkeypatch.setattr(ways, "can_decode", lambda model, kernels: True)  # also where oneDNN's products are faster
     loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
-    if WAYS[loaded].name == "torch":
-        pytest.skip("no C++ compiler")
     assert WAYS[loaded].name == "our decoder"
     questions = [
         Asked(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
