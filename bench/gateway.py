@@ -37,10 +37,10 @@ READY_S = 30.0
 
 
 @contextmanager
-def baton(cores: Cores, stamps: Path) -> Iterator[System]:
-    """The gateway under test."""
+def baton(cores: Cores, stamps: Path, *more: str) -> Iterator[System]:
+    """The gateway under test; `more`: flags of its own."""
     with started([sys.executable, str(HERE / "gateway_stub.py"), str(STEP_S), str(stamps)], cores.others) as (stub_pid, scheduler):
-        flags = ["--schedulers", scheduler, "--http-port", "0", "--grpc-port", "0", "--log-level", "error"]
+        flags = ["--schedulers", scheduler, "--http-port", "0", "--grpc-port", "0", "--log-level", "error", *more]
         with started([str(Path(sys.executable).parent / "baton"), "gateway", *flags], cores.gateway) as (pid, url):
             yield System(name="baton", url=url, model="demo", pid=pid, stub_pid=stub_pid, stamps=stamps)
 

@@ -75,10 +75,11 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
         first = _run_of(order, jobs, kept_hash, facts, started_at)
         write_run(order.out, first)
         began_s = now_s()
+        torn: tuple[str, ...] = ()
         try:
             ended = asyncio.run(run_jobs(jobs, view, enough))
         finally:
-            _merge(order.out, jobs)
+            torn = _merge(order.out, jobs)
     except BaseException:
         if not _has_records(order.out):
             _remove(order.out, made)
@@ -90,7 +91,7 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
         records=records,
         terms=terms,
         ended=ended,
-        notes=(*notes, *_notes(ended)),
+        notes=(*torn, *notes, *_notes(ended)),
     )
     write_run(order.out, finished.run)
     return finished
@@ -139,13 +140,14 @@ def _keep_plan(order: Order) -> str:
     return plan_hash(kept)
 
 
-def _merge(out: Path, jobs: Sequence[Job]) -> None:
-    """The records of all processes in one file, in the order in which the requests ended. It is there whole or not at all."""
+def _merge(out: Path, jobs: Sequence[Job]) -> tuple[str, ...]:
+    """The records of all processes in one file, in the order in which the requests ended. It is there whole or not at all. What could not
+    be read of theirs."""
     if len(jobs) == 1:
         (out / RECORDS).touch()
-        return
+        return ()
     parts = [Path(job.records) for job in jobs]
-    records, _ = read_records(*(part for part in parts if part.exists()))
+    records, notes = read_records(*(part for part in parts if part.exists()))
     merged = out / f".{RECORDS}"
     with RecordWriter(merged) as writer:
         for record in sorted(records, key=lambda record: record.ended_s):
@@ -153,6 +155,7 @@ def _merge(out: Path, jobs: Sequence[Job]) -> None:
     os.replace(merged, out / RECORDS)
     for part in parts:
         part.unlink(missing_ok=True)
+    return notes
 
 
 def _has_records(out: Path) -> bool:

@@ -66,7 +66,7 @@ class TrialLength:
 
     def min_rps(self, target: float) -> float:
         """Below it a trial has too few requests to tell: if `target` holds, not two of them break their promise."""
-        needed = max(SCOUT_REQUESTS / 2, 2 / (1 - target))
+        needed = max(SCOUT_REQUESTS / 2, round(2 / (1 - target), 6))  # 1 - 0.9 is less than 0.1
         return needed / (self.longest_s if self.requests >= needed else self.seconds)
 
 

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
-import numpy as np
 import psutil
 import pytest
 
@@ -75,52 +73,3 @@ async def test_slow_clients_are_closed_at_the_deadline_and_others_are_answered()
 def connections_of(gateway: GatewayProcess) -> int:
     connections = psutil.Process(gateway.pid).net_connections("tcp")
     return sum(connection.laddr.port == gateway.http_port and connection.status != psutil.CONN_LISTEN for connection in connections)
-
-
-ROUNDS, REQUESTS_A_BLOCK, BLOCKS = 3, 300, 6
-MAX_RATIO = 1.1
-
-
-@asynccontextmanager
-async def slow_clients(port: int) -> AsyncIterator[None]:
-    """As many all the time: who is closed comes again."""
-
-    async def again(beginning: bytes) -> None:
-        while True:
-            await drip(port, beginning)
-
-    clients = [asyncio.create_task(again(beginning)) for beginning in beginnings()]
-    await asyncio.sleep(1.0)
-    try:
-        yield
-    finally:
-        for client in clients:
-            client.cancel()
-        await asyncio.wait(clients)
-
-
-async def latencies(gateway: GatewayProcess) -> list[float]:
-    loop, taken = asyncio.get_running_loop(), []
-    for _ in range(REQUESTS_A_BLOCK):
-        began_s = loop.time()
-        await gateway.check()
-        taken.append(loop.time() - began_s)
-    return taken
-
-
-@pytest.mark.long
-async def test_they_cost_the_others_a_tenth_of_their_p99_at_most() -> None:
-    """Blocks of requests with and without them take turns. One round of three has to show it: on a machine that does other things, too, the
-    p99 of two equal samples differs by more than a tenth now and then."""
-    async with gateway_process(receive_deadline_s=DEADLINE_S) as gateway:
-        ratios = []
-        for _ in range(ROUNDS):
-            alone, among = [], []
-            for _ in range(BLOCKS):
-                alone += await latencies(gateway)
-                async with slow_clients(gateway.http_port):
-                    among += await latencies(gateway)
-            ratios.append(float(np.percentile(among, 99) / np.percentile(alone, 99)))
-            if ratios[-1] <= MAX_RATIO:
-                return
-        raise AssertionError(f"p99 with slow clients over p99 without: {ratios}")

@@ -53,6 +53,7 @@ def test_the_lowest_rate_is_that_of_which_the_longest_trial_has_enough() -> None
     assert TrialLength(seconds=20).min_rps(0.9) == pytest.approx(1)
     assert TrialLength(seconds=20).min_rps(0.99) == pytest.approx(10)
     assert TrialLength(seconds=20, requests=45).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES)
+    assert TrialLength(seconds=20, requests=20).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES), "that are just enough"
     assert TrialLength(seconds=20, requests=5).min_rps(0.9) == pytest.approx(1), "one that goes on until 5 have come tells no more for it"
 
 
