@@ -1,6 +1,6 @@
 """What do slow clients cost the others? A real `baton gateway` on one core; a stub cluster and all clients on the others.
 
-    python bench/gateway_slow.py [--repeats 5]
+    python bench/gateway_slow.py [--repeats 15]
 
 A few hundred clients send a byte a second, half of them of a head and half of a body; who is closed at the receive deadline comes again.
 One more sends short requests, one after the other; blocks of them with and without the slow ones take turns.
@@ -8,7 +8,6 @@ One more sends short requests, one after the other; blocks of them with and with
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import statistics
@@ -26,8 +25,8 @@ from gateway_load import load, prompts, requests
 from gateway_process import Cores, System
 
 NUM_SLOW, RECEIVE_DEADLINE_S = 300, 10.0
-NUM_REQUESTS = 2000
-"""Of a block: its 99th percentile has 20 above."""
+NUM_REQUESTS = 700
+"""Of a block: its 99th percentile has 7 above."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 """Not all of one: the empty line is missing."""
 READY_S = 60.0
@@ -70,7 +69,7 @@ def run_slow_clients(host: str, port: int, beginnings: Sequence[bytes], all_open
 def slow(system: System) -> Iterator[None]:
     """All of them are there before the block, in a process of their own, and gone after it."""
     host, port = system.address
-    body = request(system, json.dumps("x"))[:-20]
+    body = request(system, "x")[:-20]
     beginnings = [HEAD if number % 2 else body for number in range(NUM_SLOW)]
     context = multiprocessing.get_context("spawn")
     all_open = context.Event()
@@ -115,7 +114,7 @@ async def measure(system: System, repeats: int) -> list[tuple[list[float], list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     cores = Cores.split()
     os.sched_setaffinity(0, cores.others)
