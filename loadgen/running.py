@@ -75,11 +75,10 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
         first = _run_of(order, jobs, kept_hash, facts, started_at)
         write_run(order.out, first)
         began_s = now_s()
-        torn: tuple[str, ...] = ()
         try:
             ended = asyncio.run(run_jobs(jobs, view, enough))
         finally:
-            torn = _merge(order.out, jobs)
+            torn = merge(order.out, [Path(job.records) for job in jobs])
     except BaseException:
         if not _has_records(order.out):
             _remove(order.out, made)
@@ -140,13 +139,12 @@ def _keep_plan(order: Order) -> str:
     return plan_hash(kept)
 
 
-def _merge(out: Path, jobs: Sequence[Job]) -> tuple[str, ...]:
+def merge(out: Path, parts: Sequence[Path]) -> tuple[str, ...]:
     """The records of all processes in one file, in the order in which the requests ended. It is there whole or not at all. What could not
     be read of theirs."""
-    if len(jobs) == 1:
+    if len(parts) == 1:
         (out / RECORDS).touch()
         return ()
-    parts = [Path(job.records) for job in jobs]
     records, notes = read_records(*(part for part in parts if part.exists()))
     merged = out / f".{RECORDS}"
     with RecordWriter(merged) as writer:

@@ -84,7 +84,7 @@ class CapacityJob:
             if limit.max_rps <= limit.min_rps:
                 raise LoadgenError(
                     f"trials of that length tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no "
-                    f"more than {limit.max_rps:.3g} are allowed: give longer --seconds"
+                    f"more than {limit.max_rps:.3g} are allowed: give longer --seconds, or more --requests"
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))

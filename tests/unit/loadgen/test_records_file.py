@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from loadgen.errors import BadRecords
 from loadgen.records import Record
-from loadgen.records_file import RecordWriter, from_json, read_records, read_result, read_run, to_json, write_run
+from loadgen.records_file import RecordWriter, from_json, part_of, read_records, read_result, read_run, to_json, write_run
+from loadgen.running import merge
 from tests.loadgen_builders import record, refused, run
 
 
@@ -160,3 +161,12 @@ def test_a_request_stands_in_one_file_only(tmp_path: Path) -> None:
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(BadRecords, match="no such directory"):
         read_result(tmp_path / "nowhere")
+
+
+def test_processes_that_have_ended_leave_one_file_and_what_was_torn_is_told(tmp_path: Path) -> None:
+    parts = [written(part_of(tmp_path, part), record(2 * part), record(2 * part + 1)) for part in range(2)]
+    parts[1].write_bytes(parts[1].read_bytes()[:-30])
+    (note,) = merge(tmp_path, parts)
+    assert note.startswith("records.1.jsonl: line 2, the last, is torn")
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+    assert [seen.index for seen in read_records(tmp_path / "records.jsonl")[0]] == [0, 1, 2]
