@@ -37,7 +37,7 @@ NICE = 10
 async def slow_client(host: str, port: int, beginning: bytes, is_open: asyncio.Event) -> None:
     """A byte a second after `beginning`; again from the start when the other side closes."""
     while True:
-        with suppress(ConnectionError):
+        with suppress(ConnectionResetError, BrokenPipeError):  # refused: the gateway is gone, and so is the work
             reader, writer = await asyncio.open_connection(host, port)
             is_open.set()
             writer.write(beginning)
