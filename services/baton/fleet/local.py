@@ -107,12 +107,7 @@ class LocalCluster:
         scheduler = Scheduler(
             scheduler_id=name,
             rules=SchedulerRules.of(derive(SchedulerConfig, config)),
-            times=SchedulerTimes(
-                silence_s=config.detection_s,
-                settle_s=config.detection_s / 2,
-                reservation_s=2 * config.detection_s,
-                watch_interval_s=config.heartbeat_s / 10,
-            ),
+            times=SchedulerTimes.of(config),
             store=self._decisions,
             feed=self._feed,
             metrics=SchedulerMetrics(CollectorRegistry()),

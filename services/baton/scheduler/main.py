@@ -31,8 +31,6 @@ from baton.wire.tls import between_services
 
 log = get_logger(__name__)
 
-UPDATES_A_HEARTBEAT = 20
-"""At most so many on a Watch stream; workers report no more often."""
 CALLS_GRACE_S = 1.0
 """Time for the calls that are being answered when a drain begins; each takes milliseconds."""
 
@@ -55,7 +53,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         scheduler = Scheduler(
             scheduler_id=scheduler_id,
             rules=SchedulerRules.of(config),
-            times=times_of(config),
+            times=SchedulerTimes.of(config),
             store=decisions,
             feed=feed,
             metrics=SchedulerMetrics(registry),
@@ -102,16 +100,6 @@ async def _until_drain(stop: Stop, scheduler: Scheduler) -> None:
         drain.cancel()
     if scheduler.failed.done():
         scheduler.failed.result()
-
-
-def times_of(config: SchedulerConfig) -> SchedulerTimes:
-    """A job reaches its worker, and the next report its scheduler, long before a second detection time is over."""
-    return SchedulerTimes(
-        silence_s=config.detection_s,
-        settle_s=config.detection_s / 2,
-        reservation_s=2 * config.detection_s,
-        watch_interval_s=config.heartbeat_s / UPDATES_A_HEARTBEAT,
-    )
 
 
 def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:

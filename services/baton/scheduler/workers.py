@@ -14,6 +14,7 @@ from baton.core.ids import WorkerRef
 from baton.prefix.index import PrefixIndex
 from baton.runtime.logging import get_logger
 from baton.runtime.metrics import SchedulerMetrics
+from baton.runtime.settings import HeartbeatSettings
 from baton.scheduler.following import KvEventFollowing
 from baton.scheduler.leaving import Leaving
 from baton.scheduler.view import ClusterView
@@ -21,6 +22,8 @@ from baton.scheduler.watch import Watchers
 
 log = get_logger(__name__)
 
+UPDATES_A_HEARTBEAT = 20
+"""At most so many on a Watch stream; workers report no more often."""
 BACK_SILENCES = 24
 """Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role may leave."""
 
@@ -28,12 +31,24 @@ BACK_SILENCES = 24
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
     """`silence_s`: a worker not heard of for so long is gone. `settle_s`: for so long after the start, or after a worker's stream broke, a
-    request for which there is no worker waits for one to report. `reservation_s`: how long a placement counts if no report ever does."""
+    request for which there is no worker waits for one to report. `reservation_s`: how long a placement counts if no report ever does.
+    `watch_interval_s`: at most one update an interval goes to a gateway."""
 
     silence_s: float
     settle_s: float
     reservation_s: float
     watch_interval_s: float
+
+    @classmethod
+    def of(cls, config: HeartbeatSettings) -> "SchedulerTimes":
+        """Workers look for schedulers once a heartbeat, and may be busy when they do: one that lives has reported after a detection time,
+        which is two heartbeats at least. A job reaches its worker, and the next report its scheduler, long before a second one is over."""
+        return cls(
+            silence_s=config.detection_s,
+            settle_s=config.detection_s,
+            reservation_s=2 * config.detection_s,
+            watch_interval_s=config.heartbeat_s / UPDATES_A_HEARTBEAT,
+        )
 
 
 class WorkerStreams:
