@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadgen.errors import LoadgenError, Unreachable
+from loadgen.errors import LoadgenError, NotTrusted, Unreachable
 from loadgen.grpc_channel import open_channel, unreachable
 from loadgen.http_client import split_url, tls_context
 
@@ -30,7 +30,7 @@ class Server:
 
 
 def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
-    """Raises Unreachable where nothing answers, LoadgenError where a key is missing."""
+    """Raises Unreachable where nothing answers, NotTrusted, LoadgenError where a key is missing."""
     status, body = _get(url, "/v1/models", headers, is_insecure)
     if status in (401, 403):
         raise LoadgenError(f"{url} wants another API key than it was given (status {status}): use --api-key or the variable OPENAI_API_KEY")
@@ -54,7 +54,7 @@ def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False)
 
 
 def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> int:
-    """What a path such as `/ready` answers. Raises Unreachable."""
+    """What a path such as `/ready` answers. Raises Unreachable, NotTrusted."""
     return _get(url, path, headers, is_insecure)[0]
 
 
@@ -138,7 +138,7 @@ def _field(url: str, path: str, name: str, headers: Mapping[str, str], is_insecu
 
 
 def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> tuple[int, bytes]:
-    """Raises Unreachable."""
+    """Raises Unreachable, NotTrusted."""
     parts = split_url(url)
     host = parts.hostname or ""
     connection: http.client.HTTPConnection
@@ -150,6 +150,11 @@ def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> 
         connection.request("GET", parts.path + path, headers={"User-Agent": "loadgen", **headers})
         answer = connection.getresponse()
         return answer.status, answer.read(_MAX_BYTES)
+    except ssl.SSLCertVerificationError as error:
+        raise NotTrusted(
+            f"the certificate of {url} is not trusted here ({error.verify_message}): name its authorities in SSL_CERT_FILE, or take any by "
+            "--insecure"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         why = error.reason if isinstance(error, ssl.SSLError) else getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise Unreachable(f"nothing answers at {url}: {why}; is the server up, and is this its address (--url)?") from error

@@ -19,3 +19,7 @@ class BadRecords(LoadgenError):
 
 class Unreachable(LoadgenError):
     """No server answers at an address."""
+
+
+class NotTrusted(LoadgenError):
+    """A server is there, and its TLS certificate is none that is trusted here: waiting does not mend that."""

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.errors import LoadgenError, Unreachable
+from loadgen.errors import LoadgenError, NotTrusted, Unreachable
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 GRPCS_OWN, OPENSSLS = AUTHORITIES = ("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "SSL_CERT_FILE")
 """Variables that name a file of those whom TLS trusts. grpc's own goes before; OpenSSL's holds for HTTP, too."""
-_MEANINGS = {
+_DISTRUST = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted here, name its authorities in {variable}",
     "Hostname Verification Check failed": "its certificate is not for this name",
+}
+_MEANINGS = {
+    **_DISTRUST,
     "WRONG_VERSION_NUMBER": "it does not speak TLS, leave out https://",
     "Socket closed": "it hangs up: does it speak TLS (https://)?",
 }
@@ -59,10 +62,11 @@ def authorities() -> bytes | None:
     return pem
 
 
-def unreachable(url: str, details: str) -> Unreachable:
+def unreachable(url: str, details: str) -> Unreachable | NotTrusted:
     """`details`: grpc's."""
     meaning = next((meaning for words, meaning in _MEANINGS.items() if words in details), "Baton's is at port 8001 unless told otherwise")
-    return Unreachable(f"no gRPC server of Baton's answers at {url}; {meaning.format(variable=_variable())} (grpc: {details})")
+    kind = NotTrusted if any(words in details for words in _DISTRUST) else Unreachable
+    return kind(f"no gRPC server of Baton's answers at {url}; {meaning.format(variable=_variable())} (grpc: {details})")
 
 
 def _variable() -> str:

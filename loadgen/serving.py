@@ -101,7 +101,8 @@ def free_port() -> int:
 
 
 Probe = Callable[[], int | None]
-"""What the server answers when it is asked whether it is ready, as an HTTP status; None where nobody listens."""
+"""What the server answers when it is asked whether it is ready, as an HTTP status; None where nobody listens. Raises LoadgenError for what
+no waiting mends, such as a certificate that is not trusted."""
 
 
 def http_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Probe:

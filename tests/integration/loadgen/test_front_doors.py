@@ -20,12 +20,12 @@ from loadgen import grpc_client
 from loadgen.commands.run import command
 from loadgen.commands.target_options import server_facts, target_of
 from loadgen.discover import ask_grpc, ask_http
-from loadgen.errors import LoadgenError, Unreachable
+from loadgen.errors import LoadgenError, NotTrusted, Unreachable
 from loadgen.grpc_channel import AUTHORITIES
 from loadgen.grpc_client import GrpcClient, GrpcSettings
 from loadgen.metrics import Outcome
 from loadgen.plan import Plan, Vocabulary
-from loadgen.serving import grpc_probe
+from loadgen.serving import grpc_probe, http_probe
 from loadgen.slo import Slo
 from loadgen.target import Target
 from loadgen.timeline import Stages
@@ -202,22 +202,28 @@ async def test_over_tls_grpcs_own_variable_goes_before(ours: Authority, tmp_path
     async with both_doors(tls=front(ours)) as (_, _, grpc):
         assert (await asyncio.to_thread(ask_grpc, grpc.urls[0], {})).models == ["demo"]
     async with both_doors(tls=front(theirs)) as (_, _, grpc):
-        with pytest.raises(Unreachable, match="name its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+        with pytest.raises(NotTrusted, match="name its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
 async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_client, "OPEN_S", 1.0)
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
-    async with both_doors(tls=front(ours)) as (_, _, grpc):
+    async with both_doors(tls=front(ours)) as (_, http, grpc):
         words = f"answers at {grpc.urls[0]}; its certificate is not trusted here, name its authorities in SSL_CERT_FILE"
-        with pytest.raises(Unreachable, match=words):
+        with pytest.raises(NotTrusted, match=words):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
-        with pytest.raises(Unreachable, match=words):
+        with pytest.raises(NotTrusted, match=words):
             await measure(conversation(), grpc)
+        with pytest.raises(NotTrusted, match=f"{http.urls[0]} is not trusted here .*name its authorities in SSL_CERT_FILE, or take any"):
+            await asyncio.to_thread(ask_http, http.urls[0], {})
+        for probe in (http_probe(http.urls[0], {}, is_insecure=False), grpc_probe(grpc.urls[0], {}, is_insecure=False)):
+            with pytest.raises(NotTrusted):  # `capacity --command` need not wait until its server is ready: this one never is
+                await asyncio.to_thread(probe)
+        assert await asyncio.to_thread(http_probe(http.urls[0], {}, is_insecure=True)) == 200
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors(tls=ours.pair("other", "elsewhere")) as (_, _, grpc):
-        with pytest.raises(Unreachable, match="its certificate is not for this name"):
+        with pytest.raises(NotTrusted, match="its certificate is not for this name"):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
