@@ -1,6 +1,5 @@
 """Checks of the hardware, and of what the operating system lets us have of it."""
 
-import os
 import platform
 import resource
 import shutil
@@ -14,9 +13,9 @@ import psutil
 from baton.engine.kv_memory import left_in_cgroup_bytes
 from baton.fleet.doctor_check import Finding, ok, warn
 from baton.fleet.doctor_software import cuda_of_pytorch
+from baton.runtime.cores import core_quota, num_usable_cores
 
 CPUINFO = Path("/proc/cpuinfo")
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SHM = Path("/dev/shm")
 LEAST_MEMORY_BYTES = 4 * 2**30
 LEAST_SHM_BYTES = 256 * 2**20
@@ -49,14 +48,12 @@ def cpu_finding(machine: str, cpuinfo: str) -> Finding:
 
 def cores() -> Iterator[Finding]:
     """How many cores this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield cores_finding(usable, CPU_QUOTA.read_text() if CPU_QUOTA.exists() else "max")
+    yield cores_finding(num_usable_cores(), core_quota())
 
 
-def cores_finding(usable: int, quota: str) -> Finding:
-    """`quota`: the text of the cgroup's cpu.max, `MICROSECONDS|max PERIOD`."""
-    limit, _, period = quota.strip().partition(" ")
-    share = int(limit) / int(period) if limit.isdecimal() and period.isdecimal() else float(usable)
+def cores_finding(usable: int, quota: float | None) -> Finding:
+    """`quota`: cores' worth of time that a container's limit leaves."""
+    share = float(usable) if quota is None else quota
     found = f"{usable} core{'' if usable == 1 else 's'}" + (f", of which a quota allows {share:.3g}" if share < usable else "")
     if min(share, usable) < 2:
         return warn(

@@ -72,7 +72,7 @@ def worker_config(config: FleetConfig, spec: WorkerSpec, num_workers: int, model
         role=spec.role.value,
         model=model,
         served_model_name=config.model_name,
-        threads_per_worker=config.threads_per_worker or len(spec.cores) or (1 if config.ray_address is None else None),
+        threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
         workers_on_host=num_workers,
         workers_on_gpu=on_gpu,
     )

@@ -174,7 +174,7 @@ class Cluster:
             model=model,
             served_model_name=config.model_name,
             redis_url=redis_url,
-            threads_per_worker=config.threads_per_worker or len(spec.cores) or (None if self._is_joined else 1),
+            threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
             workers_on_host=config.prefill + config.decode + config.hybrid,
             workers_on_gpu=on_gpu,
             log_dir=self._log_dir,

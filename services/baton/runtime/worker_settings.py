@@ -43,7 +43,11 @@ class ComputeSettings(Config):
     max_num_batched_tokens: int = setting(
         512, help="token budget of a step, which is also the largest chunk of a prompt", unit="tokens", minimum=1
     )
-    threads_per_worker: int | None = setting(None, help="compute threads of a worker; without it, its share of the cores", minimum=1)
+    threads_per_worker: int | None = setting(
+        None,
+        help="compute threads of a worker; without it, its share of the cores, or of what a container's limit leaves",
+        minimum=1,
+    )
     step_limit_s: float = setting(60.0, help="longest step; a worker whose step takes longer is stuck, and exits", unit="seconds", above=0)
 
     def __post_init__(self) -> None:

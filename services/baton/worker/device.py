@@ -20,6 +20,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_memory import DEVICE_SHARE, HOST_SHARE, free_host_bytes, num_kv_blocks
 from baton.engine.step import Executor
+from baton.runtime.cores import core_quota, num_usable_cores
 from baton.runtime.durations import format_duration
 from baton.runtime.logging import get_logger
 from baton.runtime.quantities import format_size
@@ -99,7 +100,8 @@ def _open_there(config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecu
         max_num_seqs=config.max_num_seqs,
     )
     is_host = loaded.device.type == "cpu"
-    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free_bytes(loaded.device), step_bytes=step_bytes, is_host=is_host)
+    free = free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu)
+    num_blocks = _num_blocks(config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host)
     log.info("kv_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
     if not is_host:
         cache = KvCache.zeros(layout, num_blocks, "cuda")
@@ -180,10 +182,10 @@ def costs_key(*decides: str | int) -> str:
 
 
 def default_threads(workers_on_host: int) -> int:
-    """The cores that this process may use, or where it may use all of them, its share."""
-    total = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    return mine if mine < total else max(1, total // workers_on_host)
+    """The cores that this process may use, or where it may use all of them, its share; no more than its share of a container's limit."""
+    total, mine, quota = os.cpu_count() or 1, num_usable_cores(), core_quota()
+    cores = mine if mine < total else max(1, total // workers_on_host)
+    return cores if quota is None else max(1, min(cores, int(quota / workers_on_host)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +206,7 @@ def _num_blocks(config: WorkerConfig, layout: KvLayout, max_model_len: int, free
         free=free,
         step_bytes=step_bytes,
         share=HOST_SHARE if is_host else DEVICE_SHARE,
-        num_sharing=config.workers_on_host if is_host else config.workers_on_gpu,
+        num_sharing=config.workers_on_host if is_host else 1,  # `free` of a GPU is this worker's part
         kv_memory=config.kv_memory,
     )
 

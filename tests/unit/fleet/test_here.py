@@ -14,7 +14,9 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 GiB are free; there is no GPU, and no driver of one."""
+    """Four cores and 10 GiB are free; there is no GPU, and no driver of one."""
+    monkeypatch.setattr(here, "pinnable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(here, "core_quota", lambda: None)
     monkeypatch.setattr(here, "free_host_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(here, "local_gpus", lambda device: [])
     monkeypatch.setattr(gpus, "DRIVER", Path("/nowhere"))
@@ -38,3 +40,12 @@ async def test_kv_of_gpus_needs_no_host_memory(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(here, "local_gpus", lambda device: found)
     monkeypatch.setattr(gpus, "DRIVER", Path(driver))
     assert len(await plan_here(ClusterConfig(device=device, kv_memory=60 * GIB))) == 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, [(0, 1), (2, 3)]), (4.0, [(0, 1), (2, 3)]), (3.5, [(), ()])])
+async def test_workers_are_pinned_only_where_the_cores_are_theirs(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: list[tuple[int, ...]]
+) -> None:
+    """Containers that share a machine would all take its first cores."""
+    monkeypatch.setattr(here, "core_quota", lambda: quota)
+    assert [spec.cores for spec in await plan_here(ClusterConfig())] == cores

@@ -22,7 +22,7 @@ from baton.sim.memory import SimMemory
 from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
 from baton.wire.network import GrpcNetwork
-from baton.worker import main
+from baton.worker import device, main
 from baton.worker.device import Device, default_threads
 from baton.worker.life import WorkerLife
 from baton.worker.main import UNHEALTHY_EXIT_CODE, Doorway, WorkerThread, run_worker, serve
@@ -191,6 +191,15 @@ def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch:
 def test_threads_are_the_cores_one_may_use_or_a_share_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2}, raising=False)
+    monkeypatch.setattr(device, "core_quota", lambda: None)
     assert default_threads(4) == 2
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert [default_threads(n) for n in (1, 3, 16)] == [8, 2, 1]
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(6.5, [6, 3, 1]), (0.5, [1, 1, 1]), (64.0, [8, 4, 1])])
+def test_threads_are_no_more_than_a_container_may_run(monkeypatch: pytest.MonkeyPatch, quota: float, threads: list[int]) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(device, "core_quota", lambda: quota)
+    assert [default_threads(n) for n in (1, 2, 7)] == threads
