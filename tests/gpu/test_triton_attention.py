@@ -41,6 +41,17 @@ def test_decodes_alone_are_split_over_long_contexts(kernel, device: str, window:
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_no_split_of_a_chunk_is_compiled_for_a_request(num_kv_heads: int) -> None:
+    """What runs at the start meets each split that a step could ask for."""
+    from baton.engine.model.triton_attention import split_contexts, splits_for
+
+    longest = 40_000
+    ran = {splits_for(num_kv_heads, context + 2) for context in split_contexts(longest)}
+    asked = {splits_for(tiles * num_kv_heads, context) for tiles in range(1, 300) for context in range(1, longest, 100)}
+    assert asked - {1} == ran
+
+
 @pytest.mark.parametrize("window", [None, 7, 70])
 def test_chunks_longer_than_a_tile(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
     check_step([(0, 141), (13, 64), (0, 65)], window, device=device, kernel=kernel)

@@ -51,8 +51,8 @@ class StagedBackend:
         return self._host.describe(block_ids)
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Waits for the copy, some milliseconds for a step's worth of blocks: what a peer is told of before that would be wrong, unseen.
-        Raises what the device does when it fails."""
+        """Waits for the copy, as long as so many bytes take on their way to the host: what a peer is told of before that would be wrong,
+        unseen. Raises what the device does when it fails."""
         self._copies.to_host(block_ids)
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:

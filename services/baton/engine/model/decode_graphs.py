@@ -24,11 +24,15 @@ log = get_logger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WARM_RUNS = 2
 """Before a recording: kernels are compiled and libraries take their memory, which must not happen in it."""
+NOT_RECORDED = frozenset({2, *range(900, 909)})
+"""CUDA's error codes of memory that is not there, and of what must not happen in a recording. The device goes on after them; after others
+it does not."""
 
 
 class Record(Protocol):
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it, and return what runs it again on the same tensors, faster."""
+        """Run it, and return what runs it again on the same tensors, faster. Keeps nothing of `run`: the memory of a recording goes with
+        who holds it."""
         ...
 
 
@@ -47,7 +51,8 @@ class CudaGraphs:
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads, such as the transport's, may call the device meanwhile. A recording that fails leaves its stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         graph.replay()  # a recording computes nothing
         return graph.replay
@@ -87,15 +92,12 @@ class _Recording:
 
     def __init__(self, forward: ModelForward, cache: KvCache, kernel: DecodeKernel, record: Record, batch: int, max_blocks: int) -> None:
         self._batch = batch
+        self._forward = forward
+        self._record = record
         self._step = StaticStep(cache, kernel, batch, max_blocks)
         self._token_ids, self._position_ids = (torch.zeros(batch, dtype=torch.int64, device=cache.device) for _ in range(2))
         self._rows = torch.arange(batch, device=cache.device)
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
-
-        def run() -> None:
-            self._outputs = forward.compute(self._token_ids, self._position_ids, self._rows, self._step)
-
-        self._make: Callable[[], Callable[[], None]] = lambda: record(run)
         self._replay: Callable[[], None] | None = None
         self._is_fresh = False
 
@@ -104,7 +106,7 @@ class _Recording:
         RuntimeError where it cannot."""
         if self._replay is None:
             self._fill(step, step.token_ids.numel())
-            self._replay = self._make()
+            self._replay = self._record(self._run)
             self._is_fresh = True
 
     def __call__(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +120,9 @@ class _Recording:
         assert self._outputs is not None
         logits, finite = self._outputs
         return logits[:count], finite[:count]
+
+    def _run(self) -> None:
+        self._outputs = self._forward.compute(self._token_ids, self._position_ids, self._rows, self._step)
 
     def _fill(self, step: PackedStep, count: int) -> None:
         tables, decodes = step.attention.tables, self._step.decodes
@@ -160,9 +165,9 @@ class GraphedForward:
         recording = self._recording(step.attention.cache, count)
         try:
             recording.prepare(step)
-        except torch.AcceleratorError:
-            raise  # the device's, whatever comes next
         except RuntimeError as error:  # no memory is left, or something in it cannot be recorded
+            if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) not in NOT_RECORDED:
+                raise  # the device's, whatever comes next
             log.warning("not_recorded", batch=count, problem=str(error), hint="decode steps are launched kernel by kernel, slower")
             self.is_off = True
             self.forget()

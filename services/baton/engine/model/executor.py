@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from baton.core.blocks import token_ids
+from baton.core.blocks import num_blocks_for, token_ids
 from baton.core.errors import LayoutMismatch
 from baton.core.kv_layout import KvLayout
 from baton.core.request import Sampling
@@ -118,6 +118,8 @@ class TorchExecutor:
         token = StepSequence(seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARM_SAMPLE)
         for count in self._way.warm_tokens:
             self.run(StepPlan(step_id=0, sequences=(replace(token, token_ids=token_ids([0] * count), sample=None),)))
+        for context in self._way.warm_contexts:
+            self.run(StepPlan(step_id=0, sequences=(_behind(token, context, self.layout.block_size_tokens),)))
         for below, batch in zip((0, *self._way.warm_batches), self._way.warm_batches, strict=False):
             if below < max_num_seqs:
                 self.run(StepPlan(step_id=0, sequences=(token,) * batch))
@@ -175,6 +177,12 @@ class TorchExecutor:
         job = self._waiting
         follows = job is not None and job.plan.follows == step_id and not job.has_ended
         return job if follows and job is not None and self._launcher.can_follow(job.plan) else None
+
+
+def _behind(token: StepSequence, context: int, block_size_tokens: int) -> StepSequence:
+    """A part of a prompt, the least that is no decode, behind a context that is one block again and again."""
+    table = (0,) * num_blocks_for(context + 2, block_size_tokens)
+    return replace(token, token_ids=token_ids([0, 0]), position_begin=context, kv_begin=context, block_table=table, sample=None)
 
 
 def _only(result: StepResult, seq_ids: set[int]) -> StepResult:

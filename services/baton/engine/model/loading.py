@@ -67,7 +67,10 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", max_mod
     tokenizer = tokenizer_fingerprint(path)
     load_dtype = _load_dtype(config, dtype)
     target = _device(device)
-    check_room(num_weights(path) * load_dtype.itemsize, free_bytes(target), f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", str(target))
+    size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
+    check_room(size, free_bytes(target), what, str(target))
+    if target.type != "cpu":
+        check_room(size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}")
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is a log
     fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])

@@ -8,11 +8,12 @@ import torch
 from baton.engine.kv_memory import free_host_bytes
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on `device`."""
+def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
+    """Memory that this process can still take on `device`: of a GPU that `num_sharing` share, what is left of its own part, whoever of them
+    came first."""
     if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return int(free)
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, min(int(free), int(total) // num_sharing - torch.cuda.memory_reserved(device)))
     return free_host_bytes()
 
 

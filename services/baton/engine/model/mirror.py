@@ -1,6 +1,7 @@
 """A device's KV blocks, and as many in host memory, which transports reach everywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -28,10 +29,17 @@ class DeviceMirror:
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor, block_ids: Sequence[int]) -> None:
         if self._stream is None:
-            for block_id in block_ids:
-                destination[block_id].copy_(source[block_id])
+            for run in _runs(block_ids):
+                destination[run].copy_(source[run])
             return
         with torch.cuda.stream(self._stream):
-            for block_id in block_ids:
-                destination[block_id].copy_(source[block_id], non_blocking=True)
+            for run in _runs(block_ids):
+                destination[run].copy_(source[run], non_blocking=True)
         self._stream.synchronize()
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[slice]:
+    """Neighbours together."""
+    for _, group in groupby(enumerate(block_ids), key=lambda numbered: numbered[1] - numbered[0]):
+        ids = [block_id for _, block_id in group]
+        yield slice(ids[0], ids[-1] + 1)

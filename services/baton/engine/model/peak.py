@@ -19,7 +19,11 @@ from baton.engine.step import SampleRequest, StepPlan, StepSequence
 
 _LOOK_S = 0.001
 _DRAW = SampleRequest(
-    sampling=Sampling(max_tokens=1, temperature=1.0), sample_indices=(0,), position=1, history=token_ids([0]), num_prompt_tokens=1
+    sampling=Sampling(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, num_logprobs=20),  # what takes most: it sorts
+    sample_indices=(0,),
+    position=1,
+    history=token_ids([0]),
+    num_prompt_tokens=1,
 )
 
 

@@ -58,12 +58,17 @@ def prove_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ...
 
 
 def prove_numbers(
-    loaded: LoadedModel, block_size_tokens: int, *, kernel: PagedKernel = paged_attention, forward: Forward | None = None
+    loaded: LoadedModel,
+    block_size_tokens: int,
+    *,
+    kernel: PagedKernel = paged_attention,
+    forward: Forward | None = None,
+    longest: int = 0,
 ) -> None:
-    """The model computes what it does with sdpa: by its own code with `kernel`, or as `forward` runs it. Takes a few short passes. Raises
-    ModelError saying by how much it differs. The model is as it was afterwards."""
+    """The model computes what it does with sdpa: by its own code with `kernel`, or as `forward` runs it. Takes a few short passes, and more
+    for one prompt of `longest` tokens. Raises ModelError saying by how much it differs. The model is as it was afterwards."""
     with _told(loaded):
-        _prove_numbers(loaded, block_size_tokens, kernel, forward)
+        _prove_numbers(loaded, block_size_tokens, kernel, forward, longest)
 
 
 @contextmanager
@@ -141,11 +146,11 @@ def _probes(max_model_len: int, window: int | None) -> list[int]:
     return sorted({p for p in places if 0 <= p < max_model_len})
 
 
-def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel, forward: Forward | None) -> None:
+def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel, forward: Forward | None, longest: int) -> None:
     """Prompts around block boundaries, computed together in uneven chunks and single tokens, against each alone with sdpa."""
     rng = random.Random(0)
     size = block_size_tokens
-    lengths = [min(n, loaded.max_model_len) for n in (size + 3, 2 * size, 5)]
+    lengths = [min(n, loaded.max_model_len) for n in (size + 3, 2 * size, 5, *([longest] if longest else ()))]
     prompts = [torch.tensor([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in lengths]
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
         alone = [_logits(loaded, prompt[None])[0] for prompt in prompts]
@@ -173,7 +178,8 @@ def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torc
 def _paged_logits(
     loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, forward: Forward, rng: random.Random
 ) -> list[torch.Tensor]:
-    """Each prompt's logits from one packed pass after another, a random share of each prompt at a time, in scattered blocks."""
+    """Each prompt's logits from one packed pass after another, a random share of each prompt at a time, in scattered blocks; what is longer
+    than some blocks in larger shares until its last one."""
     tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
     free = list(range(sum(len(table) for table in tables) + 1))
     rng.shuffle(free)
@@ -185,7 +191,7 @@ def _paged_logits(
     done = [0] * len(prompts)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
-        shares = [min(rng.choice((0, 1, 1, 3, size)), len(prompt) - done[i]) for i, prompt in enumerate(prompts)]
+        shares = [_share(rng, len(prompt) - done[i], size) for i, prompt in enumerate(prompts)]
         parts = [
             Part(
                 seq_id=i,
@@ -207,6 +213,12 @@ def _paged_logits(
             found[part.seq_id].append(rows)
             done[part.seq_id] += len(rows)
     return [torch.cat(rows) for rows in found]
+
+
+def _share(rng: random.Random, num_left: int, size: int) -> int:
+    if num_left > 4 * size:
+        return 4 * size - 1
+    return min(rng.choice((0, 1, 1, 3, size)), num_left)
 
 
 def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], dtype: torch.dtype) -> float:

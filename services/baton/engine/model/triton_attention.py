@@ -30,6 +30,8 @@ PROGRAMS_WANTED = 256
 """About two for each multiprocessor of a large GPU."""
 MAX_SPLITS = 32
 MIN_SPLIT_TOKENS = 256
+LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
+"""A context that is split, and not evenly."""
 
 
 @triton.jit
@@ -143,6 +145,12 @@ def splits_for(num_programs: int, longest: int) -> int:
     """Over how many programs each one's context is split: a power of two, so that few kernels are compiled."""
     wanted = min(PROGRAMS_WANTED // max(1, num_programs), longest // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def split_contexts(max_model_len: int) -> tuple[int, ...]:
+    """So many tokens before a part of a prompt split it in each of the ways that there are: a kernel is compiled for each."""
+    lengths = (MIN_SPLIT_TOKENS << bit for bit in range(1, MAX_SPLITS.bit_length()))
+    return tuple(length for length in lengths if length + 2 <= max_model_len)
 
 
 def triton_attention(query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None) -> torch.Tensor:

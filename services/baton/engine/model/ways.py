@@ -27,13 +27,15 @@ COMPILED_TOKENS = (1, 2)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """`name`: for people. `kernel`: the attention of a `forward` that runs the model's own code. `warm_batches`: sizes of decode steps that
-    take long the first time; `warm_tokens`: so of a prompt's part. `settle`: call it when they have run."""
+    take long the first time; `warm_tokens`: so of a prompt's part, and `warm_contexts` of what stands before it. `settle`: call it when
+    they have run."""
 
     name: str
     forward: Forward
     kernel: PagedKernel = paged_attention
     warm_batches: tuple[int, ...] = ()
     warm_tokens: tuple[int, ...] = ()
+    warm_contexts: tuple[int, ...] = ()
     settle: Callable[[], None] = lambda: None
 
 
@@ -77,14 +79,15 @@ def _with_kernels(loaded: LoadedModel, asked: Sequence[Asked], num_threads: int,
 def _with_triton(loaded: LoadedModel, block_size_tokens: int) -> Way | None:
     """The model's own code with attention that follows block tables, and with recorded decode steps, as far as these are proven."""
     try:
-        from baton.engine.model.triton_attention import triton_attention, triton_decode
+        from baton.engine.model.triton_attention import LONG_TOKENS, split_contexts, triton_attention, triton_decode
 
-        prove_numbers(loaded, block_size_tokens, kernel=triton_attention)
+        prove_numbers(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS)
     except Exception as error:  # triton compiles with a compiler of the host and of the driver, and may fail in ways of its own
         log.warning("kernels_not_proven", problem=_said(error), hint="attention gathers each context first, slower")
         return None
     compiled = compiled_way(loaded, triton_attention, "Triton attention", block_size_tokens)
     way = compiled or Way(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
+    way = replace(way, warm_contexts=split_contexts(loaded.max_model_len))
     assert isinstance(way.forward, ModelForward)
     recorded = GraphedForward(way.forward, triton_decode, max_model_len=loaded.max_model_len)
     try:

@@ -1,5 +1,7 @@
 """Recorded decode steps, with recordings that are simply run again: what is in tensors, and what was computed at the first time only."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.model.attention import paged_attention
-from baton.engine.model.attention_step import CausalMasks
+from baton.engine.model.attention_step import AttentionStep, CausalMasks
 from baton.engine.model.decode_graphs import BATCHES, GraphedForward, StaticStep
 from baton.engine.model.executor import TorchExecutor
 from baton.engine.model.forward import Forward, ModelForward
@@ -145,6 +147,36 @@ def test_what_cannot_be_recorded_runs_as_ever(loaded: LoadedModel) -> None:
     assert len(tried) == 1
 
 
+@pytest.mark.parametrize("code", [2, 901])
+def test_what_cuda_will_not_record_runs_as_ever(loaded: LoadedModel, code: int) -> None:
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        error = torch.AcceleratorError("operation failed due to a previous error during capture")
+        error.error_code = code  # type: ignore[attr-defined]  # as torch sets it
+        raise error
+
+    with closing(GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)) as forward:
+        answers(loaded, forward, [2, 2])
+        assert forward.is_off
+
+
+def test_a_forgotten_recording_gives_its_memory_back_at_once(loaded: LoadedModel) -> None:
+    """KV memory is sized next, and no garbage is collected before."""
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: None
+
+    with closing(GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)) as forward:
+        answers(loaded, forward, [2])
+        recording = weakref.ref(next(iter(forward._recordings.values())))
+        gc.disable()
+        try:
+            forward.forget()
+            assert recording() is None
+        finally:
+            gc.enable()
+
+
 def test_a_fault_of_the_device_is_not_taken_for_a_lack_of_memory(loaded: LoadedModel) -> None:
     def record(run: Callable[[], None]) -> Callable[[], None]:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -161,6 +193,20 @@ def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
     executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), way=way)
     executor.warm(max_num_seqs=20)
     assert record.num_recorded == BATCHES.index(24) + 1, "of 20 sequences the next larger one, too"
+    executor.close()
+
+
+def test_what_takes_long_behind_a_context_has_run_before_the_first_request(loaded: LoadedModel) -> None:
+    seen = set()
+
+    def kernel(query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None) -> torch.Tensor:
+        seen.add((query.shape[1], int(step.tables.context_len.max())))
+        return paged_attention(query, layer, step, scaling, window)
+
+    way = Way(name="split", forward=ModelForward(loaded.model), kernel=kernel, warm_contexts=(32, 64))
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 1), thread=compute_thread(1), way=way)
+    executor.warm(max_num_seqs=20)
+    assert seen == {(2, 34), (2, 66)}
     executor.close()
 
 

@@ -311,12 +311,15 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_pat
     cache.mkdir()
     for number in range(MAX_KEPT + 2):
         (cache / f"kernels-{number}.so").touch()
+    (cache / "building-killed").mkdir()
+    (cache / "building-killed" / "kernels.so").touch()
     code = f"from pathlib import Path; from baton.engine.model.native.build import build; build(Path({str(cache)!r}))"
     env = {"PATH": f"{script.parent}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
     for process in [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]:
         assert process.wait(60) == 0
     assert (tmp_path / "calls").read_text() == "x\n"
     assert len(list(cache.glob("kernels-*.so"))) == MAX_KEPT
+    assert not list(cache.glob("building-*")), "what a process left that was killed"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

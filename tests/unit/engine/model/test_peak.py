@@ -14,6 +14,7 @@ from baton.engine.model import loading, ways
 from baton.engine.model.fingerprint import num_weights
 from baton.engine.model.forward import Forward, Forwarded
 from baton.engine.model.loading import load_model
+from baton.engine.model.memory import free_bytes
 from baton.engine.model.peak import measured_step_bytes
 from baton.engine.model.ways import choose_way
 from tests.unit.engine.model.conftest import TINY
@@ -54,6 +55,22 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypat
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=r"weights in float32 take \d+ MiB, and 0 MiB are free on cpu: give a smaller model"):
         load_model(tiny_dir, device="cpu")
+
+
+def test_weights_for_a_gpu_go_through_the_host(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_device", lambda device: torch.device("meta"))
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 1000 if device.type == "cpu" else 2**40)
+    with pytest.raises(ModelError, match="0 MiB are free on this host, through which they go to meta"):
+        load_model(tiny_dir)
+
+
+@pytest.mark.parametrize(("free", "taken", "left"), [(60, 20, 20), (15, 20, 15), (60, 45, 0)])
+def test_workers_that_share_a_gpu_have_equal_parts(free: int, taken: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80; `taken`: by this one. The first of two leaves the other its half, and takes what that one holds for lost."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken)
+    assert free_bytes(torch.device("cuda"), 2) == left
+    assert free_bytes(torch.device("cuda")) == min(free, 80 - taken)
 
 
 def test_weights_that_do_not_fit_twice_are_not_packed(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

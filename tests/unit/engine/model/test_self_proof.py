@@ -30,7 +30,7 @@ from baton.engine.model import self_proof
 from baton.engine.model.attention import PAGED, paged_attention
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.loading import load_model
-from baton.engine.model.self_proof import prove
+from baton.engine.model.self_proof import prove, prove_numbers
 from tests.unit.engine.model.conftest import TINY
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -110,6 +110,18 @@ def reads_what_nobody_wrote(query: torch.Tensor, layer: int, step: AttentionStep
 def test_a_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
     with pytest.raises(ModelError, match="computes something else"):
         prove(load_model(tiny_dir, device="cpu"), block_size_tokens=16, kernel=kernel)
+
+
+def wrong_far_out(query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling * (1.0 if step.tables.context_len.max() <= 100 else 1.5), window)
+
+
+def test_a_kernel_that_takes_long_contexts_otherwise_is_shown_one(tiny_dir: Path) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    prove_numbers(loaded, 16, kernel=wrong_far_out)
+    prove_numbers(loaded, 16, longest=130)
+    with pytest.raises(ModelError, match="computes something else"):
+        prove_numbers(loaded, 16, kernel=wrong_far_out, longest=130)
 
 
 def test_a_window_that_is_longer_than_the_proofs_prompts(save: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,15 @@ def _compile(compiler: str, library: Path) -> None:
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
             raise NoKernels(f"{compiler} failed: {said}")
+        with made.open("rb") as file:
+            os.fsync(file.fileno())  # or a loss of power could leave an empty file under a name that says what is in it
         os.replace(made, library)
 
 
 def _forget_old(directory: Path) -> None:
+    """Under the lock, so that whatever was being built is of a process that was killed."""
+    for left in directory.glob("building-*"):
+        shutil.rmtree(left, ignore_errors=True)
     libraries = sorted(directory.glob("kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in libraries[MAX_KEPT:]:
         with suppress(OSError):
