@@ -91,9 +91,10 @@ def times(ours: Iterable[Cell], theirs: Iterable[Cell]) -> str:
 
 
 def show(known: Mapping[str, Any], out: Path) -> None:
-    """The tables, and the picture beside the figures."""
+    """The tables, and beside the figures the picture, of the systems that were measured."""
     print(known["machine"])
     models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
+    measured = [way.name for way in WAYS if any(key.startswith("found/") and key.endswith(f"/{way.name}") for key in known)]
     lines, bars = [], {}
     for model in models:
         for workload in WORKLOADS:
@@ -103,7 +104,7 @@ def show(known: Mapping[str, Any], out: Path) -> None:
                 head = ["system", "req/s", "each round", "intervals that overlap", "answer tokens/s", "send lag p99 ms", "invalid trials"]
                 print(table(head, [found[way.name].line(way, workload) for way in WAYS if way.name in found]))
                 lines.append(_line(f"{model}, {workload.name}", promise["slo"], found))
-                bars[f"{model}, {workload.name}"] = [(way.name, found[way.name].rates_rps if way.name in found else []) for way in WAYS]
+                bars[f"{model}, {workload.name}"] = [(name, found[name].rates_rps if name in found else []) for name in measured]
     best, pair = f"{OURS}'s best to {THEIRS}'s", f"{OURS}{PAIR} to {THEIRS}{PAIR}"
     print("\n" + table(["", "SLO", *(way.name for way in WAYS), best, pair], lines))
     (out / "goodput.svg").write_text(picture(bars))
