@@ -20,6 +20,9 @@ class BlockCopies(Protocol):
 
     def to_device(self, block_ids: Sequence[int]) -> None: ...
 
+    def close(self) -> None:
+        """Once nothing is copied any more, and before the host memory goes."""
+
 
 class StagedBackend:
     """Implements `TransferBackend` for a device's blocks over one for host memory, which it owns. A block's life is one for both: what lies
@@ -98,6 +101,7 @@ class StagedBackend:
             if not landing.done() and self._host.poll(read_id) is ReadState.RUNNING:
                 landing.cancel()
         await asyncio.gather(*self._landing.values(), return_exceptions=True)
+        self._copies.close()
 
     async def _land(self, read_id: ReadId, block_ids: tuple[int, ...]) -> ReadState:
         state = await self._host.wait(read_id)
