@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from enum import StrEnum
 
 from loadgen.stats import Interval
@@ -26,8 +27,6 @@ QUANTILES = (0.15, 0.85)
 MAX_SCOUTS = 24
 MIN_TRIALS = 6
 """Whole trials: fewer say too little of how much they scatter."""
-_ROUNDING = 0.005
-"""Of a rate of three digits."""
 
 
 class State(StrEnum):
@@ -100,10 +99,7 @@ class CapacitySearch:
         """The trial to run now; None if the search is over. The same until it is told of one."""
         if self.is_over:
             return None
-        proposal = self._scout() or self._trial()
-        if proposal is None:
-            return None
-        return Proposal(rate_rps=_rounded(proposal.rate_rps), is_scout=proposal.is_scout)
+        return self._scout() or self._trial()
 
     def told(self, observation: Observation, *, is_scout: bool = False, is_own: bool = True) -> None:
         """Of a trial, asked for or not. `is_own`: it was this search that asked."""
@@ -163,11 +159,11 @@ class CapacitySearch:
             return None
         if held:
             rate_rps = max(held) * SCOUT_FACTOR
-            return None if rate_rps > self._limits.max_rps else Proposal(rate_rps=rate_rps, is_scout=True)
+            return None if rate_rps > self._limits.max_rps else self._proposal(rate_rps, is_scout=True)
         if broke:
             rate_rps = min(broke) / SCOUT_FACTOR
-            return None if rate_rps < self._limits.min_rps else Proposal(rate_rps=rate_rps, is_scout=True)
-        return Proposal(rate_rps=self._clipped(self._limits.start_rps), is_scout=True)
+            return None if rate_rps < self._limits.min_rps else self._proposal(rate_rps, is_scout=True)
+        return self._proposal(self._limits.start_rps, is_scout=True)
 
     def _trial(self) -> Proposal | None:
         held, broke = self._sides(self._observed)
@@ -176,23 +172,31 @@ class CapacitySearch:
             rate_rps = self._threshold().quantile(q)
         elif held:
             rate_rps = max(held) * BRACKET_FACTOR
-            if max(held) >= self._limits.max_rps * (1 - _ROUNDING):
+            if max(held) >= self._within(rate_rps):
                 self._end(State.ABOVE)
                 return None
         elif broke:
             rate_rps = min(broke) / BRACKET_FACTOR
-            if min(broke) <= self._limits.min_rps * (1 + _ROUNDING):
+            if min(broke) <= self._within(rate_rps):
                 self._end(State.BELOW)
                 return None
         else:
             scouted = self._sides(self._scouted)
             rate_rps = max(scouted[0]) * math.sqrt(SCOUT_FACTOR) if all(scouted) else max(scouted[0]) if scouted[0] else min(scouted[1])
-        return Proposal(rate_rps=self._clipped(rate_rps), is_scout=False)
+        return self._proposal(rate_rps, is_scout=False)
 
-    def _clipped(self, rate_rps: float) -> float:
-        return min(max(rate_rps, self._limits.min_rps), self._limits.max_rps)
+    def _proposal(self, rate_rps: float, *, is_scout: bool) -> Proposal:
+        return Proposal(rate_rps=self._within(rate_rps), is_scout=is_scout)
+
+    def _within(self, rate_rps: float) -> float:
+        """The nearest rate of three digits, which one can say, that may be tried; where there is none, the limit itself."""
+        limits = self._limits
+        low, high = _rounded(limits.min_rps, ROUND_CEILING), _rounded(limits.max_rps, ROUND_FLOOR)
+        if low > high:
+            return limits.max_rps
+        return min(max(_rounded(rate_rps, ROUND_HALF_EVEN), low), high)
 
 
-def _rounded(rate_rps: float) -> float:
-    """Three digits: a rate that one can say."""
-    return float(f"{rate_rps:.3g}")
+def _rounded(rate_rps: float, way: str) -> float:
+    """To three digits."""
+    return float(Context(prec=3, rounding=way).create_decimal(repr(rate_rps)))

@@ -1,7 +1,8 @@
 """`capacity.json`: what a search has found, and every trial that it rests on. Written after each trial, so that nothing is lost.
 
 `loadgen_capacity` is its format: 1. Fields are added, not changed. At the top stands what was asked for (`workload`, `unit` of its rate,
-`slos`, `confidence`, `resolution`, `seconds` and `requests` of a trial at least, `seed`), then `points`, one, or one for each of a sweep:
+`slos`, `confidence`, `resolution`, `seconds` and `requests` of a trial at least, `seed`; `notes`: what limits all that is
+said), then `points`, one, or one for each of a sweep:
 
     values, command   of the sweep; url, model, server, error, interrupted
     answers           one for each goal: attainment, slo_scale; state, capacity_rps, low_rps, high_rps, held_rps, broke_rps, trials, why

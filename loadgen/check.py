@@ -31,6 +31,11 @@ class Checked:
     skipped: int
     differing: tuple[Difference, ...]
 
+    @property
+    def is_same(self) -> bool:
+        """Whether every answer came again, and there was one."""
+        return bool(self.compared) and not self.failed and not self.differing
+
     def to_json(self) -> dict[str, Any]:
         return {
             "compared": self.compared,

@@ -108,8 +108,12 @@ async def _run(runner: Runner, start_s: float, parent: Parent) -> None:
         reporter.cancel()
 
 
+MAX_ERROR = 2000
+"""Characters: the parent reads a line of limited length."""
+
+
 async def warm_up(job: Job, requests: list[PlannedRequest], client: Client, prompts: Prompts) -> dict[str, Any]:
-    """This process's part of the warm-ups: their number, and what went wrong."""
+    """This process's part of the warm-ups: their number, how many failed, and the first one's error."""
     numbers = list(range(job.part, job.warm_ups, job.parts)) if requests else []
     errors: list[str] = []
     gate = asyncio.Semaphore(WARM_UPS_AT_ONCE)
@@ -123,7 +127,7 @@ async def warm_up(job: Job, requests: list[PlannedRequest], client: Client, prom
                 errors.append(status + (exchange.error or "the answer was cut short"))
 
     await asyncio.gather(*map(one, numbers))
-    return {"warm_ups": len(numbers), "warm_up_errors": errors}
+    return {"warm_ups": len(numbers), "warm_ups_failed": len(errors), "warm_up_error": "".join(errors[:1])[:MAX_ERROR]}
 
 
 class Parent:

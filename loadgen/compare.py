@@ -18,7 +18,7 @@ import numpy as np
 
 from loadgen.errors import LoadgenError
 from loadgen.measures import Measures
-from loadgen.metrics import Terms, invalid_reasons
+from loadgen.metrics import Terms, why_invalid
 from loadgen.records_file import Result
 from loadgen.stats import Floats, Interval, difference_interval, independent_difference_interval, percentile
 from loadgen.summary import rate
@@ -134,10 +134,12 @@ class Threshold:
         scale = {"%": 0.01, "pp": 0.01, "us": 1e-6, "ms": 1e-3, "s": 1.0, "rps": 1.0}[unit]
         return cls(text=text.strip(), metric=metric, is_above=sign == ">", amount=float(number) * scale, is_relative=unit == "%")
 
-    def is_crossed(self, comparison: Comparison) -> bool:
-        """By the change that was seen, whatever its interval; never without values."""
+    def is_crossed(self, comparison: Comparison) -> bool | None:
+        """By the change that was seen, whatever its interval. None where there is none to be seen: a run has no such value."""
         change = next(change for change in comparison.changes if change.metric == self.metric)
         seen = change.relative if self.is_relative else change.difference
+        if math.isnan(seen):
+            return None
         return seen > self.amount if self.is_above else seen < self.amount
 
 
@@ -172,7 +174,7 @@ def compare(before: Result, after: Result, *, unpaired: bool = False, terms: Ter
         after=names[1],
         is_paired=is_paired,
         changes=tuple(changes),
-        invalid=tuple(reason for result in (before, after) for reason in _named(result, _invalid(result))),
+        invalid=tuple(reason for result in (before, after) for reason in _named(result, why_invalid(result.run, result.records, terms))),
         notes=tuple(notes),
     )
 
@@ -180,11 +182,6 @@ def compare(before: Result, after: Result, *, unpaired: bool = False, terms: Ter
 def regressions(comparison: Comparison, allowed: float) -> list[Change]:
     """What is worse beyond doubt, and by more than the share `allowed` of what it was."""
     return [change for change in comparison.changes if change.verdict is Verdict.WORSE and abs(change.relative) > allowed]
-
-
-def _invalid(result: Result) -> tuple[str, ...]:
-    run = result.run
-    return run.invalid or invalid_reasons(result.records, Terms(slos=run.slos, ignore_eos=run.ignore_eos), run.num_offered)
 
 
 def _named(result: Result, texts: Sequence[str]) -> list[str]:

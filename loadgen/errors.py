@@ -21,5 +21,9 @@ class Unreachable(LoadgenError):
     """No server answers at an address."""
 
 
+class NoWarmUp(LoadgenError):
+    """A server is there, and answers none of the requests before a run. One that has just had too much may do so later."""
+
+
 class NotTrusted(LoadgenError):
     """A server is there, and its TLS certificate is none that is trusted here: waiting does not mend that."""

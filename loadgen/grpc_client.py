@@ -102,6 +102,8 @@ class GrpcClient:
             message.slo.ttft_ms = ask.slo.ttft_s * 1e3
         if ask.slo.tpot_s is not None:
             message.slo.tpot_ms = ask.slo.tpot_s * 1e3
+        for name in self._settings.more:
+            message.ClearField(name)
         message.MergeFrom(self._more)
         return ask.index % len(self._targets), message
 

@@ -286,7 +286,9 @@ def split_url(url: str) -> SplitResult:
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError as error:
+        (parts.hostname or "").encode("idna")
+        parts.path.encode("ascii")
+    except ValueError as error:  # a UnicodeError is one
         raise BadUrl(f"{url!r} is no address: {error}") from error
     if parts.username is not None:
         raise BadUrl("an address must not hold a password: it would stand in the result; use --header 'Authorization: Basic …'")

@@ -34,7 +34,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from loadgen.records import Arrival, Record
+from loadgen.records import Arrival, Record, Run
 from loadgen.slo import Slo
 from loadgen.stats import Floats, percentiles
 from loadgen.timeline import Stages
@@ -262,6 +262,11 @@ def invalid_reasons(records: Sequence[Record], terms: Terms, num_offered: int | 
     if missing > 0:
         reasons.append(f"{missing} of {num_offered} offered requests left no record; was the run killed?")
     return tuple(reasons)
+
+
+def why_invalid(run: Run, records: Sequence[Record], terms: Terms) -> tuple[str, ...]:
+    """Its own reasons; if it has none, those that its records give for promises that it was not run under."""
+    return run.invalid or invalid_reasons(records, terms, run.num_offered)
 
 
 def _span(times: Sequence[float]) -> float:

@@ -123,3 +123,7 @@ class Plan:
                 case Text():
                     return None
         return total
+
+    def longer_than(self, num_tokens: int) -> list[PlannedRequest]:
+        """Those whose prompt and answer together are; what is text is taken for short."""
+        return [request for request in self.requests if (self.num_prompt_tokens(request) or 0) + request.output_tokens > num_tokens]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from loadgen.child import Job
 from loadgen.counts import Counts
-from loadgen.errors import LoadgenError
+from loadgen.errors import LoadgenError, NoWarmUp
 from loadgen.timers import now_s
 
 HEAD_START_S = 0.3
@@ -45,7 +45,8 @@ class View(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How a run ended. `started_s`: when it began, by the machine's clock. `is_interrupted`: by the user; `is_cut`: because there was
-    enough. `problems`: what befell its processes. `warm_ups`, and what went wrong with them. `priority`: what its processes were given."""
+    enough. `problems`: what befell its processes. `warm_ups`, how many failed, and one's error. `priority`: what its processes were
+    given."""
 
     counts: Counts
     started_s: float
@@ -53,7 +54,8 @@ class Ended:
     is_interrupted: bool
     problems: tuple[str, ...]
     warm_ups: int
-    warm_up_errors: tuple[str, ...]
+    warm_ups_failed: int
+    warm_up_error: str
     max_connections: int
     priority: str
     is_cut: bool = False
@@ -62,7 +64,7 @@ class Ended:
 async def run_jobs(jobs: Sequence[Job], view: View, enough: Enough = lambda _: False) -> Ended:
     """One process for each of `jobs`. The first Ctrl-C (or SIGTERM) ends the run, the second one everything.
 
-    Raises LoadgenError if it cannot begin, Interrupted at the second Ctrl-C.
+    Raises LoadgenError if it cannot begin, NoWarmUp among them, Interrupted at the second Ctrl-C.
     """
     async with _Interrupts() as interrupts:
         children = [_Child(job) for job in jobs]
@@ -90,7 +92,8 @@ async def run_jobs(jobs: Sequence[Job], view: View, enough: Enough = lambda _: F
         is_interrupted=is_interrupted,
         problems=tuple(child.problem for child in children if child.problem),
         warm_ups=sum(facts["warm_ups"] for facts in ready),
-        warm_up_errors=tuple(error for facts in ready for error in facts["warm_up_errors"]),
+        warm_ups_failed=sum(facts["warm_ups_failed"] for facts in ready),
+        warm_up_error=_warm_up_error(ready),
         max_connections=sum(facts["max_connections"] for facts in ready),
         priority=ready[0]["priority"],
         is_cut=is_cut,
@@ -130,11 +133,14 @@ def _total(children: Sequence[_Child]) -> Counts:
 
 
 def _check_warm_ups(jobs: Sequence[Job], ready: Sequence[Mapping[str, Any]]) -> None:
-    errors = [error for facts in ready for error in facts["warm_up_errors"]]
-    num_sent = sum(facts["warm_ups"] for facts in ready)
-    if num_sent and len(errors) == num_sent:
+    num_sent, num_failed = (sum(facts[name] for facts in ready) for name in ("warm_ups", "warm_ups_failed"))
+    if num_sent and num_failed == num_sent:
         what = "the warm-up request" if num_sent == 1 else f"all {num_sent} warm-up requests"
-        raise LoadgenError(f"nothing was measured: the server did not answer {what} ({errors[0]}); `--warmup 0` sends none")
+        raise NoWarmUp(f"nothing was measured: the server did not answer {what} ({_warm_up_error(ready)}); `--warmup 0` sends none")
+
+
+def _warm_up_error(ready: Sequence[Mapping[str, Any]]) -> str:
+    return next((str(facts["warm_up_error"]) for facts in ready if facts["warm_up_error"]), "")
 
 
 class _Child:
@@ -203,6 +209,8 @@ class _Child:
         try:
             while line := await self._process.stdout.readline():
                 self._take(json.loads(line))
+        except (ValueError, KeyError):  # it has said what is no message, and would wait for ever to be heard
+            self.kill()
         finally:
             code = await self._process.wait()
             if not self._done.done():

@@ -28,6 +28,8 @@ from loadgen.timers import now_s
 
 PLAN = "plan.jsonl"
 UNFINISHED = "the run did not come to its end: the process that led it was killed"
+MAX_SAID = 120
+"""Characters of what a server said of a request."""
 NOT_SENT = "not sent: "
 """How the error of a request begins that this machine could not send."""
 
@@ -62,6 +64,17 @@ class Finished:
     @property
     def outcomes(self) -> Counter[Outcome]:
         return Counter(metrics.classify(record, self.terms) for record in self.records)
+
+    @property
+    def not_answered(self) -> tuple[str, ...]:
+        """A line on what was refused or went wrong, which is not the same as slow; none where nothing was."""
+        said = Counter(
+            f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_SAID]
+            for record in self.records
+            if (outcome := metrics.classify(record, self.terms)) not in (*metrics.WHOLE, Outcome.CANCELLED)
+        )
+        total = f"{said.total()} of {len(self.records)}"
+        return tuple(f"{total} requests were not answered whole ({count} {what})" for what, count in said.most_common(1))
 
 
 def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
@@ -238,8 +251,8 @@ def _verdict(run: Run, ended: Ended, records: Sequence[Record], terms: Terms) ->
 
 
 def _notes(ended: Ended) -> tuple[str, ...]:
-    errors = ended.warm_up_errors
-    return (f"{len(errors)} of {ended.warm_ups} warm-up requests were not answered whole: {errors[0]}",) if errors else ()
+    failed = ended.warm_ups_failed
+    return (f"{failed} of {ended.warm_ups} warm-up requests were not answered whole: {ended.warm_up_error}",) if failed else ()
 
 
 def _iso(at: datetime) -> str:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loadgen.capacity import Answer, CapacitySearch, Limits, Proposal, State
-from loadgen.errors import LoadgenError
+from loadgen.errors import LoadgenError, NoWarmUp
 from loadgen.processes import Interrupted
 from loadgen.timers import now_s
 from loadgen.trials import Goal, Trial
 
 MAX_INVALID = 3
-"""Invalid trials one after the other, after which the generator, not the server, is at its limit."""
+"""Trials one after the other that were invalid, or could not begin, after which no more are tried: it is not the rate."""
 
 
 class Runner(Protocol):
@@ -76,6 +76,9 @@ def find(
                 except Interrupted:
                     raise
                 except LoadgenError as raised:
+                    num_invalid += 1
+                    if isinstance(raised, NoWarmUp) and num_invalid < MAX_INVALID:
+                        continue  # the next trial waits again until the server is at rest
                     error = str(raised)
                     stop(error)
                     break

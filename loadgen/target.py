@@ -40,9 +40,11 @@ class Target:
         return DIALECTS[self.dialect]
 
     def terms(self, plan: Plan) -> Terms:
-        """What its answers are held against. A server that cannot be told to ignore the end of a text may end before the planned length."""
+        """What its answers are held against. A server that is not told how long they are, or to ignore the end of a text, may end before
+        the planned length."""
         can_be_told = self.protocol == "grpc" or self.takes.ignore_eos
-        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and can_be_told)
+        is_told = can_be_told and self.more.get("ignore_eos", True) is True and "max_tokens" not in self.more
+        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and is_told)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

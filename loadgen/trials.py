@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from loadgen.capacity import Proposal
 from loadgen.errors import NothingArrives
 from loadgen.idle import Rest
-from loadgen.metrics import Terms
+from loadgen.metrics import Terms, why_invalid
 from loadgen.plan import Plan
 from loadgen.processes import View
 from loadgen.record_tail import RecordTail
@@ -158,7 +158,9 @@ class Trials:
         watch = TrialWatch(plan, self._judges(order), record_files(order), goal=goal)
         with self._show(plan) as view:
             finished = run(order, view, watch)
-        judgements, notes, invalid = watch.judgements(finished), finished.notes, finished.run.invalid
+        judgements, notes = watch.judgements(finished), (*finished.notes, *finished.not_answered)
+        strictest = replace(finished.terms, slos=scaled(finished.terms.slos, min(goal.slo_scale for goal in self._goals)))
+        invalid = why_invalid(finished.run, finished.records, strictest)
         if not any(judgement.num_judged for judgement in judgements):
             invalid = (*invalid, "no request was due in its steady window; give trials more --seconds")
         if not rest.is_idle:

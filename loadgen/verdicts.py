@@ -103,7 +103,7 @@ class TrialJudge:
         self._error = error
         times = [request.at_s for request in plan.requests if request.at_s is not None]
         self._first_s, self._last_s = min(times, default=0.0), max(times, default=0.0)
-        self._session_s = _session_s(plan)
+        self._session_s = session_s(plan)
         self._latest_good_s = max((latest_good_s(self._slo_of(request), request.output_tokens) for request in plan.requests), default=0.0)
 
     @property
@@ -229,7 +229,7 @@ def _growth(cohort: _Cohort, start_s: float, end_s: float, error: float) -> tupl
     return grown / (end_s - start_s), student_tail(t, PARTS - 1) < error
 
 
-def _session_s(plan: Plan) -> float:
+def session_s(plan: Plan) -> float:
     """How long nine of ten sessions go on if answers take no time; 0 without later turns."""
     begins: dict[int, float] = {}
     lasts: dict[int, float] = {}

@@ -19,7 +19,7 @@ import click
 from loadgen.capacity import Limits, Proposal
 from loadgen.capacity_file import PointFound, write_capacity
 from loadgen.commands.capacity_plans import FirstLook, maker_of
-from loadgen.commands.capacity_text import trial_line
+from loadgen.commands.capacity_text import hopeless, trial_line, unsteady
 from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, rates_warning, server_facts, target_of
 from loadgen.errors import LoadgenError
 from loadgen.idle import IdleWatch
@@ -114,6 +114,7 @@ class CapacityJob:
                 "seconds": seconds,
                 "requests": length.requests,
                 "seed": seed,
+                "notes": list(unsteady(plan, length)),
             },
         )
 
@@ -122,6 +123,8 @@ class CapacityJob:
         written."""
         if not any(slo.to_json() for slo in self.plan.slos.values()):
             click.secho("warning: nothing is promised (--slo): every whole answer counts as kept", fg="yellow", err=True)
+        for note in self.head["notes"]:
+            click.secho(f"warning: {note}", fg="yellow", err=True)
         done: list[PointFound] = []
         with _Terminations() as terminations:
             for point in self.points:
@@ -159,6 +162,8 @@ class CapacityJob:
                 self.tell(f"starting {' '.join(progress.arguments)}")
                 stack.enter_context(served(progress.arguments, _probe(given), place / "server.log", ready_s=given["ready_within"]))
             target, server = target_of(given)
+            for warning in hopeless(self.plan, self.goals, server.max_model_len):
+                click.secho(f"warning: {warning}", fg="yellow", err=True)
             progress.facts = {"url": ",".join(target.urls), "model": target.model, "server": dict(server.facts)}
             order = Order(
                 plan=self.plan,

@@ -18,6 +18,7 @@ from loadgen.commands.plan import command as plan_command
 from loadgen.errors import BadPlan, LoadgenError
 from loadgen.plan import Plan, Vocabulary
 from loadgen.plan_file import read_plan
+from loadgen.sharegpt import read_conversations
 from loadgen.trials import PlanMaker
 from loadgen.workloads import first_look
 
@@ -66,6 +67,21 @@ class ByRate(_Endless):
 
     def make(self, rate_rps: float, seconds: float, seed: int) -> Plan:
         return _planned(*self._arguments, "--rate", f"{rate_rps:.10g}", "--seconds", f"{seconds}s", "--seed", str(seed))
+
+
+class ByConversation(ByRate):
+    """Recorded conversations, none of which is used twice in a trial."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Raises BadPlan."""
+        super().__init__("sharegpt", arguments)
+        context = plan_command.commands["sharegpt"].make_context("sharegpt", list(arguments), resilient_parsing=True)
+        file = context.params["file"]
+        self._count = math.inf if file is None else len(read_conversations(file).usable)
+
+    def max_rps(self, seconds: float) -> float:
+        """At which no more than there are arrive, but by a chance of one in ten thousand: arrivals are a Poisson process."""
+        return (math.sqrt(self._count + 4) - 2) ** 2 / seconds
 
 
 class ByTimeScale:
@@ -125,6 +141,8 @@ def maker_of(workload: Sequence[str], seconds: float) -> PlanMaker:
         raise LoadgenError(f"`{source}` is no workload: give one of `loadgen plan`: {', '.join((*BY_RATE, *TRACES, SCALED))}")
     for option in OURS:
         _refuse(arguments, option, "the search sets it for each trial")
+    if source == "sharegpt":
+        return ByConversation(arguments)
     if source in BY_RATE:
         return ByRate(source, arguments)
     return ByTimeScale(source, arguments) if source in TRACES else ByRateScale(arguments, seconds)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from loadgen.capacity import Answer, State
 from loadgen.capacity_file import PointFound
+from loadgen.plan import Plan
 from loadgen.searching import Found
-from loadgen.trials import Goal, Trial
-from loadgen.verdicts import Judgement, Verdict
+from loadgen.trials import Goal, Trial, TrialLength
+from loadgen.verdicts import Judgement, Verdict, session_s
 
+STEADY_SESSIONS = 2.0
+"""A trial takes so many times as long as its sessions, so that half of it has as many of them as there will ever be."""
 STYLES = {Verdict.HELD: "green", Verdict.BROKE: "red", Verdict.UNDECIDED: ""}
 
 
@@ -26,6 +30,29 @@ def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
     notes = "".join(f"; {note}" for note in trial.notes)
     early = ", ended early" if trial.is_cut and trial.duration_s < trial.seconds else ""
     return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {_share(judgement)} of {judgement.num_judged}{goal}  {said}{early}{notes}"
+
+
+def unsteady(plan: Plan, length: TrialLength) -> Iterator[str]:
+    """Where trials end before sessions do."""
+    lasts_s = session_s(plan)
+    if length.seconds < STEADY_SESSIONS * lasts_s:
+        yield (
+            f"nine of ten sessions go on for up to {lasts_s:.0f} s and more, and trials take {length.seconds:g} s: most of the later turns "
+            f"are still to come when a trial ends, so the server can take fewer sessions than will be said; give --seconds "
+            f"{math.ceil(STEADY_SESSIONS * lasts_s)} or more"
+        )
+
+
+def hopeless(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
+    """Where so many requests can keep no promise, at any rate, that a goal cannot be reached."""
+    too_long = {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
+    leaving = {request.index for request in plan.requests if request.cancel_after_tokens is not None}
+    share = len(too_long | leaving) / len(plan.requests)
+    lost = [goal for goal in goals if share > 1 - goal.target]
+    if lost:
+        why = [f"{len(leaving)} leave early"] if leaving else []
+        why += [f"{len(too_long)} are longer than the {max_model_len} tokens that the server takes"] if too_long else []
+        yield f"{' and '.join(why)}, of {len(plan.requests)} requests: {lost[0].target:.4g} cannot keep their promise at any rate"
 
 
 def trials_table(found: Found, unit: str) -> Table:

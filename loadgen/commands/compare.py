@@ -68,7 +68,8 @@ def command(
     allows, --fail-if for what was seen, interval or not.
 
     \b
-    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run).
+    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run, a --fail-if of
+    what a run has no value of).
     """
     limits = [Threshold.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)
@@ -78,17 +79,18 @@ def command(
     failed = (
         [] if allowed is None else [f"{change.metric} is worse by {abs(change.relative):.1%}" for change in regressions(found, allowed)]
     )
-    failed += [f"{limit.text}" for limit in limits if limit.is_crossed(found)]
+    failed += [limit.text for limit in limits if limit.is_crossed(found)]
+    undecided = [limit.text for limit in limits if limit.is_crossed(found) is None]
     if is_json:
-        click.echo(json.dumps({**found.to_json(), "failed": failed}, indent=1, ensure_ascii=False))
+        click.echo(json.dumps({**found.to_json(), "failed": failed, "undecided": undecided}, indent=1, ensure_ascii=False))
     else:
-        _print(found, failed)
+        _print(found, failed, undecided)
     if found.invalid and not allow_invalid:
         ctx.exit(EXIT_UNDECIDED)
-    ctx.exit(EXIT_REGRESSION if failed else 0)
+    ctx.exit(EXIT_REGRESSION if failed else EXIT_UNDECIDED if undecided else 0)
 
 
-def _print(found: Comparison, failed: list[str]) -> None:
+def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -117,7 +119,9 @@ def _print(found: Comparison, failed: list[str]) -> None:
         console.print(Text("An invalid run decides nothing; --allow-invalid decides all the same.", style="bold red"))
     for reason in failed:
         console.print(Text(f"regression: {reason}", style="bold red"))
-    if not failed:
+    for text in undecided:
+        console.print(Text(f"undecided: {text}: a run has no value of it", style="bold red"))
+    if not failed and not undecided:
         console.print("no regression")
 
 

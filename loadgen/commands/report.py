@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from loadgen.slo import Slo
 
 @click.command("report")
 @click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="DIR...")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where to write.  [default: DIR, or what holds them all]")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where to write.  [default: DIR, or what holds them]")
 @click.option("--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="Judge by this promise instead of the run's.")
 @click.option("--workers", type=click.IntRange(min=1), help="How many workers or GPUs share the goodput.  [default: as the run says]")
 @click.option("--kv-tokens", type=click.IntRange(min=1), help="How many tokens all its KV memory holds.  [default: as the run says]")
@@ -32,7 +31,7 @@ def command(
     Several results are drawn together: goodput by rate, where they differ in rate, and every curve side by side.
     """
     runs = views_of(results, slos=slos, workers=workers, kv_tokens=kv_tokens)
-    directory = out or _common(results)
+    directory = out or _holder(results)
     paths = write_report(runs, directory, loadgen_version())
     console = Console(highlight=False, soft_wrap=True)
     for run in runs:
@@ -42,8 +41,14 @@ def command(
     console.print(f"wrote {', '.join(str(path) for path in paths)}")
 
 
-def _common(results: Sequence[Path]) -> Path:
-    return results[0] if len(results) == 1 else Path(os.path.commonpath([path.resolve() for path in results]))
+def _holder(results: Sequence[Path]) -> Path:
+    """Raises UsageError where results lie too far apart for one place to be theirs."""
+    if len(results) == 1:
+        return results[0]
+    parents = {path.resolve().parent for path in results}
+    if len(parents) > 1:
+        raise click.UsageError(f"the results lie in {len(parents)} directories: say by --out where the report goes")
+    return parents.pop()
 
 
 def _line(run: RunView) -> Text:

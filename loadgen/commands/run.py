@@ -55,6 +55,8 @@ def command(ctx: click.Context, **given: Any) -> None:
     4 --check has found answers that differ or could not ask again, 130 it was interrupted. How well the server did is not an exit code:
     see `loadgen compare`.
     """
+    if given["checks"] and dict(given["bodies"]).get("temperature"):
+        raise click.UsageError("--check asks for the same answers again, and a temperature makes others")
     order = _order(ctx, given)
     _warn(order)
     try:
@@ -149,8 +151,7 @@ def _warn(order: Order) -> None:
         )
     longest = order.server.get("max_model_len")
     if longest is not None:
-        sizes = ((order.plan.num_prompt_tokens(request) or 0) + request.output_tokens for request in order.plan.requests)
-        num_long = sum(1 for size in sizes if size > longest)
+        num_long = len(order.plan.longer_than(longest))
         if num_long:
             click.secho(
                 f"warning: {num_long} of {len(order.plan.requests)} requests are longer than the {longest} tokens that the server takes",
@@ -181,7 +182,7 @@ def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finis
             click.echo("", err=True)
     done = replace(noted(str(checked)), run=replace(finished.run, check=checked.to_json()))
     write_run(order.out, done.run)
-    return done, EXIT_DIFFERS if checked.differing else 0
+    return done, 0 if checked.is_same else EXIT_DIFFERS
 
 
 def _say(order: Order, finished: Finished) -> None:

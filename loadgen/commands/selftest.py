@@ -53,8 +53,10 @@ def command(
             f"not even the lowest rate was kept; this machine is too busy (load average {machine.load()}) or too slow", fg="red", bold=True
         )
         ctx.exit(EXIT_INVALID)
-    file = calibration.save(found)
-    click.echo(f"remembered in {file}")
+    try:
+        click.echo(f"remembered in {calibration.save(found)}")
+    except OSError as error:
+        click.secho(f"warning: `loadgen run` will not know of it: {error}", fg="yellow", err=True)
     kept = found.rate_rps >= require
     text = f"timing is kept (p99 error <= {LIMIT_S * 1e3:g} ms, no dropped send) up to {found.rate_rps:g} {streams}"
     click.secho(text + ("" if kept else f"; {require:g} were required"), fg="green" if kept else "red", bold=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from loadgen import calibration
-from loadgen.commands.values import Bodies, Headers, Seconds, SloOf
+from loadgen.commands.values import ApiKey, Bodies, Headers, Seconds, SloOf
 from loadgen.dialects import DIALECTS, dialect_of
 from loadgen.discover import Server, ask_admin, ask_grpc, ask_http
 from loadgen.errors import LoadgenError
@@ -39,7 +39,7 @@ def target_options(function: F) -> F:
         click.option("--prompts", type=click.Choice(["ids", "text"]), help="What prompts are sent as.  [default: ids, for a chat text]"),
         click.option("--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]"),
         click.option("--model", help="The model's name.  [default: the first of /v1/models]"),
-        click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token; also the variable OPENAI_API_KEY."),
+        click.option("--api-key", type=ApiKey(), envvar="OPENAI_API_KEY", help="Sent as a bearer token; also the variable OPENAI_API_KEY."),
         click.option("--header", "headers", multiple=True, type=Headers(), metavar="NAME:VALUE", help="One more header. Repeatable."),
         click.option(
             "--body", "bodies", multiple=True, type=Bodies(), metavar="FIELD=JSON", help="One more field of each body. Repeatable."

@@ -46,6 +46,18 @@ class Headers(click.ParamType):
         return name.strip(), content.strip()
 
 
+class ApiKey(click.ParamType):
+    """Without the line's end that comes with keys from files. Never repeated in a message."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        key = str(value).strip()
+        if not key.isascii() or not key.isprintable():
+            self.fail("the key has characters that no header can carry", param, ctx)
+        return key
+
+
 class Bodies(click.ParamType):
     """`field=json`; what is no JSON is a text."""
 
@@ -57,6 +69,8 @@ class Bodies(click.ParamType):
         name, equals, content = value.partition("=")
         if not equals or not name.strip():
             self.fail(f"`{value}` is no field: write FIELD=JSON", param, ctx)
+        if name.strip() == "max_tokens" and content.strip() != "null":
+            self.fail("how long answers are is said by the plan", param, ctx)
         try:
             return name.strip(), json.loads(content)
         except ValueError:

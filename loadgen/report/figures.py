@@ -15,6 +15,7 @@ from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, us
 from loadgen.report.view import SERIES_COLORS, RunView
 from loadgen.stats import Floats
 
+_KINDS = "Rings: invalid runs. Pale: ended early; what was in flight then counts as not good, so the truth may lie higher."
 TITLES = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Gap between tokens", "e2e": "End-to-end latency"}
 
 
@@ -62,8 +63,7 @@ def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
     return lines(
         "goodput-rate",
         "Goodput by offered rate",
-        "Requests per second that were answered whole and within their SLO, against those offered. Bars: 95 % intervals. Rings: invalid "
-        "runs.",
+        f"Requests per second that were answered whole and within their SLO, against those offered. Bars: 95 % intervals. {_KINDS}",
         axis("offered rate, requests/s", "", (), min=0.0, max=top),
         axis("goodput, requests/s", "", (), min=0.0, max=top),
         series,
@@ -76,7 +76,8 @@ def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
     return lines(
         "attainment-rate",
         "Attainment by offered rate",
-        "Share of offered requests that were good; where a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals.",
+        "Share of offered requests that were good; where a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals. "
+        f"{_KINDS}",
         axis("offered rate, requests/s", "", (), min=0.0, max=top),
         axis("offered requests", "share", (), min=0.0, max=1.0),
         series,
@@ -103,12 +104,17 @@ def _by_rate(number: int, label: str, runs: list[RunView], *, is_share: bool) ->
         "marked",
         [[rate, share.value * scale] for rate, share, scale in zip(rates, shares, scales, strict=True)],
         bars=[[share.interval.low * scale, (share.interval.high or 0.0) * scale] for share, scale in zip(shares, scales, strict=True)],
-        classes=["invalid" if run.invalid else "" for run in runs],
+        classes=["invalid" if run.invalid else "early" if run.result.run.interrupted else "" for run in runs],
         names=[
-            f"{run.name}: {share.kept} of {share.of} good at {rate:.3g} requests/s{' · INVALID' if run.invalid else ''}"
+            f"{run.name}: {share.kept} of {share.of} good at {rate:.3g} requests/s{_doubts(run)}"
             for run, share, rate in zip(runs, shares, rates, strict=True)
         ],
     )
+
+
+def _doubts(run: RunView) -> str:
+    is_early = run.result.run.interrupted
+    return (" · INVALID" if run.invalid else "") + (" · ended early: what was in flight then is not good" if is_early else "")
 
 
 def attainment_by_scale(runs: Sequence[RunView]) -> Figure:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.measures import Measures
-from loadgen.metrics import Terms, invalid_reasons
+from loadgen.metrics import Terms, why_invalid
 from loadgen.records_file import Result
 from loadgen.slo import Slo
 from loadgen.summary import Summary, summarise
@@ -62,7 +62,7 @@ def view(
         terms=terms,
         measures=measures,
         summary=summarise(measures),
-        invalid=run.invalid or invalid_reasons(result.records, terms, run.num_offered),
+        invalid=why_invalid(run, result.records, terms),
         best_hits=best_hits or {},
         notes=(*result.notes, *notes),
         workers=workers or _workers(result, measures),

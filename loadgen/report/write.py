@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadgen.cache_model import best_hits
-from loadgen.errors import BadPlan, BadRecords
+from loadgen.errors import BadPlan, BadRecords, LoadgenError
 from loadgen.plan_file import read_plan
 from loadgen.records_file import Result, read_result
 from loadgen.report.csv_file import write_requests
@@ -42,17 +42,20 @@ def views_of(
 
 
 def write_report(runs: Sequence[RunView], directory: Path, version: str = "") -> list[Path]:
-    """Write the four files, replacing older ones; their paths, the page first."""
+    """Write the four files, replacing older ones; their paths, the page first. Raises LoadgenError where they cannot be."""
     report = report_of(runs, version)
-    directory.mkdir(parents=True, exist_ok=True)
     texts = {
         "report.html": page(report),
         "report.json": json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n",
         "report.md": markdown(report),
     }
-    for name, text in texts.items():
-        (directory / name).write_text(text, encoding="utf-8")
-    write_requests(runs, directory / "requests.csv")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        write_requests(runs, directory / "requests.csv")
+    except OSError as error:
+        raise LoadgenError(f"{error.filename or directory} cannot be written ({error.strerror or error}): give another --out") from error
     return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
 
 

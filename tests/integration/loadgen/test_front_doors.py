@@ -17,6 +17,7 @@ from baton.runtime.tls import Pair
 from baton.wire.server import GrpcServer
 from baton.wire.tls import Tls
 from loadgen import grpc_client
+from loadgen.client import Ask
 from loadgen.commands.run import command
 from loadgen.commands.target_options import server_facts, target_of
 from loadgen.discover import ask_grpc, ask_http
@@ -271,3 +272,11 @@ def test_what_is_no_address_over_grpc(url: str) -> None:
 async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
     with pytest.raises(LoadgenError, match="cannot have these fields"):
         GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"best_of": 2}))
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_over_grpc_a_field_may_be_taken_back(value: bool | None) -> None:
+    """Merging alone would leave ours."""
+    client = GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"ignore_eos": value, "priority": 3}))
+    _, message = client.prepare(Ask(index=0, token_ids=(5, 6), max_tokens=9, ignore_eos=True, priority=1))
+    assert (message.ignore_eos, message.priority, message.max_tokens) == (False, 3, 9)

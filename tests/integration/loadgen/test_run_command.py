@@ -147,11 +147,16 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
         (["run", str(broken), "--url", server], "broken.jsonl:3: "),
         (["run", "--rate", "5", "--url", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9: Connection refused"),
         (["run", "--rate", "5", "--url", server, "--slo", "chat:ttft=1s"], "the plan has no class of that name"),
+        (["run", "--rate", "5", "--url", server, "--api-key", "sk-SECRET-é"], "characters that no header can carry"),
+        (["run", "--rate", "5", "--url", server, "--body", "max_tokens=9"], "said by the plan"),
+        (["run", "--rate", "5", "--url", server, "--check", "--body", "temperature=0.7"], "a temperature makes others"),
+        (["run", "--rate", "5", "--url", "http://a..b:80"], "is no address"),
     ):
         done = loadgen(*arguments, *out)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
         assert "Traceback" not in done.stderr
+        assert "SECRET" not in done.stderr
         assert not (tmp_path / "result").exists()
 
 

@@ -64,6 +64,21 @@ def test_nothing_above_the_limit_is_tried_and_holding_there_is_an_answer() -> No
     assert searched.answer.interval is None
 
 
+@pytest.mark.parametrize("max_rps", [12.3667, 12.3334, 0.99951])
+def test_a_limit_of_many_digits_is_never_exceeded(max_rps: float) -> None:
+    """A trace is over after that."""
+    searched, asked = run(1000.0, Limits(start_rps=0.5, max_rps=max_rps))
+    highest = max(proposal.rate_rps for proposal in asked)
+    assert 0.99 * max_rps < highest <= max_rps
+    assert len(str(highest)) <= len("0.999")
+    assert searched.answer.state is State.ABOVE
+
+
+def test_limits_without_a_rate_of_three_digits_between_them() -> None:
+    _, asked = run(1000.0, Limits(min_rps=12.341, max_rps=12.349))
+    assert {proposal.rate_rps for proposal in asked} == {12.349}
+
+
 def test_a_server_that_never_keeps_its_promise() -> None:
     searched, asked = run(1e-6, Limits(min_rps=0.2))
     assert min(proposal.rate_rps for proposal in asked) == 0.2

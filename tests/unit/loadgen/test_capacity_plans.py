@@ -81,6 +81,16 @@ def test_a_trace_goes_by_its_time_scale_and_each_trial_plays_another_part(tmp_pa
         maker.make(40.0, 20.0, seed=1)
 
 
+def test_there_are_never_more_sessions_than_recorded_conversations(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([{"conversations": said}] * 100))
+    maker = maker_of(["sharegpt", str(file), "--output-tokens", "8"], 60.0)
+    assert 50 < 60 * maker.max_rps(60.0) < 80
+    for seed in range(20):
+        maker.make(maker.max_rps(60.0), 60.0, seed=seed)
+
+
 def test_servegens_clients_change_their_rates_together(tmp_path: Path) -> None:
     windows = tmp_path / "windows.csv"
     windows.write_text(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from loadgen.commands.compare import command
 from loadgen.compare import Change, NotComparable, Threshold, Verdict, compare, regressions
 from loadgen.records import Record
-from loadgen.records_file import Result, read_result
+from loadgen.records_file import RECORDS, Result, read_result, to_json
 from loadgen.stats import Interval
 from tests.loadgen_builders import record, refused, run, terms
 from tests.loadgen_synthetic import write_result
@@ -147,10 +148,36 @@ def test_thresholds_are_held_against_what_was_seen(text: str, is_crossed: bool) 
     assert Threshold.parse(text).is_crossed(found) is is_crossed
 
 
+def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> None:
+    """B has answered nothing: its latencies are no better for that."""
+    before = [answer(i, 0.1) for i in range(9)]
+    found = compare(result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), terms=terms("ttft=250ms"))
+    assert Threshold.parse("ttft_p99 > +5%").is_crossed(found) is None
+    assert Threshold.parse("e2e_mean > 20ms").is_crossed(found) is None
+    assert Threshold.parse("attainment < -5pp").is_crossed(found) is True
+
+
+def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too() -> None:
+    """Sent 50 ms late each: little for a first token in 10 s, far too much for one in 100 ms."""
+    late = [record(i, tokens=(i + 0.2, i + 0.3), intended_s=float(i), sent_s=i + 0.05) for i in range(40)]
+    easy = {"slos": terms("ttft=10s").slos}
+    assert compare(result(late, **easy), result(late, "B", **easy)).invalid == ()
+    found = compare(result(late, **easy), result(late, "B", **easy), terms=terms("ttft=100ms"))
+    assert ["late" in reason for reason in found.invalid] == [True, True]
+
+
 @pytest.mark.parametrize("text", ["ttft_p50", "ttft_p42 > 5%", "ttft_p50 > 5pp", "attainment > 5ms", "goodput < 5%%", "ttft_p50 >= 5%"])
 def test_thresholds_that_cannot_be_read(text: str) -> None:
     with pytest.raises(NotComparable):
         Threshold.parse(text)
+
+
+def refusing(directory: Path) -> Path:
+    """The same run, had the server refused it all."""
+    file = directory / RECORDS
+    records = [replace(one, arrivals=(), status=429, is_complete=False, num_output_tokens=None) for one in read_result(directory).records]
+    file.write_bytes(b"".join(json.dumps(to_json(one)).encode() + b"\n" for one in records))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +188,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "slow": write_result(root / "slow", rate=5, seconds=20, speed=0.8),
         "other": write_result(root / "other", rate=5, seconds=20, seed=2),
         "late": write_result(root / "late", rate=5, seconds=20, lag_s=0.01),
+        "refusing": refusing(write_result(root / "refusing", rate=5, seconds=20)),
     }
 
 
@@ -174,6 +202,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("fast", "slow", ["--fail-if", "ttft_p50 > +500%"], 0),
         ("fast", "slow", ["--fail-if", "tpot_p50 > +5%"], 1),
         ("slow", "fast", ["--fail-if", "ttft_p50 < 0ms"], 1),
+        ("fast", "refusing", ["--fail-if", "ttft_p99 > +5%"], 2),
+        ("fast", "refusing", ["--fail-if", "ttft_p99 > +5%", "--fail-if", "attainment < -1pp"], 1),
         ("fast", "late", [], 2),
         ("fast", "fast", ["--max-regression", "lots"], 2),
     ],

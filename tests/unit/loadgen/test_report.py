@@ -12,11 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from loadgen.commands.report import command
-from loadgen.errors import BadRecords
+from loadgen.errors import BadRecords, LoadgenError
 from loadgen.metrics import Outcome
 from loadgen.records import Record
 from loadgen.records_file import RecordWriter, write_run
 from loadgen.report.critical_path import STAGES
+from loadgen.report.figures import attainment_by_rate, goodput_by_rate
 from loadgen.report.model import schema
 from loadgen.report.write import views_of, write_report
 from loadgen.slo import BadSlo, Slo
@@ -308,3 +309,31 @@ def test_a_torn_record_is_told(tmp_path: Path) -> None:
 def test_without_records_there_is_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(BadRecords, match="nothing to report"):
         views_of([small(tmp_path / "r")])
+
+
+def test_results_that_lie_apart_need_a_place_for_their_report(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    results = [str(small(tmp_path / name / "r", record(0))) for name in ("x", "y")]
+    found = CliRunner().invoke(command, results)
+    assert found.exit_code == 2
+    assert "--out" in found.output
+    assert not list(tmp_path.glob("report.*"))
+    assert CliRunner().invoke(command, [*results, "--out", str(tmp_path / "z")]).exit_code == 0
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    result = small(tmp_path / "r", record(0))
+    (tmp_path / "file").touch()
+    with pytest.raises(LoadgenError, match=r"file/out cannot be written .*--out"):
+        write_report(views_of([result]), tmp_path / "file" / "out")
+
+
+def test_runs_that_were_ended_early_are_paler_where_rates_are_compared(tmp_path: Path) -> None:
+    """What was in flight then counts as broken, and might have been kept."""
+    whole = [record(i, tokens=(i + 0.1, i + 0.2), intended_s=float(i), sent_s=float(i)) for i in range(3)]
+    results = [small(tmp_path / name, *whole, interrupted=name == "y", flags={"label": "same"}) for name in ("x", "y")]
+    for figure in (goodput_by_rate, attainment_by_rate):
+        (points, *_) = figure(views_of(results))["series"]
+        assert points["classes"] == ["", "early"]
+        assert ["ended early" in name for name in points["names"]] == [False, True]

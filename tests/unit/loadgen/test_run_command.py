@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from loadgen import check
+from loadgen.check import Checked, Difference
 from loadgen.commands.run import EXIT_DIFFERS, EXIT_INTERRUPTED, _checked
 from loadgen.commands.summary_text import lines
+from loadgen.commands.values import ApiKey
 from loadgen.counts import Counts
 from loadgen.measures import Measures
 from loadgen.processes import Ended
@@ -14,7 +16,7 @@ from loadgen.records import Record
 from loadgen.running import Finished, Order
 from loadgen.summary import summarise
 from loadgen.target import Target
-from tests.loadgen_builders import record, run, terms
+from tests.loadgen_builders import record, refused, run, terms
 from tests.unit.loadgen.plans import plan, request
 
 ENDED = Ended(
@@ -24,7 +26,8 @@ ENDED = Ended(
     is_interrupted=False,
     problems=(),
     warm_ups=0,
-    warm_up_errors=(),
+    warm_ups_failed=0,
+    warm_up_error="",
     max_connections=1,
     priority="normal",
 )
@@ -64,3 +67,27 @@ def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
     assert goodput is not None
     assert f"goodput {goodput.value:.2f} requests/s" in said
     assert said.startswith("attainment  80.0%")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_same"),
+    [
+        (Checked(compared=3, failed=0, skipped=1, differing=()), True),
+        (Checked(compared=3, failed=0, skipped=0, differing=(Difference(index=1, at=0),)), False),
+        (Checked(compared=2, failed=1, skipped=0, differing=()), False),
+        (Checked(compared=0, failed=0, skipped=3, differing=()), False),
+    ],
+)
+def test_only_answers_that_came_again_are_the_same(found: Checked, is_same: bool) -> None:
+    assert found.is_same is is_same
+
+
+def test_a_key_from_a_file_is_sent_without_the_end_of_its_line() -> None:
+    assert ApiKey().convert("sk-1\n", None, None) == "sk-1"
+
+
+def test_what_was_refused_is_told_apart_from_what_was_slow() -> None:
+    slow = record(0, tokens=(9.0, 9.1, 9.2))
+    assert finished(slow).not_answered == ()
+    told = finished(slow, refused(1), refused(2), record(3, tokens=(), status=400, error="too long", is_complete=False)).not_answered
+    assert told == ("3 of 4 requests were not answered whole (2 rejected early: ttft_slo)",)

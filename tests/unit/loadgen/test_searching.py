@@ -11,14 +11,16 @@ import pytest
 
 from loadgen.capacity import Limits, Proposal, State
 from loadgen.capacity_file import NAME, PointFound, write_capacity
-from loadgen.commands.capacity_text import answer_lines, trial_line
-from loadgen.errors import LoadgenError
+from loadgen.commands.capacity_plans import maker_of
+from loadgen.commands.capacity_text import answer_lines, hopeless, trial_line, unsteady
+from loadgen.errors import LoadgenError, NoWarmUp
 from loadgen.processes import Interrupted
 from loadgen.searching import MAX_INVALID, Found, find, is_answered
 from loadgen.serving import Point
 from loadgen.stats import Interval
-from loadgen.trials import Goal, Trial
+from loadgen.trials import Goal, Trial, TrialLength
 from loadgen.verdicts import Judgement, Verdict
+from tests.loadgen_queues import plan_at
 
 ONE = (Goal(target=0.9),)
 
@@ -156,6 +158,36 @@ def test_an_error_ends_it_with_what_is_known() -> None:
     assert len(found.trials) == 7
 
 
+def test_a_server_that_has_not_come_to_itself_yet_is_asked_again() -> None:
+    """After a trial that was too much it may refuse the next one's warm-up, too."""
+    refusals = iter((7, 8, 11))
+    due = next(refusals)
+
+    def before(number: int, trial: Trial) -> Trial:
+        nonlocal due
+        if number == due:
+            due = next(refusals, 0)
+            raise NoWarmUp("refused")
+        return trial
+
+    server = Server(before=before)
+    found, _ = search(server)
+    assert (found.error, found.answers[0].state) == ("", State.FOUND)
+    assert len(found.trials) == len(server.asked) - 3
+
+
+def test_a_server_that_does_not_come_to_itself_ends_it() -> None:
+    def before(number: int, trial: Trial) -> Trial:
+        if number >= 7:
+            raise NoWarmUp("refused")
+        return trial
+
+    server = Server(before=before)
+    found, _ = search(server)
+    assert (found.error, found.answers[0].state) == ("refused", State.STOPPED)
+    assert len(server.asked) == 6 + MAX_INVALID
+
+
 def test_time_is_limited() -> None:
     clock = iter(range(0, 10_000, 60))
     found, _ = search(Server(), time_limit_s=300.0, clock=lambda: float(next(clock)))
@@ -223,3 +255,29 @@ def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
     assert len(first["trials"]) == len(found.trials)
     assert all(len(trial["judgements"]) == 2 and 0 <= trial["judgements"][0]["share"] <= 1 for trial in first["trials"])
     assert (second["error"], second["answers"], second["trials"]) == ("did not start", [], [])
+
+
+# What is said before it.
+
+
+def test_sessions_that_outlast_the_trials_are_told() -> None:
+    """Ten turns with half a minute between: what a minute sees of them is their beginning."""
+    plan = maker_of(["sessions", "--turns", "10", "--think", "30s"], 60.0).make(1.0, 60.0, seed=1)
+    (said,) = unsteady(plan, TrialLength(seconds=60))
+    assert "up to 270 s" in said
+    assert "--seconds 540" in said
+    assert not list(unsteady(plan, TrialLength(seconds=540)))
+    assert not list(unsteady(plan_at(5, 60, seed=1), TrialLength(seconds=1)))
+
+
+def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
+    """A fifth leaves early, and 48 of every 64 tokens are a prompt's."""
+    plan = maker_of(["random", "--cancel", "0.2", "--input-tokens", "48", "--output-tokens", "16"], 60.0).make(5.0, 60.0, seed=1)
+    goals = (Goal(target=0.9), Goal(target=0.5))
+    (said,) = hopeless(plan, goals, 64)
+    assert "leave early" in said
+    assert "longer" not in said
+    assert "0.9 cannot" in said
+    assert not list(hopeless(plan, goals[1:], None))
+    (said,) = hopeless(plan, goals[1:], 63)
+    assert f"{len(plan.requests)} are longer than the 63 tokens" in said
