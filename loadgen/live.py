@@ -134,7 +134,7 @@ class Silent:
 def attainment(counts: Counts) -> str:
     """Good among those that have ended."""
     ended = counts.ended
-    return f"{counts.outcomes[Outcome.GOOD] / ended:.1%} of {ended}" if ended else "-"
+    return f"{counts.outcomes[Outcome.GOOD] / ended:.1%} of {ended} ended" if ended else "-"
 
 
 def _in_order(counts: Counts) -> list[tuple[str, int]]:

@@ -49,7 +49,7 @@ def test_counts_of_processes_add_up() -> None:
     for part in (counts(3, 1, 6), counts(5, 0, 5)):
         total += Counts.from_json(json.loads(json.dumps(part.to_json())))
     assert (total.due, total.sent, total.in_flight, total.ended, total.outcomes["good"]) == (11, 11, 2, 9, 8)
-    assert (total.errors["oops"], total.lags.count, attainment(total)) == (1, 2, "88.9% of 9")
+    assert (total.errors["oops"], total.lags.count, attainment(total)) == (1, 2, "88.9% of 9 ended")
     assert attainment(Counts()) == "-"
 
 
@@ -60,7 +60,7 @@ def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]
         view.update(counts(3, 1, 7), 1.2)  # too soon for another line
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2
-    assert shown[1].endswith("1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4  send lag p99 1.00 ms")
+    assert shown[1].endswith("1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4 ended  send lag p99 1.00 ms")
 
 
 def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
