@@ -75,9 +75,9 @@ class Run:
     `flags`: the effective arguments; `label` among them is what a report calls the system. `machine`: host facts (cores, memory, load,
     versions). `server`: what is known of the other side; `workers` or `gpus`: how many of them share the goodput, `kv_tokens`: how many
     tokens its caches hold together. `slos`, `ignore_eos`: what the answers are held against, by class (`{}`: as the plan says).
-    `invalid`: why the run must not be trusted, in words; empty if it may. `interrupted`: ended early, by the user or by a search that had
-    seen enough; then `num_offered` counts what had come due by then. `check`: what asking again, undisturbed, has shown
-    (`loadgen.check`); empty if that was not done.
+    `invalid`: why the run must not be trusted, in words; empty if it may. `notes`: what befell it beside that. `interrupted`: ended early,
+    by the user or by a search that had seen enough; then `num_offered` counts what had come due by then. `check`: what asking again,
+    undisturbed, has shown (`loadgen.check`); empty if that was not done.
     """
 
     plan_hash: str
@@ -94,6 +94,7 @@ class Run:
     machine: Mapping[str, Any] = field(default_factory=dict)
     server: Mapping[str, Any] = field(default_factory=dict)
     invalid: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     interrupted: bool = False
     check: Mapping[str, Any] = field(default_factory=dict)
     warmup_requests: int = 0

@@ -33,7 +33,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One run as read back. `records` in the order of `index`; `notes`: what the reader had to put up with."""
+    """One run as read back. `records` in the order of `index`; `notes`: the run's, and what the reader had to put up with."""
 
     path: Path
     run: Run
@@ -103,7 +103,7 @@ def read_result(directory: Path) -> Result:
     records, notes = read_records(*files)
     if directory / RECORDS not in files:
         notes = (f"{RECORDS} is missing: the records were read from {', '.join(file.name for file in files)}", *notes)
-    return Result(path=directory, run=run, records=records, notes=notes)
+    return Result(path=directory, run=run, records=records, notes=(*run.notes, *notes))
 
 
 def part_of(directory: Path, part: int) -> Path:
@@ -133,7 +133,7 @@ def read_run(path: Path) -> Run:
         raise BadRecords(f"{path}: format {version!r}; this loadgen reads {FORMAT}")
     try:
         slos = {str(name): Slo.from_json(slo) for name, slo in dict(data.pop("slos", {})).items()}
-        return Run(**{**data, "slos": slos, "invalid": tuple(data.get("invalid", ()))})
+        return Run(**{**data, "slos": slos, "invalid": tuple(data.get("invalid", ())), "notes": tuple(data.get("notes", ()))})
     except (TypeError, ValueError, LoadgenError) as error:
         raise BadRecords(f"{path}: {_without_init(error)}") from error
 

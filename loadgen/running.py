@@ -98,13 +98,8 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
         raise
     records, notes = read_records(order.out / RECORDS)
     terms = jobs[0].terms(order.plan)
-    finished = Finished(
-        run=_verdict(replace(first, started_at=_iso(started_at + timedelta(seconds=ended.started_s - began_s))), ended, records, terms),
-        records=records,
-        terms=terms,
-        ended=ended,
-        notes=(*torn, *notes, *_notes(ended)),
-    )
+    first = replace(first, started_at=_iso(started_at + timedelta(seconds=ended.started_s - began_s)), notes=(*torn, *_notes(ended)))
+    finished = Finished(run=_verdict(first, ended, records, terms), records=records, terms=terms, ended=ended, notes=(*first.notes, *notes))
     write_run(order.out, finished.run)
     return finished
 

@@ -242,8 +242,8 @@ def _of_offered(values: Floats, offered: int) -> dict[int, float]:
 
 
 def rate(times: Floats) -> float | None:
-    """(n - 1) / (last - first): exact for a constant rate, for a Poisson process too high by one part in n - 2. None for fewer than two or no
-    length."""
+    """(n - 1) / (last - first): exact for a constant rate, too high by one part in n - 2 for a Poisson process. None for fewer than two or
+    no length."""
     if times.size < 2:
         return None
     span = float(times.max() - times.min())

@@ -170,3 +170,5 @@ def test_processes_that_have_ended_leave_one_file_and_what_was_torn_is_told(tmp_
     assert note.startswith("records.1.jsonl: line 2, the last, is torn")
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert [seen.index for seen in read_records(tmp_path / "records.jsonl")[0]] == [0, 1, 2]
+    write_run(tmp_path, run(notes=(note,)))
+    assert read_result(tmp_path).notes == (note,), "whoever reads it later is told, too"
