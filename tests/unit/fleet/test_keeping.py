@@ -3,9 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,79 +10,19 @@ from typing import Any
 
 import pytest
 
-from baton.core.cluster import WorkerRole
-from baton.fleet import actors, placing, ray_fleet, ray_nodes
-from baton.fleet.plan import Wanted, WorkerSpec
-from baton.fleet.ray_fleet import Joined, RayFleet, Stage, WorkerFailed
+from baton.fleet import placing
+from baton.fleet.plan import WorkerSpec
+from baton.fleet.ray_fleet import RayFleet, Stage, WorkerFailed
 from baton.fleet.ray_nodes import NodesRefused
 from baton.fleet.releases import release_probe
-from baton.fleet.supervisor import RestartLimit
 from baton.fleet.worker_actor import NODE_LEAVES
-from baton.runtime.settings import RayPlacement, WorkerConfig
 from tests.contract.networks import eventually
-from tests.unit.fleet.fake_ray import FakeActor, FakeRay
+from tests.unit.fleet.fake_ray import FakeRay
+from tests.unit.fleet.keeping import QUICK, D, P, Use, connected, for_a_while, keeping, wanted, worker_config
 
-P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-QUICK = RestartLimit(deaths=2, window_s=0.2, first_wait_s=0.001, max_wait_s=0.001)
+pytestmark = pytest.mark.usefixtures("soon")
+
 WORN_OUT = "WorkerWornOut: too many blocks were quarantined"
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LOOK_S": 0.005, "SAY_WAITING_S": 0.02, "SAY_AGAIN_S": 0.05, "ADOPT_LIMIT_S": 0.05}.items():
-        monkeypatch.setattr(placing, name, seconds)
-    for name, seconds in {"LOOK_S": 0.005, "LEFT_BEHIND_LIMIT_S": 0.05}.items():
-        monkeypatch.setattr(ray_fleet, name, seconds)
-
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
-    def use(ray: FakeRay) -> FakeRay:
-        for module in (actors, ray_fleet, ray_nodes):
-            monkeypatch.setattr(module, "the_ray", lambda: ray)
-        monkeypatch.setattr(RayFleet, "_join_ray", lambda self: "10.0.0.1")
-        return ray
-
-    return use
-
-
-Use = Callable[[FakeRay], FakeRay]
-
-
-async def connected(tmp_path: Path, *, is_detached: bool = True, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> RayFleet:
-    joined = Joined(address="h:1", cluster="test", placement=placement, is_detached=is_detached)
-    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, joined=joined, limit=limit)
-    await fleet.connect()
-    return fleet
-
-
-def wanted(*, follows_places: bool = False, prefill: int = 1, decode: int = 1) -> Wanted:
-    return Wanted(least={P: prefill, D: decode}, follows_places=follows_places, config_of=worker_config)
-
-
-def worker_config(spec: WorkerSpec) -> WorkerConfig:
-    return WorkerConfig(worker_id=spec.worker_id, role=spec.role.value)
-
-
-@asynccontextmanager
-async def keeping(tmp_path: Path, wanted: Wanted, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> AsyncIterator[RayFleet]:
-    """A fleet that looks after these; it must still do so when the test ends."""
-    fleet = await connected(tmp_path, placement=placement, limit=limit)
-    task = asyncio.create_task(fleet.keep(wanted))
-    try:
-        yield fleet
-        assert not task.done()
-    finally:
-        task.cancel()
-        (ended,) = await asyncio.gather(task, return_exceptions=True)
-        await fleet.close(1.0)
-        if not isinstance(ended, asyncio.CancelledError):
-            raise ended
-
-
-async def for_a_while() -> None:
-    """Many looks long."""
-    await asyncio.sleep(0.1)
 
 
 def events(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
@@ -271,70 +208,6 @@ async def test_on_one_machine_who_was_drained_stays_away(use: Use, tmp_path: Pat
         await fleet.close(1.0)
 
 
-def left_behind(ray: FakeRay, worker_id: str, **options: Any) -> FakeActor:
-    """An actor that an earlier driver made."""
-    actor: FakeActor = ray.remote(FakeActor).options(name=f"worker-{worker_id}", **options).remote()
-    if actor.node:
-        actor.starts.append({"worker_id": worker_id})
-    return actor
-
-
-async def test_what_an_earlier_fleet_left_is_adopted_and_the_rest_drained(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 3}))
-    there = [left_behind(ray, f"decode-{i}", resources={"baton_decode": 1}) for i in (1, 2, 3)]
-    other = left_behind(ray, "hybrid-0")
-    async with keeping(tmp_path, wanted(decode=2)) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2})
-        assert [len(actor.starts) for actor in there] == [2, 2, 1], "those that run are taken, whatever their number"
-        await eventually(lambda: there[2].ended.done() and other.ended.done())
-        assert not there[0].ended.done()
-
-
-async def test_what_runs_is_adopted_before_what_waits_for_a_node(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "ADOPT_LIMIT_S", 0.5)
-    monkeypatch.setattr(ray_fleet, "LEFT_BEHIND_LIMIT_S", 0.5)
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
-    runs = left_behind(ray, "decode-1", resources={"baton_decode": 1})
-    left_behind(ray, "decode-0", resources={"baton_decode": 1})
-    async with keeping(tmp_path, wanted()) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-        await for_a_while()
-        assert (len(runs.starts), runs.ended.done()) == (2, False)
-
-
-async def test_one_that_ends_before_it_is_told_to_is_nobodys_failure(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
-    other = left_behind(ray, "hybrid-1")
-    names = ray.util.list_named_actors
-    ray.util.list_named_actors = lambda: ["worker-hybrid-0", *names(), "worker-hybrid-2"]  # which it no longer finds
-    async with keeping(tmp_path, wanted()):
-        await eventually(other.ended.done)
-        await for_a_while()
-
-
-async def test_the_rest_is_not_drained_before_ours_serve_or_are_known_to_wait(
-    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placing, "SAY_WAITING_S", 0.2)
-    ray = use(FakeRay(d={"baton_decode": 1, "baton_hybrid": 1}))
-    other = left_behind(ray, "hybrid-0", resources={"baton_hybrid": 1})
-    async with keeping(tmp_path, wanted()):
-        await eventually(lambda: ray.where.get("decode-0"))
-        await for_a_while()
-        assert not other.ended.done(), "prefill-0 may still come up"
-        await eventually(other.ended.done)
-
-
-async def test_an_actor_that_still_waits_for_a_node_is_asked_for_anew(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}))
-    stale = left_behind(ray, "decode-0", resources={"baton_decode": 1}, label_selector={ray_nodes.NODE_LABEL: "!in(d)"})
-    async with keeping(tmp_path, wanted()) as fleet:
-        await eventually(lambda: stale.is_dead)
-        ray.add("d", baton_decode=1)
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-        assert ray.where["decode-0"] == "d"
-
-
 async def test_what_a_waiting_worker_asks_for_follows_the_nodes(use: Use, tmp_path: Path) -> None:
     ray = use(FakeRay(p={"baton_prefill": 1}))
     async with keeping(tmp_path, wanted(), placement="auto"):
@@ -362,96 +235,3 @@ async def test_where_all_nodes_have_another_baton_a_fleet_waits_for_others(
     with pytest.raises(NodesRefused):
         await fleet.start(spec, worker_config(spec))
     await fleet.close(1.0)
-
-
-async def test_as_many_workers_as_nodes_have_places_for(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}))
-    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1})
-        for node in ("d", "e", "f"):
-            ray.add(node, baton_decode=1)
-        ray.add("p2", baton_prefill=2)
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 3, (D, Stage.SERVING): 3})
-        assert sorted(ray.where.values()) == ["d", "e", "f", "p", "p2", "p2"]
-        assert ray.serving("prefill-2").starts[-1]["workers_on_host"] == 2, "so much of the node's memory is its own"
-
-
-async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}, e={"baton_decode": 1}, f={"baton_decode": 1}))
-    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 3})
-        ray.lose("f")
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2})
-        drained = next(worker_id for worker_id, node in ray.where.items() if node == "e")
-        ray.serving(drained).end(NODE_LEAVES)
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-        await eventually(lambda: len(ray.living) == 2)  # nobody asks for what nobody offers
-        ray.lose("e")
-        ray.lose("d")
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1})
-        await for_a_while()
-        assert fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1}
-        ray.add("g", baton_decode=1)
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-
-
-async def test_one_that_may_serve_is_not_ended_for_want_of_places(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "ADOPT_LIMIT_S", 5.0)
-    ray = use(FakeRay(p={"baton_prefill": 1}))
-    there = []
-    for worker_id, node in {"decode-0": "f", "decode-1": "d", "decode-2": "e"}.items():
-        ray.add(node, baton_decode=1)
-        there.append(left_behind(ray, worker_id, resources={"baton_decode": 1}))
-        there[-1].placed = Future()  # where it is it will say when it has time
-    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
-        await eventually(lambda: sum(fleet.stages.values()) == 4)
-        ray.lose("f")
-        await eventually(lambda: sum(fleet.stages.values()) == 3)
-        await for_a_while()
-        assert [actor.is_dead for actor in there] == [True, False, False]
-        there[1].placed.set_result("d")
-        there[2].placed.set_result("e")
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2})
-        assert ray.where == {"prefill-0": "p", "decode-1": "d", "decode-2": "e"}
-
-
-async def test_one_that_gets_a_place_while_another_is_dropped_stays(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}, e={"baton_decode": 2}))
-    ray.releases["e"] = {**release_probe()(), "Baton": "0.0.9"}
-    drop = RayFleet._drop
-    asked: list[str] = []
-    on_g: list[FakeActor] = []
-
-    async def slowly(fleet: RayFleet, worker_id: str) -> None:
-        await drop(fleet, worker_id)
-        asked.append(worker_id)
-        if not on_g:
-            ray.add("g", baton_decode=1)
-            await eventually(lambda: "g" in ray.where.values())
-            on_g.extend(actor for actor in ray.living if actor.node == "g")
-
-    monkeypatch.setattr(RayFleet, "_drop", slowly)
-    async with keeping(tmp_path, wanted(follows_places=True)) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1, (D, Stage.WAITING): 2})
-        ray.lose("e")
-        await eventually(lambda: len(asked) == 2)
-        await for_a_while()
-        assert fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2}
-        assert [actor.is_dead for actor in on_g] == [False]
-
-
-async def test_without_being_told_to_places_are_not_filled(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 4}, d={"baton_decode": 4}))
-    async with keeping(tmp_path, wanted()) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
-        await for_a_while()
-        assert len(ray.where) == 2
-
-
-async def test_the_next_fleet_adopts_those_above_the_least(use: Use, tmp_path: Path) -> None:
-    ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 3}))
-    there = [left_behind(ray, f"decode-{i}", resources={"baton_decode": 1}) for i in (0, 2, 7)]
-    async with keeping(tmp_path, replace(wanted(), follows_places=True)) as fleet:
-        await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 3})
-        await for_a_while()
-        assert [(len(actor.starts), actor.ended.done()) for actor in there] == [(2, False)] * 3

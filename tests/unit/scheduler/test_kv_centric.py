@@ -2,58 +2,22 @@
 
 import math
 from dataclasses import replace
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from baton.core.cluster import ClusterSnapshot, PlacementQuery, Rejection, WorkerView
+from baton.core.cluster import WorkerView
 from baton.core.costs import StepWork
-from baton.core.errors import Reason
 from baton.core.ids import DecisionId
 from baton.core.request import Slo
-from baton.scheduler.columns import columns_of
-from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice, Prediction, Turn
-from baton.scheduler.policies.kv_centric import RULES, kv_centric
-from baton.scheduler.policies.prefix_aware import prefix_aware
+from baton.scheduler.policies.choice import Choice
+from baton.scheduler.policies.kv_centric import RULES
 from baton.scheduler.policies.ranking import choose
 from baton.scheduler.view import ClusterView
 from tests.builders import layout, query, worker_ref
-from tests.unit.scheduler.costed import COSTS, LAYOUT, costed, decoding, fast_link, queued, random_cluster, seen
+from tests.unit.scheduler.choices import LONG, NAMES, asked, busy, chosen, ids, predicted, turn
+from tests.unit.scheduler.costed import COSTS, LAYOUT, costed, decoding, fast_link, queued, seen
 
 BLOCK_BYTES = LAYOUT.block_bytes
-LONG = 4096
-NAMES = ["kv_centric", "prefix_aware"]
-
-
-def turn(number: int = 0, *, max_full_s: float | None = None) -> Turn:
-    return Turn(number=number, seed=number, max_full_s=max_full_s)
-
-
-def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
-    return query(num_prompt_tokens=num_prompt_tokens, max_tokens=100, **changes)
-
-
-def chosen(cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **turns: bool) -> Choice:
-    answer = POLICIES[policy](asking or asked(), cluster, turn(**turns))
-    assert isinstance(answer, Choice), answer
-    return answer
-
-
-def ids(choice: Choice) -> tuple[str | None, str | None]:
-    return (choice.prefill.worker_id if choice.prefill else None, choice.decode.worker_id if choice.decode else None)
-
-
-def predicted(choice: Choice) -> Prediction:
-    assert choice.predicted is not None
-    return choice.predicted
-
-
-def busy(worker_id: str = "d", seqs: int = 20, **changes: object) -> object:
-    """A decode worker where nobody prefills for nothing."""
-    return costed(worker_id, "decode", **decoding(seqs), **changes)
 
 
 # -- the terms ---------------------------------------------------------------------------------------------------------------------------
@@ -297,46 +261,6 @@ def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_
     assert local_share(charges_busy=True, tpot_slo_s=None) == 0, "the charge alone is enough"
 
 
-# -- load --------------------------------------------------------------------------------------------------------------------------------
-
-
-def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
-    """Between two reports."""
-    view = ClusterView(silence_s=1e9, reservation_s=1e9)
-    for i in range(workers):
-        view.take_report(costed(f"p{i}", "prefill"), 0.0)
-        view.take_report(busy(f"d{i}"), 0.0)
-    choices = []
-    for n in range(number):
-        cluster = view.snapshot(0.0, seen(**overlaps).overlaps)
-        choice = chosen(cluster, policy=policy)
-        view.reserve(DecisionId(str(n)), asked(), choice.placement(DecisionId(str(n)), "s", policy), 0.0)
-        choices.append(choice)
-    return choices
-
-
-@pytest.mark.parametrize("policy", ["kv_centric", "prefix_aware", "least_loaded"])
-def test_a_burst_between_two_reports_does_not_pile_up(policy: str) -> None:
-    placed = [ids(choice) for choice in place_burst(16, {}, policy)]
-    for side in (0, 1):
-        assert all(3 <= [pair[side] for pair in placed].count(name) <= 5 for name in {pair[side] for pair in placed})
-        assert len({pair[side] for pair in placed}) == 4
-
-
-def test_a_hot_prefix_does_not_draw_all_load_to_the_worker_that_holds_it() -> None:
-    choices = place_burst(40, {"p0": 250})
-    counts = {f"p{i}": sum(ids(choice)[0] == f"p{i}" for choice in choices) for i in range(4)}
-    assert max(counts.values()) <= 16
-    assert min(counts.values()) >= 4
-    elsewhere = [choice for choice in choices if ids(choice)[0] != "p0"]
-    assert all(choice.prefix_source is not None for choice in elsewhere), "the others pull it"
-
-
-def test_a_burst_of_one_new_prefix_follows_where_it_is_expected() -> None:
-    choices = place_burst(4, {"p2": 250})
-    assert ids(choices[0])[0] == "p2"
-
-
 # -- without costs -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -359,131 +283,3 @@ def test_a_worker_that_has_not_measured_itself_yet_is_taken_for_its_peers() -> N
 def test_costs_that_cannot_be_seconds_are_no_costs() -> None:
     nonsense = replace(COSTS, prefill_token_s=float("nan"))
     assert chosen(seen(costed("p", "prefill", costs=nonsense), busy(costs=nonsense))).predicted is None
-
-
-# -- full workers ------------------------------------------------------------------------------------------------------------------------
-
-
-def full(worker_id: str, role: str) -> object:
-    report = costed(worker_id, role)
-    return replace(report, blocks=replace(report.blocks, free=10, used=9990))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) -> None:
-    cluster = seen(full("p0", "prefill"), costed("p1", "prefill", **queued(9999)), full("d0", "decode"), busy("d1", max_num_seqs=64))
-    assert ids(chosen(cluster, policy=policy)) == ("p1", "d1")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_when_everybody_is_full_the_answer_is_no_but_not_to_a_request_that_lost_a_worker(policy: str) -> None:
-    no_place = busy("d", 64)
-    for cluster in (seen(costed("p", "prefill"), full("d", "decode")), seen(costed("p", "prefill"), no_place)):
-        answer = POLICIES[policy](asked(), cluster, turn(max_full_s=0.0))
-        assert isinstance(answer, Rejection)
-        assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_room")
-        assert ids(chosen(cluster, asked(attempt=1), policy, max_full_s=0.0))[1] == "d"
-        assert ids(chosen(cluster, asked(), policy))[1] == "d", "where nobody can wait at the scheduler, it waits there"
-
-
-def test_a_full_prefill_side_leaves_the_decode_worker() -> None:
-    assert ids(chosen(seen(full("p", "prefill"), busy()), max_full_s=0.0)) == (None, "d")
-    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_full_s=0.0))
-    assert isinstance(answer, Rejection)
-    assert answer.term == "prefill_room"
-
-
-def test_a_full_decode_worker_that_will_have_room_soon_enough_is_not_waited_for() -> None:
-    """64 of 64 places are taken; one in 64 ends in a 64th of a mean answer."""
-    crowded = seen(costed("p", "prefill"), busy("d", 64))
-    assert isinstance(kv_centric(asked(), crowded, turn(max_full_s=0.001)), Rejection)
-    assert ids(chosen(crowded, max_full_s=1.0)) == ("p", "d")
-
-
-# -- rules that hold always --------------------------------------------------------------------------------------------------------------
-
-
-@given(seed=st.integers(0, 1_000_000), name=st.sampled_from(sorted(POLICIES)), refuse_full=st.booleans())
-def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_workers(seed: int, name: str, refuse_full: bool) -> None:
-    random = Random(seed)
-    cluster = random_cluster(random)
-    asking = asked(
-        random.choice([1, 15, 16, 100, 500, 2000]), slo=Slo(tpot_s=random.choice([None, 0.02])), sample_count=random.choice([1, 3])
-    )
-    answer = POLICIES[name](asking, cluster, turn(seed, max_full_s=0.0 if refuse_full else None))
-    shuffled = list(cluster.workers)
-    random.shuffle(shuffled)
-    again = POLICIES[name](asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, max_full_s=0.0 if refuse_full else None))
-    assert answer == again
-    if isinstance(answer, Rejection):
-        return
-    assert answer.prefill is not None or answer.decode is not None
-    assert answer.prefill is None or answer.decode is None or answer.prefill.worker_id != answer.decode.worker_id
-    for worker, decodes in ((answer.prefill, False), (answer.decode, True)):
-        if worker is None:
-            continue
-        assert worker in cluster.workers
-        assert worker.report.state.value == "ready"
-        assert worker.report.model == "demo"
-        if refuse_full:
-            blocks_needed = -(-(asking.num_prompt_tokens + asking.sample_count) // worker.report.layout.block_size_tokens)
-            assert blocks_needed <= worker.num_free_blocks
-            assert not decodes or worker.num_seqs + asking.sample_count <= worker.report.max_num_seqs
-    if answer.prefill is not None and answer.decode is not None:
-        assert answer.prefill.report.layout == answer.decode.report.layout
-        assert all(link.peer.worker_id != answer.prefill.worker_id or not link.broken for link in answer.decode.report.links)
-    if answer.prefix_source is not None:
-        reader = answer.prefill or answer.decode
-        assert reader is not None
-        holder = next(w for w in cluster.workers if w.worker == answer.prefix_source.worker)
-        assert holder.worker_id != reader.worker_id
-        assert answer.prefix_source.num_blocks <= cluster.overlaps[holder.worker_id].num_held_blocks
-        assert holder.report.layout == reader.report.layout
-    if answer.predicted is not None:
-        p = answer.predicted
-        assert all(0 <= value < 1e6 for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.busy_s, p.ttft_s))
-
-
-@given(seed=st.integers(0, 1_000_000))
-def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) -> None:
-    random = Random(seed)
-    view = ClusterView(silence_s=5.0, reservation_s=3.0)
-    open_ids: list[DecisionId] = []
-    for step in range(random.randrange(30)):
-        name = f"w{random.randrange(4)}"
-        match random.randrange(5):
-            case 0 | 1:
-                drawn = random_cluster(random, 5)
-                for each in drawn.workers:
-                    counted = tuple(random.sample(open_ids, min(len(open_ids), 2)))
-                    view.take_report(replace(each.report, report_seq=step, counted_decision_ids=counted), float(step))
-            case 2:
-                view.lose(worker_ref(name))
-            case 3:
-                answer = kv_centric(asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), turn(step))
-                if isinstance(answer, Choice):
-                    open_ids.append(DecisionId(str(step)))
-                    view.reserve(open_ids[-1], asked(200, slo=Slo(tpot_s=0.1)), answer.placement(open_ids[-1], "s", "x"), float(step))
-            case 4:
-                if open_ids:
-                    view.release(random.choice(open_ids), ("w0", "w1", "w2", "w3"))
-        kept = view.snapshot(float(step))
-        fresh = replace(kept)
-        assert "columns" not in fresh.derived
-        ours, theirs = columns_of(kept), columns_of(fresh)
-        assert [ours.kinds[int(k)] for k in ours.kind] == [theirs.kinds[int(k)] for k in theirs.kind]
-        assert (ours.numbers[1:] == theirs.numbers[1:]).all()
-        for table in ("s_per_byte", "queued_s", "is_broken", "is_warm"):
-            assert (getattr(ours.links, table) == getattr(theirs.links, table)).all(), table
-
-
-def test_a_snapshot_stays_as_it_was() -> None:
-    view = ClusterView(silence_s=1e9, reservation_s=1e9)
-    view.take_report(costed("p", "prefill"), 0.0)
-    view.take_report(busy(links=(fast_link("p"),)), 0.0)
-    before = view.snapshot(0.0)
-    first = chosen(before)
-    view.reserve(DecisionId("1"), asked(), first.placement(DecisionId("1"), "s", "x"), 0.0)
-    view.take_report(busy(report_seq=2, links=(fast_link("p", broken=True),)), 0.0)
-    assert chosen(before) == first
-    assert ids(chosen(view.snapshot(0.0))) == (None, "d")

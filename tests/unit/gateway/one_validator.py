@@ -1,0 +1,51 @@
+"""One validator, and what it makes of a body or says against it."""
+
+from collections.abc import Coroutine
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Code
+from baton.core.front import Caller
+from baton.gateway.call import Call, Endpoint, InvalidField
+from baton.gateway.tokenizer import ByteTokenizer
+from baton.gateway.validation import ModelFacts, Validator
+
+MAX_LEN = 100
+
+
+def validator(**facts: Any) -> Validator:
+    known = ModelFacts(**({"max_model_len": MAX_LEN, "max_num_seqs": 64} | facts))
+    return Validator(tokenizer=ByteTokenizer(vocab_size=300), model="demo", facts=lambda: known, rng=Random(3), request_timeout_s=60.0)
+
+
+def at_once(work: Coroutine[Any, Any, Call]) -> Call:
+    """Its result; with a tokenizer that has no thread, nothing waits."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
+def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **facts: Any) -> Call:
+    return at_once(validator(**facts).call(endpoint, body, Caller(), received_s=10.0))
+
+
+def completion(**body: Any) -> Call:
+    return call({"prompt": "x"} | body)
+
+
+def chat(**body: Any) -> Call:
+    return call({"messages": [{"role": "user", "content": "hi"}]} | body, Endpoint.CHAT)
+
+
+def refusal(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS) -> InvalidField:
+    with pytest.raises(InvalidField) as refused:
+        call(body, endpoint)
+    assert refused.value.failure.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
+    assert not refused.value.failure.retriable
+    str(refused.value).encode()  # can be sent
+    assert len(str(refused.value)) < 400
+    return refused.value

@@ -1,0 +1,317 @@
+"""Workers that die, fall silent or contradict themselves, and streams that break, under a request: its answer stays what it was."""
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.core.errors import Reason, Refused
+from baton.core.ids import JobId
+from baton.core.request import FinishReason, TokenDelta
+from tests.scale import sized
+from tests.unit.gateway.fakes import StubWorker, answer_to, cluster, placement, until
+from tests.unit.gateway.relaying import PROMPT, kill_at
+from tests.unit.gateway.virtual import virtual
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 5, 11])
+@virtual
+async def test_a_decode_worker_that_dies_costs_no_token(index: int) -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
+        c.scheduler.workers[1].before_token = kill_at(index)
+        got = await c.ask(PROMPT, max_tokens=12)
+        assert c.scheduler.workers[1].is_dead
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        assert got.token_ids[0] == list(answer_to(PROMPT.encode(), 12))
+        assert got.finishes[0] == [FinishReason.LENGTH]
+        p0, d0, d1 = c.scheduler.workers
+        resumed = (d1 if index < 11 else p0).jobs[-1]  # the last token alone needs no decode worker
+        assert resumed.job.attempt == 1
+        assert resumed.num_prompt_tokens == len(PROMPT)
+        assert resumed.sampling == d0.jobs[0].sampling
+
+
+@virtual
+async def test_a_prefill_worker_that_dies_while_computing_is_replaced() -> None:
+    async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
+        p0, p1, d0 = c.scheduler.workers
+        p0.before_token = kill_at(0)
+        d0.prefill_s = 3  # it waits for KV that never comes
+        got = asyncio.create_task(c.ask(PROMPT))
+        await asyncio.sleep(0.5)
+        assert p0.is_dead
+        assert [cancel.reason for cancel in d0.cancels] == [Reason.SUPERSEDED]
+        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert [job.job.attempt for job in p1.jobs] == [1]
+
+
+@virtual
+async def test_a_prefill_worker_may_die_after_its_first_token() -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        p0, d0 = c.scheduler.workers
+        d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 3 and not p0.is_dead else None
+        got = await c.ask(PROMPT)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(d0.jobs) == 1
+
+
+@virtual
+async def test_a_decode_worker_that_has_the_first_token_needs_no_prefill_worker() -> None:
+    """P dies after its last KvReady, before its word has reached the gateway."""
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        p0, d0 = c.scheduler.workers
+        p0.prefill_s = 10
+        d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 1 and not p0.is_dead else None
+        got = await c.ask(PROMPT)
+        assert p0.is_dead
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(d0.jobs) == 1
+
+
+@pytest.mark.parametrize("index", [1, 4])
+@virtual
+async def test_samples_go_on_alone_after_a_lost_leg(index: int) -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
+        _, d0, d1 = c.scheduler.workers
+        d0.before_token = kill_at(index, sample=1)
+        got = await c.ask(PROMPT, n=3)
+        assert {i: text.encode() for i, text in got.texts.items()} == {s: answer_to(PROMPT.encode(), 8, s) for s in range(3)}
+        assert sorted(job.sample_indices for job in d1.jobs) == [(0,), (1,), (2,)]
+        assert len({job.job.request_id for job in d1.jobs} | {d0.jobs[0].job.request_id}) == 4
+        assert all(job.job.attempt == 1 for job in d1.jobs)
+
+
+@virtual
+async def test_samples_stay_together_when_nothing_was_delivered() -> None:
+    async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
+        c.scheduler.workers[0].before_token = kill_at(0)
+        c.scheduler.workers[2].prefill_s = 0.5
+        got = await c.ask(PROMPT, n=2)
+        assert {i: text.encode() for i, text in got.texts.items()} == {s: answer_to(PROMPT.encode(), 8, s) for s in range(2)}
+        assert [job.sample_indices for job in c.scheduler.workers[1].jobs] == [(0, 1)]
+
+
+@virtual
+async def test_a_cut_stream_is_resumed_without_another_attempt() -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        _, d0 = c.scheduler.workers
+        cuts = {0, 2, 3, 6}
+        d0.before_token = lambda w, _j, _s, index: (w.cut(), cuts.discard(index)) if index in cuts else None
+        got = await c.ask(PROMPT)
+        assert not cuts
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(d0.jobs) == 1
+        assert len({hello.session_id for hello in d0.hellos}) == 1
+        assert len(d0.hellos) > 1
+        assert c.scheduler.actuals == [] or [a.outcome for a in c.scheduler.actuals] == ["finished"]
+
+
+@virtual
+async def test_a_job_sent_into_a_cut_stream_is_repeated() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.cut()
+        got = await c.ask(PROMPT)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(c.scheduler.queries) == 1
+
+
+@virtual
+async def test_a_worker_that_forgot_the_session_is_lost() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+
+        def forget(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+            if index == 3:
+                worker.forgets_sessions = True
+                worker.cut()
+
+        h0.before_token = forget
+        got = await c.ask(PROMPT)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(c.scheduler.workers[1].jobs) == 1
+
+
+@virtual
+async def test_repeated_messages_change_nothing() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.before_token = lambda w, _j, _s, _i: w.send_twice()
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(h0.hellos) == 1
+
+
+@virtual
+async def test_a_message_that_is_missing_is_asked_for_again() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.before_token = lambda w, _j, _s, index: w.lose_next() if index == 2 else None
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(h0.hellos) == 2
+        assert len(c.scheduler.queries) == 1
+
+
+@virtual
+async def test_a_worker_that_keeps_losing_messages_is_given_up() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+
+        def lose_for_good(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+            if index == 2:
+                worker.lose_next()
+                worker.loses_first_of_every_stream = True
+
+        h0.before_token = lose_for_good
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(c.scheduler.workers[1].jobs) == 1
+
+
+@virtual
+async def test_a_cancel_that_a_broken_stream_could_not_carry_is_repeated() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.cut()
+        await until(lambda: len(h0.hellos) == 2)
+        got = asyncio.create_task(c.ask(PROMPT, max_tokens=500))
+        await until(lambda: h0.jobs)
+        h0.cut()
+        got.cancel()
+        await asyncio.wait((got,))
+        assert h0.cancels == []
+        await until(lambda: h0.cancels)
+        assert h0.open_jobs == []
+        await until(lambda: c.gateway.workers.session(h0.ref).num_jobs == 0)
+
+
+@virtual
+async def test_a_worker_that_contradicts_itself_is_not_believed() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+
+        def contradict(worker: StubWorker, job: JobId, sample: int, index: int) -> None:
+            if index == 4:
+                worker.say(TokenDelta(job=job, sample_index=sample, output_index=1, token_ids=(1, 2, 3)))
+
+        h0.before_token = contradict
+        got = await c.ask(PROMPT)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(c.scheduler.workers[1].jobs) == 1
+
+
+@virtual
+async def test_tokens_of_another_job_or_sample_are_dropped() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+
+        def noise(worker: StubWorker, job: JobId, sample: int, index: int) -> None:
+            old = replace(job, attempt=job.attempt + 7)
+            worker.say(TokenDelta(job=old, sample_index=sample, output_index=index, token_ids=(1,)))
+            worker.say(TokenDelta(job=job, sample_index=sample + 5, output_index=0, token_ids=(1,)))
+
+        c.scheduler.workers[0].before_token = noise
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_a_silent_worker_is_lost_after_the_detection_time() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        loop = asyncio.get_running_loop()
+        h0 = c.scheduler.workers[0]
+
+        def pause(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+            if index == 3:
+                worker.is_paused = True
+
+        h0.before_token = pause
+        begin_s = loop.time()
+        got = await c.ask(PROMPT)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert c.gateway.rules.detection_s < loop.time() - begin_s < c.gateway.rules.detection_s + 0.5
+        h0.is_paused = False  # it wakes, and what it says is of an attempt that is over
+        await asyncio.sleep(1)
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_a_worker_that_talks_but_does_not_step_is_lost() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.prefill_s = 1e6
+        h0.step_age_s = 25 * c.gateway.rules.detection_s
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_a_worker_of_another_life_gets_no_job() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        old = c.scheduler.workers[0]
+        old.die()
+        c.scheduler.remove(old)
+        new = StubWorker(c.network, "h0", epoch=2)
+        answers = [placement(None, old.ref), placement(None, old.ref), placement(None, new.ref)]
+        c.scheduler.answer = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert [job.job.attempt for job in new.jobs] == [1]  # the second answer named the dead and cost no attempt
+
+
+@virtual
+async def test_random_faults_never_change_an_answer() -> None:
+    """Cuts, kills, repeats and pauses by seed; workers come back with another epoch."""
+    for seed in range(sized(15, 300)):
+        await _random_faults(Random(seed), seed)
+
+
+async def _random_faults(rng: Random, seed: int) -> None:
+    async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
+
+        def fault(worker: StubWorker, _job: JobId, _sample: int, _index: int) -> None:
+            draw = rng.random()
+            if draw < 0.03:
+                worker.cut()
+            elif draw < 0.06:
+                worker.send_twice()
+            elif draw < 0.075:
+                worker.die()
+                asyncio.get_running_loop().call_later(rng.uniform(0, 2), revive, worker)
+
+        def revive(dead: StubWorker) -> None:
+            c.scheduler.remove(dead)
+            reborn = c.worker(dead.ref.worker_id, dead.report.role.value, epoch=dead.ref.worker_epoch + 1)
+            reborn.before_token = fault
+
+        for worker in c.scheduler.workers:
+            worker.before_token = fault
+        prompts = [f"prompt {seed} {i}" for i in range(12)]
+        answers = await asyncio.gather(*(c.ask(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True)
+        for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
+            if isinstance(got, Refused):
+                # By chance two workers died under it in a row, or one under each of its attempts (its successor may already answer).
+                assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
+                continue
+            assert not isinstance(got, BaseException), got
+            assert {i: text.encode() for i, text in got.texts.items()} == {
+                s: answer_to(prompt.encode(), 20, s) for s in range(1 + index % 3)
+            }
+        assert c.gateway.num_open == 0
+
+
+@virtual
+async def test_an_answer_goes_on_only_with_the_weights_that_began_it() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+        c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
+        h0.before_token = kill_at(5)
+        got = await c.ask(PROMPT, max_tokens=12)
+        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        first, second = c.scheduler.queries
+        assert (first.model_fingerprint, second.model_fingerprint) == ("", h0.report.layout.model_fingerprint)
+
+
+@virtual
+async def test_a_request_of_which_the_client_has_nothing_may_begin_with_any_weights() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+        c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
+        h0.before_token = kill_at(0)
+        await c.ask(PROMPT, max_tokens=12)
+        assert [query.model_fingerprint for query in c.scheduler.queries] == ["", ""]

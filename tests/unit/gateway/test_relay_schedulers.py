@@ -1,0 +1,126 @@
+"""A request and the schedulers: what they are asked and told, and what is done without one."""
+
+import asyncio
+
+import pytest
+
+from baton.core.cluster import StillWaiting
+from baton.core.errors import Code, Reason, Refused
+from baton.core.ids import DecisionId
+from baton.core.request import RequestActuals
+from baton.gateway import schedulers
+from tests.times import TEST_TIMES
+from tests.unit.gateway.fakes import StubScheduler, answer_to, cluster, until
+from tests.unit.gateway.relaying import PROMPT, kill_at
+from tests.unit.gateway.virtual import virtual
+
+
+@virtual
+async def test_a_request_that_waits_at_the_scheduler_is_asked_for_again_and_says_how_long_it_has_waited() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        loop = asyncio.get_running_loop()
+        begin_s, until_s = loop.time(), loop.time() + 3 * TEST_TIMES["scheduler_wait_s"]
+        c.scheduler.answer = lambda _: StillWaiting(num_waiting=1) if loop.time() < until_s else None
+        await c.ask(PROMPT, max_tokens=3)
+        waited_s = [asked.waited_s for asked in c.scheduler.queries]
+        assert waited_s == pytest.approx([i * 0.1 * TEST_TIMES["detection_s"] for i in range(len(waited_s))], abs=0.05)
+        assert loop.time() - begin_s > 3 * TEST_TIMES["scheduler_wait_s"], "it would have been lost, had nobody answered"
+        assert {asked.request_id for asked in c.scheduler.queries} == {c.scheduler.queries[0].request_id}
+
+
+@virtual
+async def test_another_scheduler_is_asked_when_one_is_gone() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        other = StubScheduler(c.network, "scheduler:2")
+        other.workers = c.scheduler.workers
+        c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])
+        c.scheduler.die()
+        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(other.queries) == 1
+        await asyncio.sleep(0.5)
+        assert c.gateway.health.is_ready
+
+
+@virtual
+async def test_new_requests_wait_for_a_scheduler_and_then_are_told() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        loop = asyncio.get_running_loop()
+        c.scheduler.die()
+        begin_s = loop.time()
+        with pytest.raises(Refused) as refused:
+            await c.ask(PROMPT)
+        assert (refused.value.failure.code, refused.value.failure.reason) == (Code.UNAVAILABLE, Reason.SCHEDULER_LOST)
+        assert 1.9 < loop.time() - begin_s < 2.3
+        got = asyncio.create_task(c.ask(PROMPT))
+        await asyncio.sleep(1)
+        c.network.add_scheduler(c.scheduler.address, c.scheduler)
+        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_streams_go_on_without_a_scheduler() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        c.scheduler.workers[0].step_s = 1.0
+        got = asyncio.create_task(c.ask(PROMPT))
+        await asyncio.sleep(1.5)
+        c.scheduler.die()
+        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_the_scheduler_hears_what_became_of_each_decision() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        c.scheduler.workers[0].before_token = kill_at(3)
+        await c.ask(PROMPT)
+        await asyncio.sleep(0.1)
+        assert [(a.decision_id, a.outcome) for a in c.scheduler.actuals] == [
+            ("decision-1", "worker_lost"),
+            ("decision-2", "finished"),
+        ]
+        assert [a.ttft_s is not None for a in c.scheduler.actuals] == [True, False]
+        assert c.gateway.schedulers._by_decision == {}
+
+
+@virtual
+async def test_outcomes_that_come_together_are_told_together() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        calls: list[int] = []
+
+        async def finished(*actuals: RequestActuals) -> None:
+            calls.append(len(actuals))
+
+        c.scheduler.finished = finished  # type: ignore[method-assign]
+        c.scheduler.workers[0].step_s = 0.001
+        await asyncio.gather(*(c.ask(PROMPT, max_tokens=2 + number) for number in range(6)))
+        await until(lambda: bool(calls))
+        await c.ask(PROMPT)
+        await until(lambda: len(calls) == 2)
+        assert calls == [6, 1]
+
+
+@virtual
+async def test_each_scheduler_is_told_of_its_own_decisions_in_calls_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "MAX_TOLD", 3)
+    async with cluster(("h0", "hybrid")) as c:
+        other = StubScheduler(c.network, "scheduler:2")
+        c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])
+        for number in range(8):
+            decision = DecisionId(f"d{number}")
+            c.gateway.schedulers._by_decision[decision] = f"scheduler:{1 + number % 2}"
+            c.gateway.schedulers.finished(RequestActuals(decision_id=decision, outcome="finished"))
+        await until(lambda: len(c.scheduler.actuals) + len(other.actuals) == 8)
+        assert [a.decision_id for a in c.scheduler.actuals] == ["d0", "d2", "d4", "d6"]
+        assert [a.decision_id for a in other.actuals] == ["d1", "d3", "d5", "d7"]
+
+
+@virtual
+async def test_a_query_says_what_must_be_computed_and_what_was_delivered() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        c.scheduler.workers[0].before_token = kill_at(3)
+        await c.ask(PROMPT)
+        first, second = c.scheduler.queries
+        assert (first.num_prompt_tokens, first.num_output_tokens, first.max_tokens, first.attempt) == (5, 0, 8, 0)
+        assert (second.num_prompt_tokens, second.num_output_tokens, second.max_tokens, second.attempt) == (8, 3, 8, 1)
+        assert len(first.block_hashes) == 1
+        assert len(second.block_hashes) == 2
+        assert second.block_hashes[0] == first.block_hashes[0]

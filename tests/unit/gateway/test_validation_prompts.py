@@ -1,0 +1,164 @@
+"""Prompts and messages of every form, and whether they fit the model."""
+
+from array import array
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Reason
+from baton.core.front import Caller
+from baton.gateway.call import Endpoint, InvalidField
+from baton.gateway.tokenizer import ByteTokenizer
+from baton.gateway.validation import ModelFacts, Validator
+from tests.unit.gateway.one_validator import MAX_LEN, at_once, call, chat, completion, refusal, validator
+
+
+def test_prompts_of_every_form() -> None:
+    assert [list(r.token_ids) for r in completion(prompt="ab").requests] == [[97, 98]]
+    assert [list(r.token_ids) for r in completion(prompt=["a", "b"]).requests] == [[97], [98]]
+    assert [list(r.token_ids) for r in completion(prompt=[1, 2]).requests] == [[1, 2]]
+    assert [list(r.token_ids) for r in completion(prompt=[[1], [2, 3]]).requests] == [[1], [2, 3]]
+    assert isinstance(completion(prompt=[1]).requests[0].token_ids, array)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 1, True, {}, "", [], [""], ["a", ""], [[]], [[1], []], ["a", [1]], [[1], "a"], [[1], 2], [1, "a"], [1, True], [1, 1.0],
+     [1, None], [-1], [2**32], [300], [[1], [300]], [["a"]], [[[1]]], ["x"] * 257, "a\0", "\ud800"],
+)  # fmt: skip
+def test_prompts_that_are_none(prompt: Any) -> None:
+    assert refusal({"prompt": prompt}).param == "prompt"
+
+
+def test_no_prompt_at_all() -> None:
+    assert refusal({}).param == "prompt"
+    assert refusal({}, Endpoint.CHAT).param == "messages"
+
+
+def test_ids_are_drawn_and_differ() -> None:
+    made = completion(prompt=["a", "b", "c"])
+    ids = [request.request_id for request in made.requests]
+    assert len(set(ids)) == 3
+    assert {len(id_) for id_ in ids} == {16}
+    assert made.request_id == ids[0]
+    given_id = at_once(validator().call(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}, Caller(), received_s=0, request_id=b"x" * 16))
+    assert given_id.request_id == b"x" * 16 != given_id.requests[1].request_id
+
+
+def test_the_seed_is_the_clients_or_drawn() -> None:
+    assert completion(seed=5).requests[0].sampling.seed == 5
+    assert completion(seed=-1).requests[0].sampling.seed == 2**64 - 1
+    drawn = completion(prompt=["a", "b"])
+    assert drawn.requests[0].sampling.seed != drawn.requests[1].sampling.seed
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None, [], "hi", {}, [1], ["hi"], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 1}],
+        [{"role": "user", "content": []}], [{"role": "robot", "content": "x"}], [{"role": "tool", "content": "x"}], [{"content": "x"}],
+        [{"role": ["user"], "content": "x"}],
+        [{"role": "user", "content": "a\0"}], [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "colour": 1}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}],
+        [{"role": "user", "content": [1]}], [{"role": "user", "content": "x", "name": 5}], [{"role": "user", "content": "x"}] * 4097,
+    ],
+)  # fmt: skip
+def test_messages_that_are_none(messages: Any) -> None:
+    assert refusal({"messages": messages}, Endpoint.CHAT).param.startswith("messages")
+
+
+def test_messages_become_a_prompt() -> None:
+    made = call(
+        {
+            "messages": [
+                {"role": "developer", "content": "be brief", "name": None},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "bob"},
+                {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "audio": None},
+            ]
+        },
+        Endpoint.CHAT,
+    )
+    assert bytes(list(made.requests[0].token_ids)) == b"system: be brief\nuser: a\nb\nassistant: \nassistant: "
+
+
+# Lengths.
+
+
+def test_prompt_and_answer_must_fit_the_model() -> None:
+    assert completion(prompt="x" * 90, max_tokens=10).requests[0].sampling.max_tokens == 10
+    error = refusal({"prompt": "x" * 90, "max_tokens": 11})
+    assert error.failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert "90" in str(error)
+    assert "11" in str(error)
+    assert "100" in str(error)
+    assert refusal({"prompt": "x" * 100}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert refusal({"prompt": [1] * 101}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert refusal({"prompt": "x" * 90, "min_tokens": 11}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_default_lengths() -> None:
+    assert completion().requests[0].sampling.max_tokens == 16
+    assert completion(prompt="x" * 90).requests[0].sampling.max_tokens == 10
+    assert completion(min_tokens=20).requests[0].sampling.max_tokens == 20
+    assert chat().requests[0].sampling.max_tokens == MAX_LEN - len(b"user: hi\nassistant: ")
+    assert call({"prompt": "x"}, max_model_len=None).requests[0].sampling.max_tokens == 16
+    assert completion(max_completion_tokens=3).requests[0].sampling.max_tokens == 3
+    assert completion(max_completion_tokens=3, max_tokens=3).requests[0].sampling.max_tokens == 3
+    assert refusal({"prompt": "x", "max_completion_tokens": 3, "max_tokens": 4}).param == "max_tokens"
+    assert refusal({"prompt": "x", "min_tokens": 5, "max_tokens": 4}).param == "min_tokens"
+
+
+def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    class NeverEncodes(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+            raise AssertionError("encoded")
+
+    checked = Validator(
+        tokenizer=NeverEncodes(), model="demo", facts=lambda: ModelFacts(max_model_len=9, max_num_seqs=1), rng=Random(), request_timeout_s=1
+    )
+    with pytest.raises(InvalidField, match="at least 5000000"):
+        at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 5_000_000}, Caller(), received_s=0))
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 5_000_000}, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}])
+def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str, Any]) -> None:
+    encoded: list[int] = []
+
+    class Counts(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+            encoded.append(len(text))
+            return await super().encode(text, add_special_tokens=add_special_tokens)
+
+        def min_tokens_of(self, num_bytes: int) -> int:
+            return 0  # as where text may shrink before it is cut into tokens
+
+    checked = Validator(
+        tokenizer=Counts(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+    )
+    with pytest.raises(InvalidField, match="at least 736 tokens and max_tokens is 1, together more than the model's 100"):
+        at_once(checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0))
+    assert encoded == [800]
+
+
+def test_a_long_text_of_long_tokens_may_fit() -> None:
+    class Halves(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+            return await super().encode(text[: len(text) // 20])
+
+        def min_tokens_of(self, num_bytes: int) -> int:
+            return 0
+
+    checked = Validator(
+        tokenizer=Halves(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+    )
+    made = at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 1000}, Caller(), received_s=0))
+    assert made.requests[0].num_prompt_tokens == 50
+
+
+def test_choices_are_bounded() -> None:
+    assert len(completion(prompt=["x"] * 16, n=64).requests) == 16
+    assert refusal({"prompt": ["x"] * 17, "n": 64}).param == "n"
+    assert refusal({"prompt": "x", "n": 65}).param == "n"  # what one worker runs
+    call({"prompt": "x", "n": 65}, max_num_seqs=None)

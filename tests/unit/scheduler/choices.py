@@ -1,0 +1,38 @@
+"""What a policy is asked, and what its choice says."""
+
+from baton.core.cluster import ClusterSnapshot, PlacementQuery
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.choice import Choice, Prediction, Turn
+from tests.builders import query
+from tests.unit.scheduler.costed import costed, decoding
+
+LONG = 4096
+NAMES = ["kv_centric", "prefix_aware"]
+
+
+def turn(number: int = 0, *, max_full_s: float | None = None) -> Turn:
+    return Turn(number=number, seed=number, max_full_s=max_full_s)
+
+
+def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
+    return query(num_prompt_tokens=num_prompt_tokens, max_tokens=100, **changes)
+
+
+def chosen(cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **turns: bool) -> Choice:
+    answer = POLICIES[policy](asking or asked(), cluster, turn(**turns))
+    assert isinstance(answer, Choice), answer
+    return answer
+
+
+def ids(choice: Choice) -> tuple[str | None, str | None]:
+    return (choice.prefill.worker_id if choice.prefill else None, choice.decode.worker_id if choice.decode else None)
+
+
+def predicted(choice: Choice) -> Prediction:
+    assert choice.predicted is not None
+    return choice.predicted
+
+
+def busy(worker_id: str = "d", seqs: int = 20, **changes: object) -> object:
+    """A decode worker where nobody prefills for nothing."""
+    return costed(worker_id, "decode", **decoding(seqs), **changes)

@@ -1,0 +1,92 @@
+"""Bursts between two reports, and full workers: nobody is sent where many were sent already, or where there is no room."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.cluster import Rejection
+from baton.core.errors import Reason
+from baton.core.ids import DecisionId
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.choice import Choice
+from baton.scheduler.policies.kv_centric import kv_centric
+from baton.scheduler.policies.prefix_aware import prefix_aware
+from baton.scheduler.view import ClusterView
+from tests.unit.scheduler.choices import asked, busy, chosen, ids, turn
+from tests.unit.scheduler.costed import costed, queued, seen
+
+
+def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
+    """Between two reports."""
+    view = ClusterView(silence_s=1e9, reservation_s=1e9)
+    for i in range(workers):
+        view.take_report(costed(f"p{i}", "prefill"), 0.0)
+        view.take_report(busy(f"d{i}"), 0.0)
+    choices = []
+    for n in range(number):
+        cluster = view.snapshot(0.0, seen(**overlaps).overlaps)
+        choice = chosen(cluster, policy=policy)
+        view.reserve(DecisionId(str(n)), asked(), choice.placement(DecisionId(str(n)), "s", policy), 0.0)
+        choices.append(choice)
+    return choices
+
+
+@pytest.mark.parametrize("policy", ["kv_centric", "prefix_aware", "least_loaded"])
+def test_a_burst_between_two_reports_does_not_pile_up(policy: str) -> None:
+    placed = [ids(choice) for choice in place_burst(16, {}, policy)]
+    for side in (0, 1):
+        assert all(3 <= [pair[side] for pair in placed].count(name) <= 5 for name in {pair[side] for pair in placed})
+        assert len({pair[side] for pair in placed}) == 4
+
+
+def test_a_hot_prefix_does_not_draw_all_load_to_the_worker_that_holds_it() -> None:
+    choices = place_burst(40, {"p0": 250})
+    counts = {f"p{i}": sum(ids(choice)[0] == f"p{i}" for choice in choices) for i in range(4)}
+    assert max(counts.values()) <= 16
+    assert min(counts.values()) >= 4
+    elsewhere = [choice for choice in choices if ids(choice)[0] != "p0"]
+    assert all(choice.prefix_source is not None for choice in elsewhere), "the others pull it"
+
+
+def test_a_burst_of_one_new_prefix_follows_where_it_is_expected() -> None:
+    choices = place_burst(4, {"p2": 250})
+    assert ids(choices[0])[0] == "p2"
+
+
+# -- full workers ------------------------------------------------------------------------------------------------------------------------
+
+
+def full(worker_id: str, role: str) -> object:
+    report = costed(worker_id, role)
+    return replace(report, blocks=replace(report.blocks, free=10, used=9990))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) -> None:
+    cluster = seen(full("p0", "prefill"), costed("p1", "prefill", **queued(9999)), full("d0", "decode"), busy("d1", max_num_seqs=64))
+    assert ids(chosen(cluster, policy=policy)) == ("p1", "d1")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_everybody_is_full_the_answer_is_no_but_not_to_a_request_that_lost_a_worker(policy: str) -> None:
+    no_place = busy("d", 64)
+    for cluster in (seen(costed("p", "prefill"), full("d", "decode")), seen(costed("p", "prefill"), no_place)):
+        answer = POLICIES[policy](asked(), cluster, turn(max_full_s=0.0))
+        assert isinstance(answer, Rejection)
+        assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_room")
+        assert ids(chosen(cluster, asked(attempt=1), policy, max_full_s=0.0))[1] == "d"
+        assert ids(chosen(cluster, asked(), policy))[1] == "d", "where nobody can wait at the scheduler, it waits there"
+
+
+def test_a_full_prefill_side_leaves_the_decode_worker() -> None:
+    assert ids(chosen(seen(full("p", "prefill"), busy()), max_full_s=0.0)) == (None, "d")
+    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_full_s=0.0))
+    assert isinstance(answer, Rejection)
+    assert answer.term == "prefill_room"
+
+
+def test_a_full_decode_worker_that_will_have_room_soon_enough_is_not_waited_for() -> None:
+    """64 of 64 places are taken; one in 64 ends in a 64th of a mean answer."""
+    crowded = seen(costed("p", "prefill"), busy("d", 64))
+    assert isinstance(kv_centric(asked(), crowded, turn(max_full_s=0.001)), Rejection)
+    assert ids(chosen(crowded, max_full_s=1.0)) == ("p", "d")
