@@ -88,10 +88,11 @@ def _best_s(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a table does not)."""
+    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a table does not); `end_params` of
+    them, the head and what is not for keys and values of the last layer, only where a token is to follow."""
 
     weight_params: int
-    head_params: int
+    end_params: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -101,21 +102,23 @@ class Needs:
     def of(model: Path) -> "Needs":
         config = json.loads((model / "config.json").read_text())
         params = sum(_size(file) for file in model.glob("*.safetensors"))
-        embedding = config["vocab_size"] * config["hidden_size"]
-        heads = config["num_attention_heads"]
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        embedding = config["vocab_size"] * hidden
         return Needs(
             weight_params=params - embedding if not config.get("tie_word_embeddings") else params,
-            head_params=embedding,
+            end_params=embedding + hidden * (2 * heads * head_dim + 3 * config["intermediate_size"]),
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=head_dim,
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """The head is computed for the last token alone; attention for each pair of tokens, once as scores and once as sums."""
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
-        return 2 * (self.weight_params - self.head_params) * num_tokens + 2 * self.head_params + attention
+        """Of the last layer and the head all but keys and values is needed for the last token alone. Attention for each pair of tokens,
+        once as scores and once as sums."""
+        attention = 4 * (self.num_layers - 1) * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
+        return 2 * (self.weight_params - self.end_params) * num_tokens + 2 * self.end_params + attention
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -6,7 +6,6 @@ kill -9. Elsewhere it is POSIX shared memory, whose name goes with `close`, or e
 its own that outlives a killed worker.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import LayoutMismatch
+from baton.runtime.memory import promised
 from baton.transfer.life_table import ENTRY_BYTES
 from baton.transfer.touching import touch_in_background
 
@@ -106,22 +106,13 @@ def segment_bytes(num_blocks: int, block_bytes: int) -> int:
 
 def allocate_private(num_blocks: int, block_bytes: int) -> HostMemory:
     """Memory that only this process maps. Raises OSError when there is not enough."""
-    return HostMemory(_promised(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes)
+    return HostMemory(promised(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes)
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
     """Private, page-aligned, zeroed, every page of it real."""
-    segment = _promised(num_bytes)
+    segment = promised(num_bytes)
     np.frombuffer(segment, dtype=np.uint8).fill(0)
-    return segment
-
-
-def _promised(num_bytes: int) -> mmap.mmap:
-    """Private, page-aligned, zeroed when touched; huge pages where the kernel gives them, which makes copies between processes cheaper."""
-    segment = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
-            segment.madvise(mmap.MADV_HUGEPAGE)
     return segment
 
 

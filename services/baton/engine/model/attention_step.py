@@ -166,6 +166,18 @@ class AttentionStep(Once):
             block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
         )
 
+    def tables_of(self, rows: np.ndarray) -> Tables:
+        """Of these tokens of the step alone, ascending: each is a sequence of one token, whose context ends with it."""
+        tables = self.tables
+        of_row = np.searchsorted(tables.token_begin, rows, side="right") - 1
+        behind = tables.token_begin[of_row + 1] - 1 - rows
+        return Tables(
+            token_begin=np.arange(rows.size + 1, dtype=np.int32),
+            context_len=(tables.context_len[of_row] - behind).astype(np.int32),
+            table_begin=tables.table_begin[of_row],
+            block_ids=tables.block_ids,
+        )
+
     def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
         """Called by every layer; the self-proof listens here."""
 

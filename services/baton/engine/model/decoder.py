@@ -1,5 +1,6 @@
 """The decoder that most models are, wholly ours: a step's layers are one call, in which a team of threads stays awake from the first
-product to the last norm. In small batches what stands between products took longer than they did.
+product to the last norm. In small batches what stands between products took longer than they did. In the last layer only those tokens that
+are sampled from are more than keys and values.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from baton.engine.model.attention_step import Asked
 from baton.engine.model.decoder_layers import decoder_layers, turns
-from baton.engine.model.forward import Forwarded, are_finite
+from baton.engine.model.forward import Forwarded
 from baton.engine.model.fused import has_onednn_products
 from baton.engine.model.native.decoder import Decoder, Product
 from baton.engine.model.native.library import Kernels
@@ -45,8 +46,8 @@ class DecoderForward:
 
     def __call__(self, step: PackedStep) -> Forwarded:
         cosine, sine = turns(self._rotary, step.position_ids)
-        normed = self._decoder(self._embedding[step.token_ids], step.attention, cosine, sine)
-        return Forwarded(logits=self._head(normed[step.sample_rows]), finite=are_finite(normed))
+        normed, finite = self._decoder(self._embedding[step.token_ids], step.attention, cosine, sine, step.sample_rows)
+        return Forwarded(logits=self._head(normed), finite=finite)
 
     def own_weights(self) -> None:
         """Take them out of the model, see `take_weights`. What is left to it is the embedding, norms and biases. Tied embeddings are held

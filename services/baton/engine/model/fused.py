@@ -1,4 +1,5 @@
-"""The decoder that most models are with torch's products, through oneDNN, and our kernels between them, one pass each.
+"""The decoder that most models are with torch's products, through oneDNN, and our kernels between them, one pass each. In the last layer
+only those tokens that are sampled from are more than keys and values.
 
 Weights that are joined become the model's own, as views; weights that oneDNN packs are held twice until the proof is over, see
 `own_weights`.
@@ -58,26 +59,30 @@ class FusedForward:
         self._vocab_size = int(model.config.vocab_size)
 
     def __call__(self, step: PackedStep) -> Forwarded:
-        kernels, cache = self._kernels, step.attention.cache
+        kernels, cache, rows = self._kernels, step.attention.cache, step.sample_rows
         tables, slots = step.attention.tables, step.attention.slots
         cosine, sine = turns(self._rotary, step.position_ids)
         hidden = self._embedding[step.token_ids]
-        normed = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
-        num_tokens = hidden.shape[0]
+        normed = finite = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
         for index, layer in enumerate(self._layers):
+            is_last = index + 1 == len(self._layers)
             qkv = layer.qkv(normed)
             kernels.turn_and_store(qkv, cache, index, slots, cosine, sine, layer.q_norm, layer.k_norm, self._eps)
-            heads = qkv.view(num_tokens, -1, cache.head_dim)[:, : -2 * cache.num_kv_heads]
+            if is_last:
+                finite = are_finite(qkv)
+                if not rows.numel():
+                    return Forwarded(logits=torch.empty(0, self._vocab_size), finite=finite)
+                if rows.numel() < len(hidden):
+                    qkv, hidden, tables = qkv[rows], hidden[rows], step.attention.tables_of(rows.numpy())
+            heads = qkv.view(len(hidden), -1, cache.head_dim)[:, : -2 * cache.num_kv_heads]
             attended = heads.new_empty(heads.shape)
             kernels.attend(heads, attended, cache, index, tables, layer.asked)
-            normed = kernels.rms_norm(hidden, layer.o(attended.view(num_tokens, -1)), layer.post_norm, self._eps)
+            normed = kernels.rms_norm(hidden, layer.o(attended.view(len(hidden), -1)), layer.post_norm, self._eps)
             more = layer.down(kernels.silu_gate(layer.gate_up(normed)))
-            is_last = index + 1 == len(self._layers)
             weight = self._final_norm if is_last else self._layers[index + 1].input_norm
             normed = kernels.rms_norm(hidden, more, weight, self._eps)
-        if not step.sample_rows.numel():
-            return Forwarded(logits=torch.empty(0, self._vocab_size), finite=are_finite(normed))
-        return Forwarded(logits=self._head(normed[step.sample_rows]), finite=are_finite(normed))
+        finite[rows] &= are_finite(normed)
+        return Forwarded(logits=self._head(normed), finite=finite)
 
     def own_weights(self) -> None:
         """Take what is packed out of the model: those parameters are empty afterwards, so its own code raises. What is left to it is the

@@ -161,7 +161,7 @@ def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKer
         with closing(ModelForward(loaded.model)) as own:
             paged = _paged_logits(loaded, prompts, size, kernel, own, rng)
     noise = _difference(doubled, alone, loaded.dtype)
-    error = _difference(paged, alone, loaded.dtype)
+    error = _difference([logits for _, logits in paged], [each[at] for each, (at, _) in zip(alone, paged, strict=True)], loaded.dtype)
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
     if not error <= limit:
         raise ModelError(
@@ -177,9 +177,10 @@ def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torc
 
 def _paged_logits(
     loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, forward: Forward, rng: random.Random
-) -> list[torch.Tensor]:
-    """Each prompt's logits from one packed pass after another, a random share of each prompt at a time, in scattered blocks; what is longer
-    than some blocks in larger shares until its last one."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each prompt's (positions, logits) from one packed pass after another, a random share of each prompt at a time, in scattered blocks;
+    what is longer than some blocks in larger shares until its last one. Each pass is gone through twice: asked for every token, and as
+    requests ask, for the last of each share."""
     tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
     free = list(range(sum(len(table) for table in tables) + 1))
     rng.shuffle(free)
@@ -190,6 +191,7 @@ def _paged_logits(
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * len(prompts)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    at: list[list[int]] = [[] for _ in prompts]
     while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
         shares = [_share(rng, len(prompt) - done[i], size) for i, prompt in enumerate(prompts)]
         parts = [
@@ -207,12 +209,16 @@ def _paged_logits(
         if not parts:
             continue
         step = pack(parts, cache, masks, kernel)
-        every = replace(step, sample_rows=torch.arange(step.token_ids.numel(), device=loaded.device))
-        logits = forward(every).logits.float().cpu()
-        for part, rows in zip(parts, logits.split([part.token_ids.size for part in parts]), strict=True):
-            found[part.seq_id].append(rows)
-            done[part.seq_id] += len(rows)
-    return [torch.cat(rows) for rows in found]
+        ends = np.cumsum([part.token_ids.size for part in parts])
+        for rows in (np.arange(ends[-1]), ends - 1):
+            logits = forward(replace(step, sample_rows=torch.from_numpy(rows).to(loaded.device))).logits.float().cpu()
+            for part, end in zip(parts, ends, strict=True):
+                own = rows[(rows >= end - part.token_ids.size) & (rows < end)]
+                found[part.seq_id].append(logits[np.isin(rows, own)])
+                at[part.seq_id].extend(int(row) - int(end) + part.token_ids.size + done[part.seq_id] for row in own)
+        for part in parts:
+            done[part.seq_id] += part.token_ids.size
+    return [(torch.tensor(positions), torch.cat(rows)) for positions, rows in zip(at, found, strict=True)]
 
 
 def _share(rng: random.Random, num_left: int, size: int) -> int:

@@ -18,7 +18,7 @@ from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import Asked, CausalMasks
 from baton.engine.model.decoder import DecoderForward, can_decode
 from baton.engine.model.decoder_layers import can_fuse
-from baton.engine.model.forward import Forward, ModelForward
+from baton.engine.model.forward import Forward, Forwarded, ModelForward
 from baton.engine.model.fused import FusedForward
 from baton.engine.model.hub import DEMO_DIR
 from baton.engine.model.kv_cache import KvCache
@@ -26,7 +26,7 @@ from baton.engine.model.loading import LoadedModel, load_model
 from baton.engine.model.native.library import Kernels, load_kernels
 from baton.engine.model.self_proof import prove_masks, prove_numbers
 from baton.engine.model.shapes import shape_config
-from baton.engine.model.step_inputs import Part, pack
+from baton.engine.model.step_inputs import PackedStep, Part, pack
 from tests.unit.engine.model.conftest import TINY
 
 SIZE = 16
@@ -99,34 +99,94 @@ def kernels() -> Kernels:
     return load_kernels(1)
 
 
-def answers(loaded: LoadedModel, forward: Forward, length: int = 150) -> torch.Tensor:
-    """Logits of two prompts of so many tokens, in chunks that cross blocks and windows, and then one token at a time."""
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, loaded.vocab_size, (2, length))
-    num_blocks = -(-length // SIZE)
-    cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks)
-    cache.blocks.fill_(float("nan"))
-    tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
-    masks = CausalMasks(cache.dtype, cache.device)
-    found = []
-    for begin, end in ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length))):
+class Prompts:
+    """Two prompts of so many tokens, computed in chunks that cross blocks and windows, and then one token at a time."""
+
+    def __init__(self, loaded: LoadedModel, length: int) -> None:
+        rng = np.random.default_rng(0)
+        num_blocks = -(-length // SIZE)
+        self._token_ids = rng.integers(0, loaded.vocab_size, (2, length))
+        self.cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks)
+        self.cache.blocks.fill_(float("nan"))
+        self.tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
+        self._masks = CausalMasks(self.cache.dtype, self.cache.device)
+        self.chunks = ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length)))
+
+    def step(self, begin: int, end: int) -> PackedStep:
+        """Both prompts' tokens [begin, end); nobody is sampled from."""
         parts = [
             Part(
                 seq_id=i,
-                token_ids=prompts[i, begin:end],
+                token_ids=self._token_ids[i, begin:end],
                 position_begin=begin,
                 kv_begin=begin,
-                block_ids=tables[i, : -(-end // SIZE)].astype(np.int64),
+                block_ids=self.tables[i, : -(-end // SIZE)].astype(np.int64),
                 sample=None,
             )
             for i in range(2)
         ]
-        step = pack(parts, cache, masks, paged_attention)
-        with torch.inference_mode():
-            forwarded = forward(replace(step, sample_rows=torch.arange(step.token_ids.numel())))
+        return pack(parts, self.cache, self._masks, paged_attention)
+
+
+def asked_for(step: PackedStep, rows: torch.Tensor, forward: Forward) -> Forwarded:
+    with torch.inference_mode():
+        return forward(replace(step, sample_rows=rows))
+
+
+def answers(loaded: LoadedModel, forward: Forward, length: int = 150) -> torch.Tensor:
+    """Logits of `Prompts`, of every token."""
+    prompts, found = Prompts(loaded, length), []
+    for begin, end in prompts.chunks:
+        step = prompts.step(begin, end)
+        forwarded = asked_for(step, torch.arange(step.token_ids.numel()), forward)
         assert forwarded.finite.all()
         found.append(forwarded.logits.view(2, end - begin, -1))
     return torch.cat(found, dim=1).float()
+
+
+def fused(loaded: LoadedModel, kernels: Kernels) -> Forward:
+    """Of its dtype."""
+    make = DecoderForward if loaded.dtype == torch.bfloat16 else FusedForward
+    return make(loaded.model, prove_masks(loaded, SIZE), kernels)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2, a window on one layer", "qwen3"])
+def test_who_is_not_asked_for_changes_nothing_for_who_is(
+    name: str, dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    """All tokens, the last of each sequence, none of one, some from their midst, none at all: the same logits, the same KV."""
+    loaded = load_model(save(FUSED[name]()), dtype=dtype, device="cpu")
+    forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
+    near = 1e-5 if dtype == "float32" else 0.06  # one row's attention adds up in another order than many rows' do
+    for begin, end in prompts.chunks:
+        step, count = prompts.step(begin, end), end - begin
+        every = asked_for(step, torch.arange(2 * count), forward)
+        kv = prompts.cache.blocks.clone()
+        for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
+            rows = torch.tensor(sorted(chosen), dtype=torch.int64)
+            some = asked_for(step, rows, forward)
+            assert some.finite.all()
+            torch.testing.assert_close(some.logits, every.logits[rows], atol=near, rtol=0)
+            assert torch.equal(prompts.cache.blocks.nan_to_num(7.0), kv.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_that_is_not_a_number_is_told_of_whoever_is_asked_for(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    """In any layer, the last one included; of its own sequence alone, and by the tokens that come behind it."""
+    for layer in range(TINY["num_hidden_layers"]):
+        loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
+        forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
+        asked_for(prompts.step(0, 37), torch.tensor([36, 73]), forward)
+        prompts.cache.blocks[int(prompts.tables[1, 0]), layer, 0, 0, 3, 0] = float("nan")
+        is_last = layer + 1 == TINY["num_hidden_layers"]
+        for rows in (torch.tensor([62, 125]), torch.empty(0, dtype=torch.int64)):
+            finite = asked_for(prompts.step(37, 100), rows, forward).finite
+            assert finite[:63].all()
+            wrong = [] if is_last and not rows.numel() else [62] if is_last else list(range(63))
+            assert (~finite[63:]).nonzero().flatten().tolist() == wrong
 
 
 @pytest.mark.parametrize("name", list(FUSED))

@@ -59,6 +59,26 @@ int main() {
     return std::isnan(exp2_near(NAN)) ? 0 : 3;
 }
 """
+EXP2_OF_PAIRS = """
+#include <cmath>
+#include "pair_products.h"
+int main() {
+#ifdef BATON_PAIRS
+    using namespace baton;
+    alignas(64) float found[LANES];
+    for (float x = -126.0f; x <= 0.0f; x += 0.01f) {
+        _mm512_store_ps(found, exp2_lanes(_mm512_set1_ps(x)));
+        if (!(std::abs(found[3] / std::exp2(double(x)) - 1.0) < 3e-6)) return 1;
+    }
+    for (float x : {0.0f, -1.0f, -20.0f, NEVER, NAN}) {
+        _mm512_store_ps(found, exp2_lanes(_mm512_set1_ps(x)));
+        if (found[5] != std::exp2(x) && x == x) return 2;
+        if (std::isnan(found[5]) != std::isnan(x)) return 3;
+    }
+#endif
+    return 0;
+}
+"""
 TRAPS = ("-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error")
 """What C++ leaves undefined ends the program."""
 TEAM = """
@@ -244,6 +264,14 @@ def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path)
     """In range, beyond it, and of what is not a number."""
     (tmp_path / "exp2.cpp").write_text(EXP2)
     subprocess.run([compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
+
+
+def test_powers_of_two_of_scores_are_near(tmp_path: Path) -> None:
+    """Of bfloat16 in pairs, where this processor has them; whole ones, and of what is not seen, are exact."""
+    (tmp_path / "exp2.cpp").write_text(EXP2_OF_PAIRS)
+    options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
+    subprocess.run([compiler(), *options, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
     assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
 
 

@@ -9,6 +9,9 @@
 namespace baton {
 
 constexpr int PART_TOKENS = 256;  // the least stretch of KV that is worth a part of its own
+constexpr int MAX_HEADS = 128;  // of a tile
+constexpr int LEAST_ROWS = 64;  // of a tile that is made smaller so that every thread has a few
+constexpr int TILES_A_THREAD = 4;
 
 // A tile, or one part of one: tokens [token_begin, token_end) of a sequence, by query heads [head_begin, head_end) of one KV head, over the
 // range of its KV.
@@ -26,16 +29,22 @@ struct Work {
     int num_partial = 0;
 
     explicit Work(const AttentionArgs& given) : args(given), group(given.num_heads / given.num_kv_heads) {
-        const int splits = (group + MAX_ROWS - 1) / MAX_ROWS;  // heads of one KV head that are more than a tile holds are shared out evenly
+        const int splits = (group + MAX_HEADS - 1) / MAX_HEADS;  // heads of one KV head that are too many are shared out evenly
         heads_a_tile = (group + splits - 1) / splits;
-        tokens_a_tile = MAX_ROWS / heads_a_tile;
-        int num_tiles = 0;
-        for (int s = 0; s < args.num_seqs; s++) {
-            num_tiles += (num_tokens(s) + tokens_a_tile - 1) / tokens_a_tile * args.num_kv_heads * splits;
-        }
+        // A tile goes over the KV of its tokens once: the more tokens, the less is read again.
+        int rows = MAX_ROWS, num_tiles = tiles_of(rows);
+        for (; num_tiles < TILES_A_THREAD * args.num_threads && rows > LEAST_ROWS; num_tiles = tiles_of(rows)) rows /= 2;
         // long tiles first, so that no thread is left with one at the end
         for (int s = 0; s < args.num_seqs; s++) plan(s, num_tiles);
         std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return cost(a) > cost(b); });
+    }
+
+    // How many there are of so many rows, of which no token is left out.
+    int tiles_of(int rows) {
+        tokens_a_tile = std::max(1, rows / heads_a_tile);
+        int tiles_a_head = 0;
+        for (int s = 0; s < args.num_seqs; s++) tiles_a_head += (num_tokens(s) + tokens_a_tile - 1) / tokens_a_tile;
+        return tiles_a_head * ((group + heads_a_tile - 1) / heads_a_tile) * args.num_kv_heads;
     }
 
     int num_tokens(int seq) const { return args.token_begin[seq + 1] - args.token_begin[seq]; }
@@ -46,7 +55,7 @@ struct Work {
         for (int begin = 0; begin < count; begin += tokens_a_tile) {
             const int end = std::min(count, begin + tokens_a_tile);
             const int low = args.window ? std::max(0, before + begin + 1 - args.window) : 0, high = before + end;
-            const int wanted = (4 * args.num_threads + num_tiles - 1) / num_tiles;  // parts, so that every thread has a few
+            const int wanted = (TILES_A_THREAD * args.num_threads + num_tiles - 1) / num_tiles;  // parts, so that every thread has a few
             const int parts = args.num_threads == 1 ? 1 : std::clamp(wanted, 1, std::max(1, (high - low) / PART_TOKENS));
             const int step = up((high - low + parts - 1) / parts, LANES);
             for (int head = 0; head < args.num_heads;) {

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from baton.core.errors import LayoutMismatch
-from baton.engine.model.attention_step import AttentionStep
+from baton.engine.model.attention_step import AttentionStep, Tables
 from baton.engine.model.decoder_layers import DecoderLayer, take_weights
+from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.native.library import DTYPES, AttentionArgs, HeadsArgs, Kernels, address, attention_args, heads_args, kv_of
 
 PANEL = 64
@@ -36,12 +37,12 @@ class _DecoderArgs(ctypes.Structure):
     """`DecoderArgs` of decoder.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "hidden", "out", "scratch")),
-        ("num_tokens", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "hidden", "out", "scratch", "is_finite", "rows")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens")),
         ("num_layers", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("eps", ctypes.c_float),
-        ("attention", AttentionArgs),
+        *((name, AttentionArgs) for name in ("attention", "rows_attention")),
         ("heads", HeadsArgs),
     ]
 
@@ -58,7 +59,7 @@ class Product:
         self.n, self.k = weight.shape
         if self.k % 2:
             raise LayoutMismatch(f"a product of {self.k} inputs, which are no pairs")
-        self._words = torch.empty(-(-self.n // PANEL) * PANEL * self.k // 2, dtype=torch.int32)
+        self._words = kernels.words.take(-(-self.n // PANEL) * PANEL * self.k // 2)
         self._kernels = kernels
         kernels.pack(weight.data_ptr(), self._words.data_ptr(), self.n, self.k, kernels.num_threads)
         self.args = _ProductArgs(self._words.data_ptr(), address(self._bias), self.n, self.k)
@@ -88,11 +89,14 @@ class Decoder:
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
         self._args = (_LayerArgs * len(layers))(*(self._layer_args(layer) for layer in layers))
 
-    def __call__(self, hidden: torch.Tensor, step: AttentionStep, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """hidden [num_tokens, size], the embedding's, is written over; cosine, sine [num_tokens, head_dim / 2] float32; the step's KV is
-        written. Returns what the last norm makes of it, [num_tokens, size]. Raises LayoutMismatch if the cache is another model's."""
-        cache, tables, slots = step.cache, step.tables, step.slots
-        num_tokens, size = hidden.shape
+    def __call__(
+        self, hidden: torch.Tensor, step: AttentionStep, cosine: torch.Tensor, sine: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [num_tokens, size], the embedding's, is written over; cosine, sine [num_tokens, head_dim / 2] float32; rows, ascending:
+        whose last hidden states are asked for; the step's KV is written. Returns what the last norm makes of those, [rows, size], and
+        `finite` as in `Forwarded`. Raises LayoutMismatch if the cache is another model's."""
+        cache, slots = step.cache, step.slots
+        (num_tokens, size), num_rows = hidden.shape, rows.numel()
         first = self._layers[0]
         num_heads = first.o.k // cache.head_dim
         if first.qkv.n != (num_heads + 2 * cache.num_kv_heads) * cache.head_dim or cache.num_layers != len(self._layers):
@@ -102,24 +106,36 @@ class Decoder:
         if self._scratch.numel() < num_tokens * self._scratch_columns:  # fresh pages cost more than some products
             self._scratch = hidden.new_empty(num_tokens * self._scratch_columns)
         out = torch.empty_like(hidden)
-        attention = attention_args(cache, tables, num_heads, self._kernels.num_threads)
-        attention.q_token_stride, attention.q_head_stride = first.qkv.n, cache.head_dim
-        attention.out_token_stride, attention.out_head_stride = first.o.k, cache.head_dim
+        finite = torch.empty(num_tokens, dtype=torch.bool)
+        tables = step.tables
+        rows_tables = tables if num_rows == num_tokens else step.tables_of(rows.numpy())
         args = _DecoderArgs(
             layers=ctypes.addressof(self._args),
             final_norm=self._final_norm.data_ptr(),
             hidden=hidden.data_ptr(),
             out=out.data_ptr(),
             scratch=self._scratch.data_ptr(),
+            is_finite=finite.data_ptr(),
+            rows=rows.data_ptr(),
+            num_rows=num_rows,
             num_tokens=num_tokens,
             num_layers=len(self._layers),
             size=size,
             eps=self._eps,
-            attention=attention,
+            attention=self._attention_args(cache, tables, num_heads),
+            rows_attention=self._attention_args(cache, rows_tables, num_heads),
             heads=heads_args(cache, slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads),
         )
         self._kernels.decode(ctypes.byref(args))
-        return out
+        return out[:num_rows], finite
+
+    def _attention_args(self, cache: KvCache, tables: Tables, num_heads: int) -> AttentionArgs:
+        """With queries and outputs where `decoder.cpp` has them."""
+        first = self._layers[0]
+        args = attention_args(cache, tables, num_heads, self._kernels.num_threads)
+        args.q_token_stride, args.q_head_stride = first.qkv.n, cache.head_dim
+        args.out_token_stride, args.out_head_stride = first.o.k, cache.head_dim
+        return args
 
     def _layer_args(self, layer: DecoderLayer[Product]) -> _LayerArgs:
         return _LayerArgs(

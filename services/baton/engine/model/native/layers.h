@@ -1,5 +1,5 @@
-// What stands between a layer's matrix products: norms, rotary, the gate. Each reads its input once; sums are in float. All members of a team
-// call them; each is one loop.
+// What stands between a layer's matrix products: norms, rotary, the gate; and what is left of a step in its last layer. Each reads its input
+// once; sums are in float. All members of a team call them; each is one loop.
 #pragma once
 
 #include <cmath>
@@ -102,6 +102,30 @@ void silu_gate(Member& member, const T* x, T* out, int64_t rows, int size) {
             const float g = to_float(gate[i]);
             to[i] = from_float<T>(g / (1.0f + exp2_near(-g * LOG2_E)) * to_float(rest[i]));
         }
+    });
+}
+
+// What rows consist of is all numbers: is_finite[r], or if there are rows to put it to, what is there of row to[r] stays false.
+template <typename T>
+void note_finite(Member& member, const T* x, int64_t rows, int64_t size, const int64_t* to, uint8_t* is_finite) {
+    member.each_short(rows, [&](int64_t r) {
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += to_float(x[r * size + i]);
+        if (to) {
+            is_finite[to[r]] &= std::isfinite(sum);
+        } else {
+            is_finite[r] = std::isfinite(sum);
+        }
+    });
+}
+
+// The first `size` numbers of some rows, ascending, to the place of as many first rows. By one member: rows that are read come behind those
+// that are written.
+template <typename T>
+void keep_rows(Member& member, T* x, int64_t stride, int64_t size, const int64_t* rows, int64_t count) {
+    member.each(count ? 1 : 0, [&](int64_t) {
+        for (int64_t i = 0; i < count; i++) std::memmove(x + i * stride, x + rows[i] * stride, size_t(size) * sizeof(T));
     });
 }
 

@@ -10,6 +10,7 @@ from baton.engine.model.attention import PagedKernel
 from baton.engine.model.attention_step import Asked, AttentionStep, Tables
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.native.build import NoKernels, build
+from baton.runtime.memory import promised
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -87,6 +88,25 @@ def heads_args(
     )
 
 
+class Words:
+    """Memory for packed weights, one after the other in huge pages: a step goes over all of them, and in pages of 4 KiB the processor has
+    to look up an address, and stops guessing what comes next, at the end of each (products of few rows take an eighth longer)."""
+
+    _CHUNK_WORDS = 2**24
+    _LINE_WORDS = 16
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.int32)
+
+    def take(self, count: int) -> torch.Tensor:
+        """int32 [count], not set, from the beginning of a cache line on. Raises OSError when there is no memory."""
+        whole = -(-count // self._LINE_WORDS) * self._LINE_WORDS
+        if self._left.numel() < whole:
+            self._left = torch.frombuffer(promised(4 * max(whole, self._CHUNK_WORDS)), dtype=torch.int32)
+        taken, self._left = self._left[:count], self._left[whole:]
+        return taken
+
+
 class Kernels:
     """One compiled library, for steps of `num_threads`."""
 
@@ -115,6 +135,7 @@ class Kernels:
         self.multiplies_pairs = bool(library.baton_multiplies_pairs())
         """Whether this processor has a dot product of pairs of bfloat16; else products are of floats."""
         self.num_threads = num_threads
+        self.words = Words()
 
     def attend(self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked) -> None:
         """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`. Raises LayoutMismatch if the

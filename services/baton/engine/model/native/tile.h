@@ -13,9 +13,9 @@
 
 namespace baton {
 
-constexpr int LANES = 16;  // tokens that pair_tile.h packs side by side; parts of KV begin at multiples of it
+constexpr int LANES = 16;  // floats of a vector of pair_tile.h; parts of KV begin at multiples of it
 constexpr int KV_TILE = 128;
-constexpr int MAX_ROWS = 128;  // of a tile; who makes tiles keeps to it
+constexpr int MAX_ROWS = 512;  // of a tile; who makes tiles keeps to it
 constexpr int AHEAD = 2 * LANES;  // tokens between those that are read and those that are fetched
 constexpr float NEVER = -1e30f;  // below every score; not infinite, so that differences stay numbers
 
@@ -33,6 +33,14 @@ struct KvRows {
         return base + int64_t(table[index / block_size]) * block_stride + int64_t(index % block_size) * head_dim;
     }
     const T* value(int index) const { return key(index) + v_offset; }
+
+    // Keys of [begin, end), one after the other, without a division for each.
+    void keys(int begin, int end, const T** out) const {
+        for (int block = begin / block_size, slot = begin % block_size; begin < end; block++, slot = 0) {
+            const T* first = base + int64_t(table[block]) * block_stride;
+            for (; slot < block_size && begin < end; slot++, begin++) *out++ = first + int64_t(slot) * head_dim;
+        }
+    }
 };
 
 struct Limits {
