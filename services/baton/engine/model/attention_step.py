@@ -140,20 +140,26 @@ class AttentionStep(Once):
         self.segments = segments
         self._masks = masks
         self._plans: dict[int | None, WindowPlan] = {}
-        size = cache.block_size_tokens
-        slots = [np.arange(s.kv_begin, s.context_len) for s in segments]
-        block_ids = [s.block_ids[index // size] for s, index in zip(segments, slots, strict=True)]
-        self._block_ids, self._offsets = self._tensor(np.concatenate(block_ids)), self._tensor(np.concatenate(slots) % size)
 
     @cached_property
     def token_rows(self) -> torch.Tensor:
         """See `KvCache.token_rows`."""
-        return self.cache.token_rows(self._block_ids, self._offsets)
+        return self.cache.token_rows(*self._places)
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """[num_tokens] int64: elements from the beginning of a layer's first block to each token's first key."""
-        return self._block_ids * self.cache.blocks.stride(0) + self._offsets * self.cache.head_dim
+        block_ids, offsets = self._places
+        return block_ids * self.cache.blocks.stride(0) + offsets * self.cache.head_dim
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token its block and its place there, int64."""
+        tables, size = self.tables, self.cache.block_size_tokens
+        counts = np.diff(tables.token_begin)
+        index = np.arange(tables.token_begin[-1], dtype=np.int64) + np.repeat(tables.context_len - tables.token_begin[1:], counts)
+        block_ids = tables.block_ids[np.repeat(tables.table_begin, counts) + index // size]
+        return self._tensor(block_ids.astype(np.int64)), self._tensor(index % size)
 
     @cached_property
     def tables(self) -> Tables:

@@ -13,10 +13,10 @@ from baton.engine.model.step_inputs import PackedStep
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwarded:
     """logits [num_samples, vocab_size], a row for each of the step's `sample_rows`; finite [num_tokens]: whether all that a token leaves
-    is numbers, its keys and values and, if it is sampled from, its last hidden state. Both on the device, valid until the next step;
-    nobody has waited for them. A value that is not a number in any layer's keys, values or activations of a token is one in what comes
-    behind it, too: the token attends to itself, and the residual stream carries it on. So KV that is not numbers never leaves its
-    sequence."""
+    is numbers, at least its keys and values (before they are normed and turned) and, if it is sampled from, its last hidden state. Both
+    on the device, valid until the next step; nobody has waited for them. A value that is not a number in any layer's keys, values or
+    activations of a token is one in what comes behind it, too: the token attends to itself, and the residual stream carries it on. So
+    KV that is not numbers never leaves its sequence."""
 
     logits: torch.Tensor
     finite: torch.Tensor

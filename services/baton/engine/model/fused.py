@@ -63,7 +63,8 @@ class FusedForward:
         tables, slots = step.attention.tables, step.attention.slots
         cosine, sine = turns(self._rotary, step.position_ids)
         hidden = self._embedding[step.token_ids]
-        normed = finite = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
+        normed = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
+        finite = torch.empty(0, dtype=torch.bool)
         for index, layer in enumerate(self._layers):
             is_last = index + 1 == len(self._layers)
             qkv = layer.qkv(normed)

@@ -16,7 +16,7 @@ from baton.engine.model.forward import Forward
 from baton.engine.model.kv_cache import KvCache
 from baton.engine.model.sampler import Draws, numerical_error, sample
 from baton.engine.model.staging import Mark, download, mark, upload
-from baton.engine.model.step_inputs import Part, pack, prepare
+from baton.engine.model.step_inputs import BlockTables, Part, pack, prepare
 from baton.engine.step import StepPlan, StepResult, StepSequence
 from baton.runtime import failpoints
 
@@ -41,7 +41,7 @@ class Launched:
             return StepResult(step_id=self.step_id, samples={}, failures=failures)
         drawn = self.draws.result()
         failures.update(drawn.failures)
-        failures.update((seq_id, numerical_error("hidden states that are not numbers")) for seq_id in self._bad_seq_ids())
+        failures.update((seq_id, numerical_error("KV or hidden states that are not numbers")) for seq_id in self._bad_seq_ids())
         samples = {seq_id: tokens for seq_id, tokens in drawn.samples.items() if seq_id not in failures}
         return StepResult(step_id=self.step_id, samples=samples, failures=failures)
 
@@ -59,7 +59,7 @@ class Launched:
         return token_ids[upload(np.array([self.drawn_at[part.seq_id] for part in parts], dtype=np.int64), token_ids.device)]
 
     def _bad_seq_ids(self) -> list[int]:
-        """Sequences with a hidden state that is not a number."""
+        """Sequences that left something that is not a number."""
         finite = self.finite.numpy()
         if finite.all():
             return []
@@ -73,6 +73,7 @@ class Launcher:
     def __init__(self, forward: Forward, kernel: PagedKernel, cache: KvCache, vocab_size: int) -> None:
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
         self._masks = CausalMasks(cache.dtype, cache.device)
+        self._tables = BlockTables(cache.num_blocks)
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
 
     def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
@@ -106,12 +107,13 @@ class Launcher:
     def _prepared(self, sequences: Iterable[StepSequence]) -> tuple[list[Part], dict[int, Failure]]:
         failures: dict[int, Failure] = {}
         parts: list[Part] = []
+        self._tables.next_step()
         for sequence in sequences:
             try:
                 if self._failpoints_armed:
                     for token in dict.fromkeys(sequence.token_ids):
                         failpoints.hit("sequence_step", seq=sequence.seq_id, token=token)
-                parts.append(prepare(sequence, self._cache, self._vocab_size))
+                parts.append(prepare(sequence, self._tables, self._cache.block_size_tokens, self._vocab_size))
             except Exception as error:  # whatever it is, it is this sequence's: nothing of the others has been touched yet
                 message = f"this request's step cannot be prepared: {error}"
                 failures[sequence.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)

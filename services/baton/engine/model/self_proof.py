@@ -6,7 +6,7 @@ dtype. Then a packed, chunked, paged pass over memory full of NaN is compared wi
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,13 +155,14 @@ def _prove_numbers(loaded: LoadedModel, block_size_tokens: int, kernel: PagedKer
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
         alone = [_logits(loaded, prompt[None])[0] for prompt in prompts]
         doubled = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
-    if forward is not None:
-        paged = _paged_logits(loaded, prompts, size, kernel, forward, rng)
-    else:
-        with closing(ModelForward(loaded.model)) as own:
-            paged = _paged_logits(loaded, prompts, size, kernel, own, rng)
     noise = _difference(doubled, alone, loaded.dtype)
-    error = _difference([logits for _, logits in paged], [each[at] for each, (at, _) in zip(alone, paged, strict=True)], loaded.dtype)
+    with nullcontext(forward) if forward is not None else closing(ModelForward(loaded.model)) as computing:
+        ways = [_paged_logits(loaded, prompts, size, kernel, computing, rng, only_ends=only_ends) for only_ends in (False, True)]
+    errors = [
+        _difference([logits for _, logits in found], [each[at] for each, (at, _) in zip(alone, found, strict=True)], loaded.dtype)
+        for found in ways
+    ]
+    error = float(np.max(errors))  # not a number, if one is none
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
     if not error <= limit:
         raise ModelError(
@@ -176,11 +177,17 @@ def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torc
 
 
 def _paged_logits(
-    loaded: LoadedModel, prompts: Sequence[torch.Tensor], size: int, kernel: PagedKernel, forward: Forward, rng: random.Random
+    loaded: LoadedModel,
+    prompts: Sequence[torch.Tensor],
+    size: int,
+    kernel: PagedKernel,
+    forward: Forward,
+    rng: random.Random,
+    *,
+    only_ends: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each prompt's (positions, logits) from one packed pass after another, a random share of each prompt at a time, in scattered blocks;
-    what is longer than some blocks in larger shares until its last one. Each pass is gone through twice: asked for every token, and as
-    requests ask, for the last of each share."""
+    what is longer than some blocks in larger shares until its last one. Of every token, or, as requests ask, of the last of each share."""
     tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
     free = list(range(sum(len(table) for table in tables) + 1))
     rng.shuffle(free)
@@ -210,15 +217,15 @@ def _paged_logits(
             continue
         step = pack(parts, cache, masks, kernel)
         ends = np.cumsum([part.token_ids.size for part in parts])
-        for rows in (np.arange(ends[-1]), ends - 1):
-            logits = forward(replace(step, sample_rows=torch.from_numpy(rows).to(loaded.device))).logits.float().cpu()
-            for part, end in zip(parts, ends, strict=True):
-                own = rows[(rows >= end - part.token_ids.size) & (rows < end)]
-                found[part.seq_id].append(logits[np.isin(rows, own)])
-                at[part.seq_id].extend(int(row) - int(end) + part.token_ids.size + done[part.seq_id] for row in own)
-        for part in parts:
+        rows = ends - 1 if only_ends else np.arange(ends[-1])
+        logits = forward(replace(step, sample_rows=torch.from_numpy(rows).to(loaded.device))).logits.float().cpu()
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            begin = end - part.token_ids.size
+            is_own = (rows >= begin) & (rows < end)
+            found[part.seq_id].append(logits[is_own])
+            at[part.seq_id].extend((rows[is_own] - begin + done[part.seq_id]).tolist())
             done[part.seq_id] += part.token_ids.size
-    return [(torch.tensor(positions), torch.cat(rows)) for positions, rows in zip(at, found, strict=True)]
+    return [(torch.tensor(positions), torch.cat(own)) for positions, own in zip(at, found, strict=True)]
 
 
 def _share(rng: random.Random, num_left: int, size: int) -> int:

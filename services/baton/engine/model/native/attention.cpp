@@ -7,7 +7,7 @@ namespace {
 
 template <typename T, typename Tile>
 void attention(const AttentionArgs& args) {
-    const Work<T> work(args);
+    const Work<T> work(args, Tile::MOST_ROWS);
     std::vector<Running> parts(work.num_partial);
     by_team(args.num_threads, ATTENTION_LOOPS, [&](Member& member) { attend<T, Tile>(member, work, static_cast<const T*>(args.kv), parts); });
 }

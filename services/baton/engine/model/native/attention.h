@@ -1,8 +1,8 @@
 // Paged attention for a packed batch: each query token attends to its own sequence's KV, up to and including its own index.
 //
 // Online softmax over tiles of KV (FlashAttention, Dao et al. 2022); sequences of one token are cut along their KV as well where there are
-// threads to spare (Flash-Decoding, Dao et al. 2023). Nothing is gathered: keys and values are read out of their blocks
-// (pair_tile.h, float_tile.h).
+// threads to spare (Flash-Decoding, Dao et al. 2023). No context is gathered: a tile reads keys and values out of their blocks, some dozens of
+// tokens at a time (pair_tile.h, float_tile.h).
 #pragma once
 
 #include <cstdint>

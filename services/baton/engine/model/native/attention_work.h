@@ -28,19 +28,21 @@ struct Work {
     std::vector<Item> items;
     int num_partial = 0;
 
-    explicit Work(const AttentionArgs& given) : args(given), group(given.num_heads / given.num_kv_heads) {
+    // `most_rows`: of a tile; at most MAX_ROWS.
+    Work(const AttentionArgs& given, int most_rows) : args(given), group(given.num_heads / given.num_kv_heads) {
         const int splits = (group + MAX_HEADS - 1) / MAX_HEADS;  // heads of one KV head that are too many are shared out evenly
         heads_a_tile = (group + splits - 1) / splits;
         // A tile goes over the KV of its tokens once: the more tokens, the less is read again.
-        int rows = MAX_ROWS, num_tiles = tiles_of(rows);
-        for (; num_tiles < TILES_A_THREAD * args.num_threads && rows > LEAST_ROWS; num_tiles = tiles_of(rows)) rows /= 2;
+        const int wanted = args.num_threads == 1 ? 1 : TILES_A_THREAD * args.num_threads;
+        int num_tiles = share_out(most_rows);
+        for (int rows = most_rows / 2; num_tiles < wanted && rows >= LEAST_ROWS; rows /= 2) num_tiles = share_out(rows);
         // long tiles first, so that no thread is left with one at the end
         for (int s = 0; s < args.num_seqs; s++) plan(s, num_tiles);
         std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return cost(a) > cost(b); });
     }
 
-    // How many there are of so many rows, of which no token is left out.
-    int tiles_of(int rows) {
+    // In tiles of so many rows, or of one token; returns how many.
+    int share_out(int rows) {
         tokens_a_tile = std::max(1, rows / heads_a_tile);
         int tiles_a_head = 0;
         for (int s = 0; s < args.num_seqs; s++) tiles_a_head += (num_tokens(s) + tokens_a_tile - 1) / tokens_a_tile;
@@ -54,7 +56,8 @@ struct Work {
         const int count = num_tokens(seq), before = args.context_len[seq] - count;
         for (int begin = 0; begin < count; begin += tokens_a_tile) {
             const int end = std::min(count, begin + tokens_a_tile);
-            const int low = args.window ? std::max(0, before + begin + 1 - args.window) : 0, high = before + end;
+            const int first_seen = args.window ? std::max(0, before + begin + 1 - args.window) : 0, high = before + end;
+            const int low = first_seen / KV_STRETCH * KV_STRETCH;
             const int wanted = (TILES_A_THREAD * args.num_threads + num_tiles - 1) / num_tiles;  // parts, so that every thread has a few
             const int parts = args.num_threads == 1 ? 1 : std::clamp(wanted, 1, std::max(1, (high - low) / PART_TOKENS));
             const int step = up((high - low + parts - 1) / parts, LANES);

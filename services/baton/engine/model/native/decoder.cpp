@@ -58,6 +58,7 @@ Product product_of(const ProductArgs& args) {
 constexpr int64_t LAYER_LOOPS = 8 + ATTENTION_LOOPS, LAST_LOOPS = 5;
 
 // Attention of a layer, planned once for all that ask for the same; few ask for something else.
+template <typename Tile>
 class Plans {
   public:
     explicit Plans(const AttentionArgs& of) : of_(of) {}
@@ -68,7 +69,7 @@ class Plans {
         own = of_;
         own.window = layer.window;
         own.scale = layer.scale;
-        work = std::make_unique<Work<Bf16>>(own);
+        work = std::make_unique<Work<Bf16>>(own, Tile::MOST_ROWS);
     }
 
     const Work<Bf16>& of(const LayerArgs& layer) const { return *made_.at({layer.window, layer.scale}).second; }
@@ -100,9 +101,9 @@ void decode(const DecoderArgs& args) {
     const auto planned = [&](AttentionArgs attention) {
         attention.q = qkv;
         attention.out = attended;
-        return Plans(attention);
+        return Plans<Tile>(attention);
     };
-    Plans plans = planned(args.attention), last_plans = planned(args.rows_attention);
+    Plans<Tile> plans = planned(args.attention), last_plans = planned(args.rows_attention);
     for (int l = 0; l < args.num_layers; l++) plans.add(args.layers[l]);
     if (!are_all) last_plans.add(last);
     std::vector<Running> parts(std::max(plans.most_partial(), last_plans.most_partial()));
@@ -118,7 +119,7 @@ void decode(const DecoderArgs& args) {
             heads.q_weight = layer.q_norm;
             heads.k_weight = layer.k_norm;
             turn_and_store<Bf16>(member, heads);
-            const Plans* plan = &plans;
+            const Plans<Tile>* plan = &plans;
             if (&layer == &last) {
                 note_finite(member, qkv, tokens, layer.qkv.n, nullptr, args.is_finite);
                 if (!are_all) {

@@ -29,6 +29,8 @@ inline float dot(const float* a, const float* b, int size) {
 template <typename T>
 class FloatTile {
    public:
+    static constexpr int MOST_ROWS = 128;  // what they become stays in the second cache, in floats and with long heads, too
+
     void attend(const T* const* rows, int num_rows, const Limits* seen, const KvRows<T>& kv, Limits range, float factor, Running& run) {
         width_ = up(kv.head_dim, LANE_FLOATS);
         if (num_rows <= FEW_ROWS) return attend_few(rows, num_rows, seen, kv, range, factor, run);

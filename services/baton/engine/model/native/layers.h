@@ -105,7 +105,7 @@ void silu_gate(Member& member, const T* x, T* out, int64_t rows, int size) {
     });
 }
 
-// What rows consist of is all numbers: is_finite[r], or if there are rows to put it to, what is there of row to[r] stays false.
+// Whether each row is all numbers: into is_finite[r]; or, with `to`, is_finite[to[r]] stays true only if it is.
 template <typename T>
 void note_finite(Member& member, const T* x, int64_t rows, int64_t size, const int64_t* to, uint8_t* is_finite) {
     member.each_short(rows, [&](int64_t r) {

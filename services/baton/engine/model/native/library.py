@@ -99,7 +99,7 @@ class Words:
         self._left = torch.empty(0, dtype=torch.int32)
 
     def take(self, count: int) -> torch.Tensor:
-        """int32 [count], not set, from the beginning of a cache line on. Raises OSError when there is no memory."""
+        """int32 [count], from the beginning of a cache line on. Raises OSError when there is no memory."""
         whole = -(-count // self._LINE_WORDS) * self._LINE_WORDS
         if self._left.numel() < whole:
             self._left = torch.frombuffer(promised(4 * max(whole, self._CHUNK_WORDS)), dtype=torch.int32)

@@ -1,4 +1,4 @@
-// Many query rows in panels: a lane is a row, so that no maximum and no sum runs across lanes, and keys are read as they lie in their blocks.
+// Many query rows in panels: a lane is a row, so that no maximum and no sum runs across lanes, and keys need no other order.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ class PairPanels {
         start(rows, num_rows, seen);
         for (int begin = range.low; begin < range.high; begin += PAIR_TOKENS) {
             const int end = std::min(begin + PAIR_TOKENS, range.high);
-            gather(kv, begin, end, range.high);
+            copy(kv, begin, end, range.high);
             each_stretch(width_, [&](auto vectors, int lane) { add<decltype(vectors)::value>(lane, begin, end, factor); });
         }
         finish(run, num_rows);
@@ -54,13 +54,14 @@ class PairPanels {
         });
     }
 
-    // Keys one after the other, values in pairs of tokens, so that rows that go over them again find them together: in their blocks the KV of
+    // The keys of [begin, end) one after the other, values in pairs of tokens, so that all panels find them together: in their blocks the KV of
     // a head may lie as many bytes apart as a cache has places for, and then most of it is in none. Meanwhile what comes next is fetched.
-    void gather(const KvRows<Bf16>& kv, int begin, int end, int high) {
+    void copy(const KvRows<Bf16>& kv, int begin, int end, int high) {
         constexpr int NEXT = 16;
-        const int count = end - begin, padded = up(count, AT_ONCE<1>);
-        here_.find(kv, begin, std::min(end + NEXT, high), PAIR_TOKENS + NEXT);
-        for (int i = 0; i < padded; i += 2) {
+        static_assert(NEXT <= AHEAD);
+        const int count = end - begin;
+        here_.find(kv, begin, high);
+        for (int i = 0; i < up(count, AT_ONCE<1>); i += 2) {
             for (int next = i + NEXT; next < i + NEXT + 2; next++) {
                 for (int d = 0; d < dim_; d += LINE) {
                     fetch(here_.keys[next] + d);
@@ -86,12 +87,13 @@ class PairPanels {
     template <int C>
     void add(int lane, int begin, int end, float factor) {
         constexpr int WIDTH = C * LANES;
-        const int low = *std::max_element(low_ + lane, low_ + lane + WIDTH), high = *std::min_element(high_ + lane, high_ + lane + WIDTH);
-        const int count = std::min(end, *std::max_element(high_ + lane, high_ + lane + WIDTH)) - begin;
-        if (count <= 0) return;
+        const auto [least_low, most_low] = std::minmax_element(low_ + lane, low_ + lane + WIDTH);
+        const auto [least_high, most_high] = std::minmax_element(high_ + lane, high_ + lane + WIDTH);
+        const int count = std::min(end, *most_high) - begin;
+        if (count <= 0 || end <= *least_low) return;  // nobody sees any of them
         alignas(64) float keep[WIDTH];
         multiply_some<From::ZERO, C>(scores_.data(), WIDTH, {tokens_, 2}, up(count, AT_ONCE<C>), {queries_of(lane), WIDTH}, dim_ / 2);
-        if (begin >= low && begin + count <= high) {
+        if (begin >= *most_low && begin + count <= *least_high) {
             weigh<C, true>(lane, begin, count, factor, keep);
         } else {
             weigh<C, false>(lane, begin, count, factor, keep);
@@ -164,12 +166,12 @@ class PairPanels {
         });
     }
 
-    int dim_ = 0, width_ = 0;  // of a head; lanes in all, a multiple of 16
-    Lines<uint32_t> queries_;  // panel by panel, see `queries_of`
-    Lines<float> sums_;
+    int dim_ = 0, width_ = 0;             // of a head; lanes in all, a multiple of 16
+    Lines<uint32_t> queries_;             // panel by panel, see `queries_of`
+    Lines<float> sums_;                   // likewise
     Lines<Bf16> keys_;                    // [PAIR_TOKENS, dim]
     Lines<uint32_t> values_;              // [PAIR_TOKENS / 2, dim]
-    const Bf16* tokens_[PAIR_TOKENS];          // rows of keys_
+    const Bf16* tokens_[PAIR_TOKENS];     // rows of keys_
     const Bf16* features_[MAX_PAIR_DIM];  // columns of values_
     Lines<float> scores_{size_t(PAIR_TOKENS) * 4 * LANES};
     Lines<uint32_t> weights_{size_t(PAIR_TOKENS / 2) * 4 * LANES};

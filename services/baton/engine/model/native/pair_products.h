@@ -12,10 +12,10 @@ namespace baton {
 
 constexpr int LINE = LINE_BYTES / int(sizeof(Bf16));
 constexpr int MAX_PAIR_DIM = 1024;  // of a head
-constexpr int PAIR_TOKENS = 96;  // whose KV is gone over at once: a multiple of 16, and of AT_ONCE, so that no key is left over
+constexpr int PAIR_TOKENS = KV_STRETCH;  // whose KV is gone over at once
 alignas(64) inline const Bf16 NO_TOKEN[MAX_PAIR_DIM] = {};  // its key or value, where a tile is not full
 
-// 2^x for x <= 0, exact where x is whole: a polynomial of the fraction (relative error below 3e-6: what it makes is rounded to bfloat16, which
+// 2^x, exact where x is whole: a polynomial of the fraction (relative error below 3e-6: what it makes is rounded to bfloat16, which
 // is 700 times as rough), scaled by the exponent.
 inline __m512 exp2_lanes(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -68,16 +68,18 @@ inline void pair_up(const Bf16* a, const Bf16* b, uint32_t* out) {
     _mm512_store_si512(out + LANES, _mm512_permutex2var_epi16(of_a, high, of_b));
 }
 
-// Where the KV of some tokens lies.
+// Where the KV of PAIR_TOKENS tokens and of those lies that come next.
 struct Places {
-    const Bf16 *keys[KV_TILE], *values[KV_TILE];
+    static constexpr int COUNT = PAIR_TOKENS + AHEAD;
 
-    // Of [begin, end), and of `count` tokens in all: those that are not there are zeros.
-    void find(const KvRows<Bf16>& kv, int begin, int end, int count) {
-        const int here = std::max(0, end - begin);
-        kv.keys(begin, end, keys);
-        std::fill(keys + here, keys + count, NO_TOKEN);
-        std::fill(values + here, values + count, NO_TOKEN);
+    const Bf16 *keys[COUNT], *values[COUNT];
+
+    // From `begin` on; from `end` on there are none, or only zeros.
+    void find(const KvRows<Bf16>& kv, int begin, int end) {
+        const int here = std::min(COUNT, end - begin);
+        kv.keys(begin, begin + here, keys);
+        std::fill(keys + here, keys + COUNT, NO_TOKEN);
+        std::fill(values + here, values + COUNT, NO_TOKEN);
         for (int i = 0; i < here; i++) values[i] = keys[i] + kv.v_offset;
     }
 };
@@ -132,6 +134,7 @@ inline void each_stretch(int lanes, const Go& go) {
 
 template <int C>
 constexpr int AT_ONCE = C == 4 ? 6 : 12;  // rows, whose sums fill the registers
+static_assert(PAIR_TOKENS % LANES == 0 && PAIR_TOKENS % AT_ONCE<4> == 0 && PAIR_TOKENS % AT_ONCE<1> == 0);
 
 // The same for any number of rows.
 template <From FROM, int C>

@@ -1,6 +1,6 @@
 // Tiles of bfloat16, with the processor's dot product of pairs: many rows in panels (pair_panels.h). Of few, as of those that decode, a lane is
 // a token, and then a feature: keys are packed 16 tokens wide, so that no sum runs across lanes. Either way a row is added up in the same
-// order: what it becomes does not depend on how many it is computed with, to the last bit.
+// order: what it becomes does not depend on how many it is computed with, to the last bit, unless its KV is shared out among threads.
 #pragma once
 
 #include "pair_panels.h"
@@ -15,6 +15,7 @@ constexpr int MANY_ROWS = 16;  // from here on panels are faster
 class PairTile {
   public:
     static constexpr int MAX_DIM = MAX_PAIR_DIM;
+    static constexpr int MOST_ROWS = MAX_ROWS;
 
     void attend(const Bf16* const* rows, int num_rows, const Limits* seen, const KvRows<Bf16>& kv, Limits range, float factor, Running& run) {
         if (num_rows >= MANY_ROWS) return panels_.attend(rows, num_rows, seen, kv, range, factor, run);
@@ -25,7 +26,7 @@ class PairTile {
         for (int r = 0; r < num_rows; r++) weights[r] = weights_.data() + size_t(r) * PAIR_TOKENS;
         for (int begin = range.low; begin < range.high; begin += PAIR_TOKENS) {
             const int count = std::min(PAIR_TOKENS, range.high - begin), width = up(count, LANES);
-            here_.find(kv, begin, std::min(begin + PAIR_TOKENS + AHEAD, range.high), PAIR_TOKENS + AHEAD);
+            here_.find(kv, begin, range.high);
             for (int i = 0; i < width; i += LANES) pack(i, std::min(LANES, count - i), dim);
             multiply_all<From::ZERO>(scores_.data(), PAIR_TOKENS, {rows, 2}, num_rows, {keys_.data(), PAIR_TOKENS}, dim / 2, width);
             for (int r = 0; r < num_rows; r++) {

@@ -13,9 +13,10 @@
 
 namespace baton {
 
-constexpr int LANES = 16;  // floats of a vector of pair_tile.h; parts of KV begin at multiples of it
+constexpr int LANES = 16;  // floats of a vector of pair_tile.h; parts of a stretch of KV are multiples of it
 constexpr int KV_TILE = 128;
-constexpr int MAX_ROWS = 512;  // of a tile; who makes tiles keeps to it
+constexpr int KV_STRETCH = 96;  // a tile's KV begins at a multiple of it, whatever a window hides: a row's sums have the same parts in any tile
+constexpr int MAX_ROWS = 512;  // of any tile
 constexpr int AHEAD = 2 * LANES;  // tokens between those that are read and those that are fetched
 constexpr float NEVER = -1e30f;  // below every score; not infinite, so that differences stay numbers
 
