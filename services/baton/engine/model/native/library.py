@@ -90,7 +90,7 @@ def heads_args(
 
 class Words:
     """Memory for packed weights, one after the other in huge pages: a step goes over all of them, and in pages of 4 KiB the processor has
-    to look up an address, and stops guessing what comes next, at the end of each (products of few rows take an eighth longer)."""
+    to look up an address, and stops guessing what comes next, at the end of each."""
 
     _CHUNK_WORDS = 2**24
     _LINE_WORDS = 16
