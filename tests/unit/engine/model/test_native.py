@@ -31,7 +31,7 @@ SHAPES = (
     (4, 2, 80, 16),
     (14, 2, 64, 32),
     (4, 4, 7, 1),
-    (160, 1, 8, 16),  # more query heads of a KV head than a tile has, of which the next two are, too
+    (160, 1, 8, 16),  # more query heads of a KV head than a tile takes, as in the next one; then just as many
     (258, 2, 32, 16),
     (128, 1, 32, 16),
     (2, 1, 96, 16),
