@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from baton.runtime.event_loop import new_event_loop
+
 LAG_INTERVAL_S = 0.25
 
 
@@ -246,15 +248,6 @@ def age_s() -> float:
     import psutil
 
     return time.time() - psutil.Process().create_time()
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's loop where it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:

@@ -18,7 +18,6 @@ from baton.runtime.process import (
     Stop,
     StoppedNow,
     age_s,
-    new_event_loop,
     rare_collections,
     settled_heap,
     tethered,
@@ -190,12 +189,6 @@ async def test_loop_lag_is_observed() -> None:
         await asyncio.sleep(0.03)
     assert max(lags) > 0.08
     assert min(lags) >= 0
-
-
-def test_new_event_loop_runs() -> None:
-    loop = new_event_loop()
-    assert loop.run_until_complete(asyncio.sleep(0, 7)) == 7
-    loop.close()
 
 
 PARENT = """
