@@ -52,7 +52,8 @@ class EngineLoop:
         deliver: Callable[[Outcome], None],
         on_step: Callable[[StepPlan, float], None] = lambda plan, step_s: None,
     ) -> None:
-        """`on_step`: told of each step that ran as it was planned, and the seconds it took."""
+        """`on_step`: told of each step that ran as it was planned, and the seconds it took, from the end of the one before if there was no
+        rest between them: whoever decodes waits for the planning, too, where that was not done ahead."""
         self.engine = engine
         self.executor = executor
         self.draining = False
@@ -61,6 +62,8 @@ class EngineLoop:
         self.last_step_started_s = 0.0
         self.last_step_ended_s = 0.0
         """Of the last step that has ended: the one whose tokens are delivered."""
+        self._last_step_took_s = 0.0
+        self._busy_since_s = 0.0  # since the step before has ended, or there was something to do
         self._deliver = deliver
         self._on_step = on_step
         self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
@@ -130,6 +133,7 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Until drained. Raises EngineUnhealthy when the device is at fault."""
+        self._busy_since_s = asyncio.get_running_loop().time()
         try:
             while True:
                 step, self._ahead = self._ahead, None
@@ -143,6 +147,7 @@ class EngineLoop:
                         if self.draining and self.engine.is_idle and not self._inbox:
                             return
                         await self._wake.wait()
+                        self._busy_since_s = asyncio.get_running_loop().time()
                         continue
                     step = self._launch(plan)
                     self._begun(step)
@@ -234,7 +239,7 @@ class EngineLoop:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
         if all(part.sample is None or part.seq_id in result.samples for part in plan.sequences):
-            self._on_step(plan, self.last_step_ended_s - self.last_step_started_s)
+            self._on_step(plan, self._last_step_took_s)
         return result
 
     def _begun(self, step: _Launched) -> float:
@@ -251,6 +256,8 @@ class EngineLoop:
             await _stopped(step.result)  # if we were interrupted
             self.step_started_s = None
             self.last_step_started_s, self.last_step_ended_s = started_s, asyncio.get_running_loop().time()
+            self._last_step_took_s = self.last_step_ended_s - self._busy_since_s
+            self._busy_since_s = self.last_step_ended_s
         self.steps_done += 1
         return result
 

@@ -1,12 +1,14 @@
 """The loop over a fake device: what lands between steps, what is delivered when, when it ends."""
 
 import asyncio
+import time
 
 import pytest
 
 from baton.core.errors import Reason, Refused
 from baton.engine.loop import EngineLoop
 from baton.engine.outcome import Outcome
+from baton.engine.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 from tests.unit.engine.loops import FAILURE, make_loop, running, turns
@@ -221,6 +223,34 @@ async def test_steps_that_ran_as_planned_are_told_with_their_time() -> None:
         loop.add(sequence_request(1, range(9), max_tokens=3))
     assert [num_tokens for num_tokens, _ in told] == [9, 1, 1]
     assert all(0 <= step_s < 1 for _, step_s in told)
+
+
+async def test_the_time_of_a_step_has_its_planning_in_it_and_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, clock = EngineRig(), asyncio.get_running_loop().time
+    told: list[float] = []
+    done = asyncio.Event()
+
+    def deliver(outcome: Outcome) -> None:
+        if any(output.finish is not None for output in outcome.outputs):
+            done.set()
+
+    loop = EngineLoop(rig.engine, rig.executor, deliver, lambda plan, step_s: told.append(step_s))
+    plan_s, rest_s, plan = 0.01, 0.05, rig.engine.plan
+
+    def plan_slowly() -> StepPlan:
+        time.sleep(plan_s)
+        return plan()
+
+    monkeypatch.setattr(rig.engine, "plan", plan_slowly)
+    began_s = clock()
+    async with running(loop):
+        loop.add(sequence_request(1, range(200), max_tokens=1))
+        await done.wait()
+        await asyncio.sleep(rest_s)
+        loop.add(sequence_request(2, range(9), max_tokens=1))
+    assert len(told) >= 2
+    assert min(told) >= plan_s
+    assert sum(told) <= clock() - began_s - rest_s + plan_s
 
 
 async def test_steps_that_failed_are_not_told() -> None:
