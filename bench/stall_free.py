@@ -102,8 +102,8 @@ class Run:
             self._keeper.observe(plan, step_s)
         self._batch = sum(part.num_scheduled_tokens == 1 for part in plan.sequences)
         self._is_alone = self._batch == len(plan.sequences)
-        if self._is_alone:
-            self.seen.alone[self._batch].append(step_s)
+        if self._is_alone:  # the device's time: what lies between two steps is of the gaps
+            self.seen.alone[self._batch].append(self._loop.last_step_ended_s - self._loop.last_step_started_s)
 
     def _deliver(self, outcome: Outcome) -> None:
         now_s = asyncio.get_running_loop().time()

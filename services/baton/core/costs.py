@@ -176,8 +176,8 @@ def stall_free_step_s(
     """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode. They take `decode_step_s` in a step
     without it, and `beside_s` of one with it. `limit_s`: what the promises to them allow, 0 for nothing. The
     `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody would keep more waiting than it serves: the part of the
-    time with which they are done in `PATIENCE_S`, or, where those behind the first are many beside those that decode, what half of them are
-    of all that wait for a step: a queue of some, which any load brings now and then, is no reason to stall anybody.
+    time with which they are done in `PATIENCE_S`, or, of those behind the first counting every other one, what these are of all that wait
+    for a step. All of them counted, steps of 2.2 times came often enough at four fifths of capacity to be seen in the 99th percentile.
 
     A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it while no prompts come."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))

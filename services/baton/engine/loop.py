@@ -52,8 +52,9 @@ class EngineLoop:
         deliver: Callable[[Outcome], None],
         on_step: Callable[[StepPlan, float], None] = lambda plan, step_s: None,
     ) -> None:
-        """`on_step`: told of each step that ran as it was planned, and the seconds it took, from the end of the one before if there was no
-        rest between them: whoever decodes waits for the planning, too, where that was not done ahead."""
+        """`on_step`: told of each step that ran as it was planned, and the seconds it took: from the end of the one before, or since there
+        was something to do again. Whoever decodes waits for all that lies between two steps, planning mostly, where that was not done
+        ahead."""
         self.engine = engine
         self.executor = executor
         self.draining = False
@@ -62,7 +63,6 @@ class EngineLoop:
         self.last_step_started_s = 0.0
         self.last_step_ended_s = 0.0
         """Of the last step that has ended: the one whose tokens are delivered."""
-        self._last_step_took_s = 0.0
         self._busy_since_s = 0.0  # since the step before has ended, or there was something to do
         self._deliver = deliver
         self._on_step = on_step
@@ -217,6 +217,7 @@ class EngineLoop:
             await asyncio.wait((ahead.result,))
             await _stopped(ahead.result)
             self.step_started_s, self._ahead = None, None
+            self._busy_since_s = asyncio.get_running_loop().time()
             self.engine.withdrawn()
 
     async def _result_of(self, step: _Launched) -> StepResult:
@@ -225,7 +226,7 @@ class EngineLoop:
         plan = step.plan
         try:
             try:
-                result = await self._timed(step)
+                result, took_s = await self._timed(step)
             except DeviceFault:
                 raise
             except Exception as error:
@@ -239,7 +240,7 @@ class EngineLoop:
             raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
         self._failed_in_a_row.clear()
         if all(part.sample is None or part.seq_id in result.samples for part in plan.sequences):
-            self._on_step(plan, self._last_step_took_s)
+            self._on_step(plan, took_s)
         return result
 
     def _begun(self, step: _Launched) -> float:
@@ -248,7 +249,8 @@ class EngineLoop:
         self.step_started_s = started_s = max(step.at_s, self.last_step_ended_s)
         return started_s
 
-    async def _timed(self, step: _Launched) -> StepResult:
+    async def _timed(self, step: _Launched) -> tuple[StepResult, float]:
+        """And how long those who decode have waited for it."""
         started_s = self._begun(step)
         try:
             result = await step.result
@@ -256,10 +258,10 @@ class EngineLoop:
             await _stopped(step.result)  # if we were interrupted
             self.step_started_s = None
             self.last_step_started_s, self.last_step_ended_s = started_s, asyncio.get_running_loop().time()
-            self._last_step_took_s = self.last_step_ended_s - self._busy_since_s
+            took_s = self.last_step_ended_s - self._busy_since_s
             self._busy_since_s = self.last_step_ended_s
         self.steps_done += 1
-        return result
+        return result, took_s
 
     async def _find_guilty(self, plan: StepPlan, error: Exception) -> StepResult:
         """Running a sequence's part again writes the same KV to the same places. The copies are made again until one part has run: from
@@ -270,7 +272,7 @@ class EngineLoop:
         block_copies = plan.block_copies
         for part in plan.sequences:
             try:
-                result = await self._timed(self._launch(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies)))
+                result, _ = await self._timed(self._launch(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies)))
             except DeviceFault:
                 raise
             except Exception as part_error:

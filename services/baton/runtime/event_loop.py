@@ -1,13 +1,16 @@
-"""The event loop that every process of ours runs on."""
+"""The event loop that every service runs on."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from contextvars import Context
-from math import ceil
+from math import ceil, isfinite
 from typing import TypeVarTuple
 
 Ts = TypeVarTuple("Ts")
+
+COARSE_S = 0.002
+"""libuv's clock is behind ours by no more: it counts whole milliseconds, perhaps by a clock that does so, too."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -19,15 +22,21 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     class PreciseLoop(uvloop.Loop):
         """uvloop's own clock counts whole milliseconds, and many steps of an engine take one or two: what they cost was learned from
-        zeros, ones and twos. Its timers count from that clock, too, so what is asked for by ours is rounded up to it."""
+        zeros, ones and twos. Its timers count by libuv's, so what is asked for by ours is rounded up to that."""
 
         def time(self) -> float:
-            return time.monotonic()  # libuv's clock, not rounded
+            return time.monotonic()
 
         def call_at(
             self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
         ) -> asyncio.TimerHandle:
-            return super().call_later(ceil((when - super().time()) * 1e3) / 1e3, callback, *args, context=context)
+            now_s = time.monotonic()
+            delay_s = when - now_s
+            if delay_s > 0 and isfinite(delay_s):
+                # The two need not count from the same moment: on a Mac one goes on while it sleeps.
+                behind_s = min(max(now_s - super().time(), 0.0), COARSE_S)
+                delay_s = ceil((delay_s + behind_s) * 1e3) / 1e3
+            return super().call_later(delay_s, callback, *args, context=context)
 
         def call_later(
             self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None

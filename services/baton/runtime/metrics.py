@@ -63,7 +63,9 @@ class ProcessMetrics(_Family):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.loop_lag_s = self._histogram("event_loop_lag_seconds", "How late the event loop ran a timer.", SHORT_BUCKETS_S)
+        self.loop_lag_s = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop ran a timer: up to 0.002 where nothing held it up.", SHORT_BUCKETS_S
+        )
         self.loop_tasks = self._gauge("event_loop_tasks", "Tasks of the event loop that have not ended.")
         self.trace_spans = self._counter(
             "trace_spans_total",
@@ -159,7 +161,7 @@ class EngineMetrics(_Family):
         self.running_seqs = self._gauge("running_seqs", "Sequences in the batch.")
         self.waiting_seqs = self._gauge("waiting_seqs", "Sequences waiting for their first step or for memory.")
         self.waiting_prefill_tokens = self._gauge("waiting_prefill_tokens", "Prompt tokens not computed yet.")
-        self.step_s = self._histogram("step_seconds", "Duration of a step on the device.", TPOT_BUCKETS_S)
+        self.step_s = self._histogram("step_seconds", "Duration of a step on the device, without what lies between two.", TPOT_BUCKETS_S)
         self.step_tokens = self._counter("step_tokens_total", "Tokens computed.")
         self.preemptions = self._counter("preemptions_total", "Sequences that lost their blocks to others.")
         self.evictions = self._counter("evictions_total", "Cached blocks handed out again.")

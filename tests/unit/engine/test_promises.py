@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import StepCostModel
+from baton.core.costs import STALL_TIMES, StepCostModel
 from baton.engine import promises
 from baton.engine.promises import KEPT_PART, LENT_PART, SURE_PART
 from baton.engine.sequence import EngineSequence
@@ -139,7 +139,7 @@ def test_whoever_lends_only_what_it_may_is_on_time(decode_s: float, times: float
 def test_a_queue_makes_an_answer_late_by_no_more_than_the_queue_takes(decode_s: float, num_tokens: int, queued_s: list[float]) -> None:
     """Where many prompts wait a step takes what they get for that (`stall_free_step_s`), a promise or not. What was lent comes back all the
     same: late is only what such steps took beyond what the answer could expect, and lend."""
-    later_s = 1.8 * decode_s
+    later_s = STALL_TIMES * decode_s
     seq, now_s, beyond_s = decoding(num_tokens - 1, 0.0), 0.0, 0.0
     for token in range(num_tokens - 1):
         may_s = max(later_s, limit_s([seq], now_s, decode_s, later_s=later_s))

@@ -89,7 +89,7 @@ def test_a_machine_that_has_become_slow_does_not_starve_prompts() -> None:
     for _ in range(500):
         correction.observe(work, 3 * COSTS.step_seconds(work))
     mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, correction.costs))
-    assert mine / 2 <= its <= mine
+    assert mine / 3 < its <= mine, "about half: the factor of steps without follows at four fifths of the pace"
 
 
 @pytest.mark.parametrize("is_paced", [True, False])

@@ -1,7 +1,9 @@
 """`baton.runtime.event_loop`: its clock and its timers."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 
@@ -39,6 +41,37 @@ def test_no_timer_is_early(loop: asyncio.AbstractEventLoop, delay_s: float) -> N
 
     for begin in (True, False):
         assert all(loop.run_until_complete(late_s(begin)) >= 0 for _ in range(5))
+
+
+@pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
+def test_timers_take_their_time_where_the_two_clocks_have_not_begun_together(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    """On a Mac libuv's goes on while it sleeps, and Python's does not."""
+    began_s, own = time.monotonic(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: own() + off_s)
+    loop.run_until_complete(asyncio.wait_for(asyncio.sleep(0.02), 10))
+    assert 0.019 < own() - began_s < 5
+
+
+@pytest.mark.parametrize("delay_s", [0.0, -1.0])
+def test_what_is_due_runs_in_the_next_turn(loop: asyncio.AbstractEventLoop, delay_s: float) -> None:
+    async def order() -> list[str]:
+        found: list[str] = []
+        loop.call_later(delay_s, found.append, "due")
+        loop.call_soon(found.append, "soon")
+        await asyncio.sleep(0)
+        return found
+
+    assert loop.run_until_complete(order()) == ["due", "soon"]
+
+
+def test_a_timer_may_be_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    async def waited() -> None:
+        async with asyncio.timeout(inf):
+            await asyncio.sleep(0.001)
+
+    loop.run_until_complete(waited())
 
 
 def test_a_timer_of_the_past_fires_and_a_cancelled_one_does_not(loop: asyncio.AbstractEventLoop) -> None:
