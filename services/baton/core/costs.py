@@ -13,9 +13,8 @@ from baton.core.plain import from_plain, to_plain
 
 COSTS_VERSION = 1
 """Of the features: a model of another version means something else by its numbers."""
-STALL_TIMES = 1.65
-"""A step with a part of a prompt may always take so many times what it takes without. So far below 2 because steps vary: of a hundred gaps
-between tokens all but one should be."""
+STALL_TIMES = 1.8
+"""A step with a part of a prompt may always take so many times what it takes without. Below 2, because steps vary."""
 LEAST_TIMES = 1.25
 """It may take so many times what those that decode take of a step with a prompt, even where that alone is more than they should wait: in
 ever smaller parts a prompt would hold them up more often."""
@@ -176,12 +175,11 @@ def stall_free_step_s(
     """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode. They take `decode_step_s` in a step
     without it, and `beside_s` of one with it. `limit_s`: what the promises to them allow, 0 for nothing. The
     `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody would keep more waiting than it serves: the part of the
-    time with which they are done in `PATIENCE_S`, or, of those behind the first counting every other one, what these are of all that wait
-    for a step. All of them counted, steps of 2.2 times came often enough at four fifths of capacity to be seen in the 99th percentile.
+    time with which they are done in `PATIENCE_S`, or what those behind the first are of all that wait for a step.
 
     A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it while no prompts come."""
     in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
-    by_heads = 1 + (num_prompts - 1) / (2 * max(1.0, num_decoding))
+    by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
     return max(limit_s, decode_step_s * STALL_TIMES, beside_s * max(LEAST_TIMES, in_time, by_heads))
 
 

@@ -172,7 +172,7 @@ def test_more_prompts_that_wait_make_no_step_smaller() -> None:
         rig.add(sequence_request(seq_id, range(10), max_tokens=60, sampling={"ignore_eos": True}, tpot_slo_s=0.01))
     rig.step()
     budgets = []
-    for seq_id in range(9, 49):
+    for seq_id in range(9, 29):
         rig.add(sequence_request(seq_id, range(20, 520), max_tokens=2))
         budgets.append(rig.engine.step_budget_tokens)
     assert budgets == sorted(budgets)

@@ -68,18 +68,18 @@ def test_prompts_that_have_waited_for_long_get_more() -> None:
     def taken(num_queued: int) -> int:
         return beside([500] * 8, queued(num_queued))
 
-    assert taken(100) == taken(7_000) < taken(14_000) < taken(16_000) <= taken(300_000)
+    assert taken(100) == taken(9_000) < taken(14_000) < taken(16_000) <= taken(300_000)
 
 
 def test_prompts_that_are_many_beside_those_that_decode_get_more() -> None:
     def taken(num_prompts: int) -> int:
         return beside([500] * 8, queued(1600, num_prompts))
 
-    assert taken(1) == taken(10) < taken(16) < taken(32) < taken(100) <= 512
+    assert taken(1) == taken(6) < taken(8) < taken(16) < taken(100) <= 512
 
 
 def test_steps_with_a_prompt_that_take_longer_than_was_measured_carry_less_of_it() -> None:
-    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, replace(COSTS, mixed_factor=1.2)))
+    mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, replace(COSTS, mixed_factor=1.3)))
     assert 16 < its < mine
 
 
@@ -89,7 +89,7 @@ def test_a_machine_that_has_become_slow_does_not_starve_prompts() -> None:
     for _ in range(500):
         correction.observe(work, 3 * COSTS.step_seconds(work))
     mine, its = (beside([500] * 8, queued(100), costs=costs) for costs in (COSTS, correction.costs))
-    assert mine / 3 < its <= mine, "about half: the factor of steps without follows at four fifths of the pace"
+    assert mine / 2 < its <= mine
 
 
 @pytest.mark.parametrize("is_paced", [True, False])
