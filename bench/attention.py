@@ -27,7 +27,7 @@ from roofline import measured
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
-from baton.engine.model.native.build import COMPILERS, OPTIONS, SOURCES, build
+from baton.engine.model.native.build import OPTIONS, SOURCES, build, find_compiler
 from baton.engine.model.native.library import Kernels, kernel_of
 from baton.runtime.memory import promised
 
@@ -94,7 +94,7 @@ def libraries(against: Path | None) -> Iterator[list[Kernels]]:
         found = [Kernels(build(), THREADS)]
         if against is not None:
             path = Path(scratch) / "other.so"
-            command = [COMPILERS[0], *OPTIONS, "-Dbaton=other", *(str(against / name) for name in SOURCES), "-o", str(path)]
+            command = [find_compiler(), *OPTIONS, "-Dbaton=other", *(str(against / name) for name in SOURCES), "-o", str(path)]
             subprocess.run(command, check=True)
             found.append(Kernels(path, THREADS))
         yield found

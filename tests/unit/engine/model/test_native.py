@@ -14,10 +14,9 @@ from baton.core.errors import LayoutMismatch
 from baton.engine.model.attention import paged_attention
 from baton.engine.model.attention_step import Asked, AttentionStep, CausalMasks, Segment
 from baton.engine.model.kv_cache import KvCache, uniform_layout
-from baton.engine.model.native.build import HERE, NATIVE, OPTIONS, SOURCES, build
+from baton.engine.model.native.build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
 from baton.engine.model.native.decoder import Product
 from baton.engine.model.native.library import Kernels, Words, kernel_of, load_kernels
-from tests.unit.engine.model.compilers import compiler
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
@@ -54,7 +53,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("library") / "kernels.so"
     options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
     own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
-    subprocess.run([compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
+    subprocess.run([find_compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True)
     return path
 
 

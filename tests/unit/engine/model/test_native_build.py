@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.model.native.build import HERE, MAX_KEPT, NATIVE, OPTIONS, SOURCES, NoKernels, build
-from tests.unit.engine.model.compilers import compiler
+from baton.engine.model.native.build import HERE, MAX_KEPT, NATIVE, OPTIONS, SOURCES, NoKernels, build, find_compiler
 
 FOREIGN = ("-march=skylake-avx512", "-march=cooperlake") if platform.machine() == "x86_64" else (NATIVE,)
 """With AVX-512 in floats, and with its pairs of bfloat16."""
@@ -25,7 +24,7 @@ touch "$2"
 def test_what_other_processors_run_compiles(processor: str) -> None:
     options = [processor if option == NATIVE else option for option in OPTIONS]
     for source in SOURCES:
-        subprocess.run([compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
+        subprocess.run([find_compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
 
 
 def test_without_a_compiler_it_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

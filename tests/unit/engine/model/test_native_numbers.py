@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.model.native.build import HERE, OPTIONS
-from tests.unit.engine.model.compilers import compiler
+from baton.engine.model.native.build import HERE, OPTIONS, find_compiler
 
 HALVES = """
 #include "numbers.h"
@@ -61,7 +60,7 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
     """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours, and any bits at all. A
     thread that flushes subnormal floats gets the same."""
     (tmp_path / "halves.cpp").write_text(HALVES)
-    subprocess.run([compiler(), *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
+    subprocess.run([find_compiler(), *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
     halves = ctypes.CDLL(str(tmp_path / "halves.so"))
     bits = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -88,7 +87,7 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
 def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path) -> None:
     """In range, beyond it, and of what is not a number."""
     (tmp_path / "exp2.cpp").write_text(EXP2)
-    subprocess.run([compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
+    subprocess.run([find_compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
     assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
 
 
@@ -96,5 +95,5 @@ def test_powers_of_two_of_scores_are_near(tmp_path: Path) -> None:
     """Of bfloat16 in pairs, where this processor has them; whole ones, and of what is not seen, are exact."""
     (tmp_path / "exp2.cpp").write_text(EXP2_OF_PAIRS)
     options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
-    subprocess.run([compiler(), *options, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
+    subprocess.run([find_compiler(), *options, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
     assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0

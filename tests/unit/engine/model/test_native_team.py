@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from baton.engine.model.native.build import HERE, OPTIONS
-from tests.unit.engine.model.compilers import compiler
+from baton.engine.model.native.build import HERE, OPTIONS, find_compiler
 
 TEAM = """
 #include <numeric>
@@ -46,7 +45,7 @@ extern "C" int64_t one_after_another(int32_t threads, int64_t count, int32_t num
 def team(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     where = tmp_path_factory.mktemp("team")
     (where / "team.cpp").write_text(TEAM)
-    subprocess.run([compiler(), *OPTIONS, f"-I{HERE}", "team.cpp", "-o", "team.so"], cwd=where, check=True)
+    subprocess.run([find_compiler(), *OPTIONS, f"-I{HERE}", "team.cpp", "-o", "team.so"], cwd=where, check=True)
     made = ctypes.CDLL(str(where / "team.so"))
     made.without_the_other.restype = made.one_after_another.restype = ctypes.c_int64
     return made

@@ -34,9 +34,7 @@ class NoKernels(BatonError):
 
 def build(cache: Path | None = None) -> Path:
     """The library for this machine, compiled if it is not there yet; processes that start together compile it once. Raises NoKernels."""
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise NoKernels(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH")
+    compiler = find_compiler()
     directory = cache if cache is not None else default_cache()
     library = directory / f"kernels-{_key(compiler)}.so"
     if library.exists():
@@ -52,6 +50,14 @@ def build(cache: Path | None = None) -> Path:
     except OSError as error:
         raise NoKernels(f"{directory} cannot be written ({error.strerror or error})") from error
     return library
+
+
+def find_compiler() -> str:
+    """Its path. Raises NoKernels."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NoKernels(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH")
+    return compiler
 
 
 def default_cache() -> Path:
