@@ -217,7 +217,6 @@ class EngineLoop:
             await asyncio.wait((ahead.result,))
             await _stopped(ahead.result)
             self.step_started_s, self._ahead = None, None
-            self._busy_since_s = asyncio.get_running_loop().time()
             self.engine.withdrawn()
 
     async def _result_of(self, step: _Launched) -> StepResult:
