@@ -1,11 +1,11 @@
 """How fast is paged attention, beside what the cores allow? And beside that of another tree, in turns.
 
-    python bench/attention.py [--repeats 15] [--against services/baton/engine/model/native of another checkout]
+python bench/attention.py [--repeats 15] [--against services/baton/engine/model/native of another checkout]
 
-Of our kernels, in bfloat16 and with two threads: a chunk of a prompt behind a context, and sequences that decode one token each, with the
-heads of two models. KV lies in huge pages and in blocks in any order, as a worker's does; each call is of another of LAYERS layers.
-Shares are of the rates of products and of reading memory that `roofline.py` measures: of prompts their operations, of decode the bytes of
-keys and values.
+Of our kernels, in bfloat16 and with two threads: a chunk of a prompt behind a context, and sequences that
+decode one token each, with the heads of two models. KV lies in huge pages and in blocks in any order, as a
+worker's does; each call is of another of LAYERS layers. Shares are of the rates of products and of reading
+memory that `roofline.py` measures: of prompts their operations, of decode the bytes of keys and values.
 """
 
 import argparse
@@ -24,12 +24,12 @@ import torch
 from cluster import machine, table
 from roofline import measured
 
-from baton.engine.model.attention import paged_attention
-from baton.engine.model.attention_step import AttentionStep, CausalMasks, Segment
-from baton.engine.model.kv_cache import KvCache, uniform_layout
-from baton.engine.model.native.build import OPTIONS, SOURCES, build, find_compiler
-from baton.engine.model.native.library import Kernels, kernel_of
-from baton.runtime.memory import promised
+from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, Segment
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.kernels.cpu.kernel_build import OPTIONS, SOURCES, build, find_compiler
+from baton.model.kernels.cpu.kernel_library import Kernels, kernel_of
+from baton.runtime.process.anonymous_memory import allocate_anonymous
 
 THREADS = 2
 LAYERS = 8
@@ -54,11 +54,16 @@ class Case:
     @property
     def num_pairs(self) -> float:
         """Of a query and a key that it sees."""
-        return self.num * (self.num_tokens * (self.context - self.num_tokens) + self.num_tokens * (self.num_tokens + 1) / 2)
+        return self.num * (
+            self.num_tokens * (self.context - self.num_tokens) + self.num_tokens * (self.num_tokens + 1) / 2
+        )
 
 
 CASES = (
-    *(Case(num=1, num_tokens=count, context=context) for count, context in ((128, 128), (512, 512), (512, 2048), (512, 8192), (64, 1024))),
+    *(
+        Case(num=1, num_tokens=count, context=context)
+        for count, context in ((128, 128), (512, 512), (512, 2048), (512, 8192), (64, 1024))
+    ),
     *(Case(num=num, num_tokens=1, context=context) for num, context in ((1, 2048), (8, 2048), (32, 256))),
 )
 
@@ -83,7 +88,11 @@ def main() -> None:
                 of_what = "memory" if is_decode else "products"
                 shown = [f"{1e3 * each:.3f} ms, {limit_s / each:.0%} of {of_what}" for each in took_s]
                 rows.append([case.name, *shown, *([f"{took_s[1] / took_s[0]:.2f}"] if len(took_s) > 1 else [])])
-            head = [f"{name}: tokens of context", "ours", *(["the other's", "times as fast"] if len(kernels) > 1 else [])]
+            head = [
+                f"{name}: tokens of context",
+                "ours",
+                *(["the other's", "times as fast"] if len(kernels) > 1 else []),
+            ]
             print(table(head, rows) + "\n")
 
 
@@ -94,7 +103,14 @@ def libraries(against: Path | None) -> Iterator[list[Kernels]]:
         found = [Kernels(build(), THREADS)]
         if against is not None:
             path = Path(scratch) / "other.so"
-            command = [find_compiler(), *OPTIONS, "-Dbaton=other", *(str(against / name) for name in SOURCES), "-o", str(path)]
+            command = [
+                find_compiler(),
+                *OPTIONS,
+                "-Dbaton=other",
+                *(str(against / name) for name in SOURCES),
+                "-o",
+                str(path),
+            ]
             subprocess.run(command, check=True)
             found.append(Kernels(path, THREADS))
         yield found
@@ -111,7 +127,7 @@ def cache_of(kv_heads: int, dim: int) -> KvCache:
         head_dim=dim,
         dtype=torch.bfloat16,
     )
-    cache = KvCache.over(memoryview(promised(NUM_BLOCKS * layout.block_bytes)), layout)
+    cache = KvCache.over(memoryview(allocate_anonymous(NUM_BLOCKS * layout.block_bytes)), layout)
     for block in cache.blocks:
         block.normal_()
     return cache

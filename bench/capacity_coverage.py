@@ -1,4 +1,5 @@
-"""How often the intervals of `loadgen capacity` hold the truth, on simulated servers: `python -m bench.capacity_coverage`."""
+"""How often the intervals of `loadgen capacity` hold the truth, on simulated servers: `python -m
+bench.capacity_coverage`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import argparse
 import math
 from statistics import fmean, median
 
-from loadgen.trials import TrialLength
+from loadgen.capacity.trials import TrialLength
 from tests.loadgen_queues import SYSTEMS, System, search, truth
 
 
@@ -17,7 +18,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of a trial")
     parser.add_argument("--only", help="a part of a system's name")
     given = parser.parse_args()
-    print(f"{given.searches} searches each, trials of {given.seconds:g} s, {given.attainment:g} % attainment, 95 % confidence")
+    print(
+        f"{given.searches} searches each, trials of {given.seconds:g} s, {given.attainment:g} % attainment, 95 % confidence"
+    )
     print(f"{'':24}  capacity   holds it   two overlap   median width   error         trials   time")
     for name, system in SYSTEMS.items():
         if not given.only or given.only in name:

@@ -1,4 +1,5 @@
-"""Clusters of one's own for a benchmark, by `baton up` or process by process without Ray, and the machine that they ran on."""
+"""Clusters of one's own for a benchmark, by `baton up` or process by process without Ray, and the machine
+that they ran on."""
 
 import asyncio
 import os
@@ -21,11 +22,11 @@ from typing import Any
 
 import yaml
 
-from baton.fleet.supervisor import baton_command
-from baton.runtime.config import settings_of
-from baton.runtime.network import choose_port
-from baton.runtime.settings import SERVICES
-from baton.store.private_redis import redis_command
+from baton.fleet.processes.supervisor import baton_command
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.settings import SERVICES
+from baton.runtime.network.addresses import choose_port
+from baton.store.redis.private_redis import redis_command
 
 HOST = "127.0.0.1"
 START_LINES = 200
@@ -47,7 +48,8 @@ def baton_up(*flags: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """A cluster that runs: by name (`scheduler`, `gateway`, `p0`, `d0`, …) process ids, and in `admin` the addresses of metrics."""
+    """A cluster that runs: by name (`scheduler`, `gateway`, `p0`, `d0`, …) process ids, and in `admin` the
+    addresses of metrics."""
 
     url: str
     grpc_address: str
@@ -76,8 +78,8 @@ class Processes:
 
 @contextmanager
 def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> Iterator[Processes]:
-    """Redis, a scheduler, a gateway and workers, each a process of its own on the loopback; `settings` go to all of them. They end with
-    the block. Their output is kept in `logs`."""
+    """Redis, a scheduler, a gateway and workers, each a process of its own on the loopback; `settings` go to
+    all of them. They end with the block. Their output is kept in `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     names = [f"{role}{number}" for role, count in (("p", prefill), ("d", decode)) for number in range(count)]
     with tempfile.TemporaryDirectory(prefix="baton-b-", dir="/tmp") as directory, ExitStack() as stack:
@@ -89,7 +91,10 @@ def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> I
         own = {
             "scheduler": ("scheduler", {}),
             "gateway": ("gateway", {"http_port": http_port, "grpc_port": grpc_port}),
-            **{name: ("worker", {"worker_id": name, "role": {"p": "prefill", "d": "decode"}[name[0]]}) for name in names},
+            **{
+                name: ("worker", {"worker_id": name, "role": {"p": "prefill", "d": "decode"}[name[0]]})
+                for name in names
+            },
         }
         admin = {name: f"{HOST}:{choose_port(HOST, 0, flag='')}" for name in own}
         started = {}
@@ -97,7 +102,11 @@ def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> I
             known = {setting.name for setting in settings_of(SERVICES[service])}
             values = {key: value for key, value in {**shared, **more}.items() if key in known}
             file = Path(directory) / f"{name}.yaml"
-            file.write_text(yaml.safe_dump({**values, "admin_port": int(admin[name].rpartition(":")[2]), "log_dir": str(logs / name)}))
+            file.write_text(
+                yaml.safe_dump(
+                    {**values, "admin_port": int(admin[name].rpartition(":")[2]), "log_dir": str(logs / name)}
+                )
+            )
             started[name] = stack.enter_context(_running(name, baton_command(service, file), logs))
         for process in started.values():
             _after_ready(process)
@@ -155,7 +164,8 @@ def _running(name: str, argv: Sequence[str], logs: Path) -> Iterator[subprocess.
 
 
 def _wait_ready(running: Processes) -> None:
-    """Until the gateway has what it needs and all pairs are warm: a cold one is not chosen while another is warm. Raises SystemExit."""
+    """Until the gateway has what it needs and all pairs are warm: a cold one is not chosen while another is
+    warm. Raises SystemExit."""
     end_s = time.monotonic() + START_S
     last = ""
     while time.monotonic() < end_s:

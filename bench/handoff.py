@@ -1,11 +1,12 @@
-"""How much of a handoff does a client feel? From P's last chunk being computed to D's first decode step, with a real 1P+1D over NIXL.
+"""How much of a handoff does a client feel? From P's last chunk being computed to D's first decode step, with
+a real 1P+1D over NIXL.
 
-    python bench/handoff.py [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4]
+python bench/handoff.py [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4]
 
-From P's last KvReady on: `waiting` until the last read begins, `transfer` until its blocks are landed and proven at D, `admission` until
-D's first step with the sequence starts. `early`: the share of the bytes that had been read when P's last chunk ended. `step`: D's mean
-time between tokens, in the same answers. Medians. The target is waiting + admission <= one decode step + 10 ms, and early >= 80 % from
-four chunks on.
+From P's last KvReady on: `waiting` until the last read begins, `transfer` until its blocks are landed and
+proven at D, `admission` until D's first step with the sequence starts. `early`: the share of the bytes that
+had been read when P's last chunk ended. `step`: D's mean time between tokens, in the same answers. Medians.
+The target is waiting + admission <= one decode step + 10 ms, and early >= 80 % from four chunks on.
 """
 
 import argparse
@@ -51,7 +52,9 @@ async def measure(url: str, lengths: list[int], repeats: int, in_flight: int) ->
                 legs[length] += await asyncio.gather(*(one(client, url, rng, length) for _ in range(in_flight)))
     rows = []
     for length, measured in legs.items():
-        waiting, admission, step = (_median_ms(measured, key) for key in ("kv_exposed_wait_s", "kv_admission_s", "step_s"))
+        waiting, admission, step = (
+            _median_ms(measured, key) for key in ("kv_exposed_wait_s", "kv_admission_s", "step_s")
+        )
         transfer = statistics.median((leg["kv_exposed_s"] - leg["kv_exposed_wait_s"]) * 1e3 for leg in measured)
         early = statistics.median(leg["kv_early_bytes"] / leg["kv_bytes"] for leg in measured)
         both = statistics.median((leg["kv_exposed_wait_s"] + leg["kv_admission_s"]) * 1e3 for leg in measured)
@@ -89,7 +92,9 @@ def main() -> None:
     print(machine("torch", "transformers", "nixl", "ray"))
     lengths = [int(length) for length in args.lengths.split(",")]
     rows: list[list[str]] = []
-    with baton_up("--max-num-batched-tokens", str(CHUNK_TOKENS), "--kv-memory", "512MiB", "--transfer", args.transfer) as url:
+    with baton_up(
+        "--max-num-batched-tokens", str(CHUNK_TOKENS), "--kv-memory", "512MiB", "--transfer", args.transfer
+    ) as url:
         for in_flight in map(int, args.in_flight.split(",")):
             rows += asyncio.run(measure(url, lengths, args.repeats, in_flight))
     head = [

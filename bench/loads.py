@@ -1,4 +1,5 @@
-"""Load for the clusters of a benchmark, by `loadgen`; what became of it, and what the workers and the machine did meanwhile."""
+"""Load for the clusters of a benchmark, by `loadgen`; what became of it, and what the workers and the machine
+did meanwhile."""
 
 import json
 import shutil
@@ -15,10 +16,10 @@ from typing import Any
 import psutil
 from cluster import Processes
 
-from loadgen.metrics import Outcome, Terms, classify, send_lag_s
-from loadgen.records import Record
-from loadgen.records_file import Result, read_result
-from loadgen.stats import percentile
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import Result, read_result
+from loadgen.measure.request_metrics import RequestOutcome, Terms, classify, send_lag_s
+from loadgen.measure.stats import percentile
 
 INVALID = 3
 """`loadgen run`: the generator was late; what was measured is kept, and says so."""
@@ -33,10 +34,25 @@ def loadgen(*arguments: object, may_exit: Sequence[int] = (0,)) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
-def capacity(url: str, out: Path, *workload: object, slo: str, attainment: float, seconds: float, start_rps: float) -> dict[str, Any]:
-    """The answer of `loadgen capacity`: `capacity_rps`, `low_rps`, `high_rps`. What an earlier, stopped search has left is dropped."""
+def capacity(
+    url: str, out: Path, *workload: object, slo: str, attainment: float, seconds: float, start_rps: float
+) -> dict[str, Any]:
+    """The answer of `loadgen capacity`: `capacity_rps`, `low_rps`, `high_rps`. What an earlier, stopped
+    search has left is dropped."""
     shutil.rmtree(out, ignore_errors=True)
-    settings = ["--url", url, "--out", out, "--quiet", "--slo", slo, "--attainment", f"{100 * attainment:g}", "--seconds", f"{seconds:g}s"]
+    settings = [
+        "--url",
+        url,
+        "--out",
+        out,
+        "--quiet",
+        "--slo",
+        slo,
+        "--attainment",
+        f"{100 * attainment:g}",
+        "--seconds",
+        f"{seconds:g}s",
+    ]
     loadgen("capacity", *settings, "--start-rate", f"{start_rps:g}", "--seed", 1, *workload, may_exit=(0, INVALID))
     point = json.loads((out / "capacity.json").read_text())["points"][0]
     if point["error"] or not point["answers"]:
@@ -47,7 +63,16 @@ def capacity(url: str, out: Path, *workload: object, slo: str, attainment: float
 
 def run(running: Processes, plan: Path, out: Path, *, label: str, warmup: int) -> None:
     """One run of a plan into a new directory; then wait until nothing is left of it in the workers."""
-    flags = ["--out", out, "--label", label, "--warmup", warmup, "--workers", len(running.workers("p") + running.workers("d"))]
+    flags = [
+        "--out",
+        out,
+        "--label",
+        label,
+        "--warmup",
+        warmup,
+        "--workers",
+        len(running.workers("p") + running.workers("d")),
+    ]
     loadgen("run", plan, "--url", running.url, "--quiet", *flags, may_exit=(0, INVALID))
     wait_idle(running)
 
@@ -56,7 +81,9 @@ def wait_idle(running: Processes) -> None:
     """Until no worker has a sequence or a lease. Raises SystemExit."""
     end_s = time.monotonic() + CALM_S
     busy = ("baton_running_seqs", "baton_waiting_seqs", "baton_open_leases")
-    while any(running.metrics(name)[metric] for name in (*running.workers("p"), *running.workers("d")) for metric in busy):
+    while any(
+        running.metrics(name)[metric] for name in (*running.workers("p"), *running.workers("d")) for metric in busy
+    ):
         if time.monotonic() > end_s:
             raise SystemExit(f"the workers were not idle {CALM_S:g} s after the load")
         time.sleep(0.2)
@@ -64,7 +91,8 @@ def wait_idle(running: Processes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One look at the workers. By name: seconds spent in steps since the start, sequences in the batch, tokens computed since the start."""
+    """One look at the workers. By name: seconds spent in steps since the start, sequences in the batch,
+    tokens computed since the start."""
 
     at_s: float
     step_s: Mapping[str, float]
@@ -74,8 +102,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen while a block ran. `busy_share`: of all cores. `late_ms`: how late timers of a worker's event loop ran in the mean, the
-    worst worker. `rss_bytes`: of each process before, at most, and after."""
+    """What was seen while a block ran. `busy_share`: of all cores. `late_ms`: how late timers of a worker's
+    event loop ran in the mean, the worst worker. `rss_bytes`: of each process before, at most, and after."""
 
     samples: list[Sample] = field(default_factory=list)
     busy_share: float = 0.0
@@ -85,7 +113,8 @@ class Watched:
 
 @contextmanager
 def watched(running: Processes, interval_s: float) -> Iterator[Watched]:
-    """`interval_s` between two looks, which cost a worker some milliseconds each. Times of samples are of the monotonic clock."""
+    """`interval_s` between two looks, which cost a worker some milliseconds each. Times of samples are of the
+    monotonic clock."""
     found, stop = Watched(), threading.Event()
     workers = [*running.workers("p"), *running.workers("d")]
     processes = {name: psutil.Process(pid) for name, pid in running.pids.items()}
@@ -116,15 +145,17 @@ def watched(running: Processes, interval_s: float) -> Iterator[Watched]:
     idle = psutil.cpu_times().idle - times.idle
     found.busy_share = 1 - idle / sum(spent) if sum(spent) else 0.0
     after = {name: _lag(running, name) for name in workers}
-    found.late_ms = max(1e3 * (after[name][0] - lags[name][0]) / max(1.0, after[name][1] - lags[name][1]) for name in workers)
+    found.late_ms = max(
+        1e3 * (after[name][0] - lags[name][0]) / max(1.0, after[name][1] - lags[name][1]) for name in workers
+    )
     now = rss()
     found.rss_bytes = {name: (before[name], most[name], now[name]) for name in processes}
 
 
-def outcomes(result: Result) -> dict[Outcome, list[Record]]:
+def outcomes(result: Result) -> dict[RequestOutcome, list[Record]]:
     """Every offered request by what became of it."""
     terms = Terms(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
-    by_outcome: dict[Outcome, list[Record]] = {outcome: [] for outcome in Outcome}
+    by_outcome: dict[RequestOutcome, list[Record]] = {outcome: [] for outcome in RequestOutcome}
     for record in result.records:
         by_outcome[classify(record, terms)].append(record)
     return by_outcome

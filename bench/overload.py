@@ -1,18 +1,21 @@
-"""Does goodput collapse under overload? Admission off, early and predictive, on 2 prefill and 2 decode workers that are paced.
+"""Does goodput collapse under overload? Admission off, early and predictive, on 2 prefill and 2 decode
+workers that are emulated.
 
-    python bench/overload.py --out DIR [--repeats 3] [--json]
+python bench/overload.py --out DIR [--repeats 3] [--json]
 
-Each process is a real one, but a step lasts what `PACED_COSTS` says: prefill can do a little more than decode, and a prompt takes a tenth
-of the TTFT SLO, so that many are on their way while a decode worker fills up. That is where judging by the load of now goes wrong
-(Mooncake, arXiv 2407.00079, section 7).
+Each process is a real one, but a step lasts what `EMULATED_COSTS` says: prefill can do a little more than
+decode, and a prompt takes a tenth of the TTFT SLO, so that many are on their way while a decode worker fills
+up. That is where judging by the load of now goes wrong (Mooncake, arXiv 2407.00079, section 7).
 
-The capacity is the highest rate at which 90 % of all requests keep `SLO` with admission off. Then, on a fresh cluster for each mode and
-repeat, `AT_CAPACITY_S` at capacity and `OVERLOAD_S` at twice that. `goodput`: requests a second that are answered whole within their SLO.
-Utilisation, in windows of 5 s of the overload, less its first `RAMP_S`: of prefill workers the share of the time spent in steps; of decode
-workers the mean number of sequences in the batch over `BATCH_AT_SLO`, with which a step takes the TPOT SLO. What was computed is counted by
-the workers (`baton_step_tokens_total`), and must be the prompts of the answered requests less what was cached, and their answers' tokens
-beyond the first: a refused request has cost nothing. Last, `predictive` meets ten times its capacity for a minute, and then 70 % of it.
-All results stay in DIR, and a bench that was stopped goes on where it was.
+The capacity is the highest rate at which 90 % of all requests keep `SLO` with admission off. Then, on a fresh
+cluster for each mode and repeat, `AT_CAPACITY_S` at capacity and `OVERLOAD_S` at twice that. `goodput`:
+requests a second that are answered whole within their SLO. Utilisation, in windows of 5 s of the overload,
+less its first `RAMP_S`: of prefill workers the share of the time spent in steps; of decode workers the mean
+number of sequences in the batch over `BATCH_AT_SLO`, with which a step takes the TPOT SLO. What was computed
+is counted by the workers (`baton_step_tokens_total`), and must be the prompts of the answered requests less
+what was cached, and their answers' tokens beyond the first: a refused request has cost nothing. Last,
+`predictive` meets ten times its capacity for a minute, and then 70 % of it. All results stay in DIR, and a
+bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -29,18 +32,27 @@ from kept import Kept, emptied
 from loads import Sample, capacity, lag_p99_ms, loadgen, outcomes, read, run, watched
 from overload_picture import picture
 
-from loadgen.metrics import Outcome, ttft_s
-from loadgen.records import Record
-from loadgen.records_file import Result
-from loadgen.stats import percentile
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import Result
+from loadgen.measure.request_metrics import RequestOutcome, ttft_s
+from loadgen.measure.stats import percentile
 
-PACED_COSTS = "step=20ms,prefill_token=600us,decode_seq=1.2ms"
+EMULATED_COSTS = "step=20ms,prefill_token=600us,decode_seq=1.2ms"
 SLO = "ttft=2500ms,tpot=40ms"
 TTFT_SLO_S = 2.5
 BATCH_AT_SLO = 16
-"""A step of so many takes 39.2 ms: not the SLO to the hair, which a step that ends late by anything at all would break."""
+"""A step of so many takes 39.2 ms: not the SLO to the hair, which a step that ends late by anything at all
+would break."""
 PREFILL, DECODE = 2, 2
-WORKLOAD = ["shared-prefix", "--prefixes", "8", "--prefix-tokens", "128", "--input-tokens", "lognormal:mean=384,cv=0.4,max=2000"]
+WORKLOAD = [
+    "shared-prefix",
+    "--prefixes",
+    "8",
+    "--prefix-tokens",
+    "128",
+    "--input-tokens",
+    "lognormal:mean=384,cv=0.4,max=2000",
+]
 WORKLOAD += ["--output-tokens", "lognormal:mean=128,cv=0.4,min=8,max=512"]
 KV_MIB = 512
 ATTAINMENT = 0.9
@@ -51,7 +63,7 @@ OVERLOAD_TIMES, FLOOD_TIMES, AFTER_SHARE = 2.0, 10.0, 0.7
 FLOOD_S, BACK_S, AFTER_S = 60.0, 5.0, 30.0
 LOOK_S = 0.5
 REFUSE_S = 0.050
-REFUSED = (Outcome.REJECTED_EARLY, Outcome.REJECTED_LATE)
+REFUSED = (RequestOutcome.REJECTED_EARLY, RequestOutcome.REJECTED_LATE)
 
 
 class Bench:
@@ -88,7 +100,9 @@ class Bench:
     def _mode(self, repeat: int, mode: str) -> dict[str, Any]:
         name = _key(repeat, mode)
         at_capacity = self._plan(f"at-capacity-{repeat}", f"{self.capacity_rps:.6g}", AT_CAPACITY_S, seed=10 + repeat)
-        overload = self._plan(f"overload-{repeat}", f"{OVERLOAD_TIMES * self.capacity_rps:.6g}", OVERLOAD_S, seed=20 + repeat)
+        overload = self._plan(
+            f"overload-{repeat}", f"{OVERLOAD_TIMES * self.capacity_rps:.6g}", OVERLOAD_S, seed=20 + repeat
+        )
         with processes_up(logs=self._out / "logs" / name, **_settings(mode)) as running:
             first = self._run(running, at_capacity, f"{name}-at-capacity", is_first=True)[0]
             second, samples, side = self._run(running, overload, f"{name}-overload", is_first=False)
@@ -114,7 +128,7 @@ class Bench:
         during = [record for record in result.records if record.intended_s < flood_s]
         after = [record for record in result.records if record.intended_s >= flood_s + BACK_S]
         by_outcome = outcomes(result)
-        good = {record.index for record in by_outcome[Outcome.GOOD]}
+        good = {record.index for record in by_outcome[RequestOutcome.GOOD]}
         refused = [record for outcome in REFUSED for record in by_outcome[outcome] if record.intended_s < flood_s]
         took_s = [record.ended_s - record.sent_s for record in refused if record.sent_s is not None]
         ttfts = [at_s for record in during if (at_s := ttft_s(record)) is not None]
@@ -123,7 +137,9 @@ class Bench:
             "num_offered": len(during),
             "outcomes": {outcome.value: len(records) for outcome, records in by_outcome.items() if records},
             "num_refused": len(refused),
-            "num_refused_with_retry_after": sum(record.status == 429 and record.retry_after_s is not None for record in refused),
+            "num_refused_with_retry_after": sum(
+                record.status == 429 and record.retry_after_s is not None for record in refused
+            ),
             "refused_ms": {f"p{q}": 1e3 * percentile(took_s, q) for q in (50, 90, 99)},
             "refused_in_time": sum(seconds <= REFUSE_S for seconds in took_s) / max(1, len(took_s)),
             "admitted_ttft_p99_s": percentile(ttfts, 99),
@@ -139,11 +155,25 @@ class Bench:
         if not path.exists():
             source, *flags = WORKLOAD
             loadgen(
-                "plan", source, *flags, "--rate", rate, "--seconds", f"{seconds * self._share:g}s", "--seed", seed, "--slo", SLO, "-o", path
+                "plan",
+                source,
+                *flags,
+                "--rate",
+                rate,
+                "--seconds",
+                f"{seconds * self._share:g}s",
+                "--seed",
+                seed,
+                "--slo",
+                SLO,
+                "-o",
+                path,
             )
         return path
 
-    def _run(self, running: Processes, plan: Path, name: str, *, is_first: bool) -> tuple[Result, list[Sample], dict[str, Any]]:
+    def _run(
+        self, running: Processes, plan: Path, name: str, *, is_first: bool
+    ) -> tuple[Result, list[Sample], dict[str, Any]]:
         out = emptied(self._out / "runs" / name)
         if is_first:  # a warm-up in a run of its own: what is counted afterwards is the plan's alone
             warm = self._plan("warmup", "2", 10.0 / self._share, seed=99)
@@ -163,8 +193,8 @@ def _settings(mode: str) -> dict[str, Any]:
     return {
         "prefill": PREFILL,
         "decode": DECODE,
-        "device": "paced",
-        "paced_costs": PACED_COSTS,
+        "device": "emulated",
+        "emulated_costs": EMULATED_COSTS,
         "policy": "kv_centric",
         "admission": mode,
         "slo": SLO,
@@ -173,12 +203,12 @@ def _settings(mode: str) -> dict[str, Any]:
 
 
 def _goodput_rps(result: Result, seconds: float) -> float:
-    return len(outcomes(result)[Outcome.GOOD]) / seconds
+    return len(outcomes(result)[RequestOutcome.GOOD]) / seconds
 
 
 def _tokens(result: Result, samples: Sequence[Sample], running: Processes) -> dict[str, int]:
-    """`computed`, by all workers and by those that prefill; `accounted`: the answered prompts less what was cached, and their answers less
-    the first tokens, which come with the prompts."""
+    """`computed`, by all workers and by those that prefill; `accounted`: the answered prompts less what was
+    cached, and their answers less the first tokens, which come with the prompts."""
     first, last = samples[0].step_tokens, samples[-1].step_tokens
     answered = [record for record in result.records if record.num_prompt_tokens is not None]
     prompts = {"p": 0, "d": 0}
@@ -191,7 +221,9 @@ def _tokens(result: Result, samples: Sequence[Sample], running: Processes) -> di
         "computed_by_prefill": round(sum(last[name] - first[name] for name in running.workers("p"))),
         "prompts_of_answered_there": prompts["p"],
         "num_answered": len(answered),
-        "num_not_answered_nor_refused": len(result.records) - len(answered) - sum(len(outcomes(result)[outcome]) for outcome in REFUSED),
+        "num_not_answered_nor_refused": len(result.records)
+        - len(answered)
+        - sum(len(outcomes(result)[outcome]) for outcome in REFUSED),
     }
 
 
@@ -200,7 +232,8 @@ def _new_tokens(record: Record) -> int:
 
 
 def _utilisation(samples: Sequence[Sample], running: Processes, lasts_s: float) -> dict[str, list[float]]:
-    """A number a window of `WINDOW_S` from the first sample on, as long as the load lasts; all workers of a side together."""
+    """A number a window of `WINDOW_S` from the first sample on, as long as the load lasts; all workers of a
+    side together."""
     start_s = samples[0].at_s
     sides: dict[str, list[float]] = {"prefill": [], "decode": []}
     prefill, decode = running.workers("p"), running.workers("d")
@@ -234,14 +267,24 @@ def show(bench: Bench, repeats: int, out: Path) -> dict[str, Any]:
         at, over = ([one[name] for one in repeated] for name in ("goodput_at_capacity_rps", "goodput_rps"))
         counts = [sum(one["offered"].get(name, 0) for one in repeated) for name in ("good", "late", *REFUSED)]
         others = sum(sum(one["offered"].values()) for one in repeated) - sum(counts)
-        spreads = [", ".join(f"{spread(one['utilisation'][side]):.3f}" for one in repeated) for side in ("prefill", "decode")]
+        spreads = [
+            ", ".join(f"{spread(one['utilisation'][side]):.3f}" for one in repeated) for side in ("prefill", "decode")
+        ]
         more = ", ".join(f"{one['tokens']['computed'] - one['tokens']['accounted']:,}" for one in repeated)
-        medians = [f"{statistics.median(at):.2f}", f"{statistics.median(over):.2f}", ", ".join(f"{rate:.2f}" for rate in over)]
-        rows.append([mode, *medians, *(f"{n:,}" for n in (counts[0], counts[1], sum(counts[2:]), others)), *spreads, more])
+        medians = [
+            f"{statistics.median(at):.2f}",
+            f"{statistics.median(over):.2f}",
+            ", ".join(f"{rate:.2f}" for rate in over),
+        ]
+        rows.append(
+            [mode, *medians, *(f"{n:,}" for n in (counts[0], counts[1], sum(counts[2:]), others)), *spreads, more]
+        )
     print(table(head, rows))
     best_rps = max(statistics.median(one["goodput_at_capacity_rps"] for one in repeated) for repeated in found.values())
     kept = statistics.median(one["goodput_rps"] for one in found["predictive"]) / best_rps
-    print(f"\npredictive, at twice the capacity, has {kept:.0%} of the best goodput at capacity ({best_rps:.2f} requests/s)")
+    print(
+        f"\npredictive, at twice the capacity, has {kept:.0%} of the best goodput at capacity ({best_rps:.2f} requests/s)"
+    )
     sides = [one for repeated in found.values() for one in repeated]
     print(
         f"send lag p99 at most {max(lag for one in sides for lag in one['send_lag_p99_ms']):.1f} ms, "
@@ -250,13 +293,24 @@ def show(bench: Bench, repeats: int, out: Path) -> dict[str, Any]:
         f"a worker's timers in the mean at most {max(one['late_ms'] for one in sides):.1f} ms late"
     )
     _show_flood(known["flood"], best_rps)
-    panels = {f"{mode}: goodput {one[0]['goodput_rps']:.1f} requests/s": _points(one[0]["utilisation"]) for mode, one in found.items()}
+    panels = {
+        f"{mode}: goodput {one[0]['goodput_rps']:.1f} requests/s": _points(one[0]["utilisation"])
+        for mode, one in found.items()
+    }
     (out / "overload.svg").write_text(picture(panels, OVERLOAD_S))
-    return {"capacity_rps": bench.capacity_rps, "modes": found, "flood": known["flood"], "predictive_of_best_goodput": kept}
+    return {
+        "capacity_rps": bench.capacity_rps,
+        "modes": found,
+        "flood": known["flood"],
+        "predictive_of_best_goodput": kept,
+    }
 
 
 def _points(utilisation: dict[str, list[float]]) -> dict[str, list[tuple[float, float]]]:
-    return {side: [((number + 0.5) * WINDOW_S, share) for number, share in enumerate(values)] for side, values in utilisation.items()}
+    return {
+        side: [((number + 0.5) * WINDOW_S, share) for number, share in enumerate(values)]
+        for side, values in utilisation.items()
+    }
 
 
 def _show_flood(flood: dict[str, Any], best_rps: float) -> None:
@@ -266,7 +320,11 @@ def _show_flood(flood: dict[str, Any], best_rps: float) -> None:
     rows = [
         ["goodput of the best at capacity", f"{flood['goodput_rps'] / best_rps:.0%}", "90 % or more"],
         ["offered, refused", f"{flood['num_offered']:,}, {flood['num_refused']:,}", ""],
-        ["what became of all, with those afterwards", ", ".join(f"{n:,} {what}" for what, n in flood["outcomes"].items()), ""],
+        [
+            "what became of all, with those afterwards",
+            ", ".join(f"{n:,} {what}" for what, n in flood["outcomes"].items()),
+            "",
+        ],
         ["of these 429 with Retry-After", f"{flood['num_refused_with_retry_after']:,}", "all"],
         ["refusal ms p50, p90, p99", ", ".join(f"{refused[q]:.0f}" for q in ("p50", "p90", "p99")), "50"],
         ["refused within 50 ms", f"{flood['refused_in_time']:.1%}", "all"],
@@ -286,7 +344,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of a trial of the search for the capacity")
     parser.add_argument("--capacity", type=float, help="in requests/s, where it is known")
-    parser.add_argument("--share", type=float, default=1.0, help="of the length of every load, for a look at the script")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the length of every load, for a look at the script"
+    )
     parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

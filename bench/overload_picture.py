@@ -16,14 +16,17 @@ Points = Sequence[tuple[float, float]]
 
 
 def picture(panels: Mapping[str, Mapping[str, Points]], lasts_s: float) -> str:
-    """`panels`: by title, what each side did: (seconds into the load, share of what it can do), cut off at `TOP_SHARE`."""
+    """`panels`: by title, what each side did: (seconds into the load, share of what it can do), cut off at
+    `TOP_SHARE`."""
     parts: list[str] = []
     y = 4.0
     for title, sides in panels.items():
         parts += _panel(title, sides, lasts_s, y)
         y += HEAD + HIGH + FOOT
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" width="{WIDTH}" height="{y:.0f}">'
-    return "\n".join((head, f"<style>{STYLE}</style>", f'<rect width="{WIDTH}" height="{y:.0f}" fill="#fff"/>', *parts, "</svg>", ""))
+    return "\n".join(
+        (head, f"<style>{STYLE}</style>", f'<rect width="{WIDTH}" height="{y:.0f}" fill="#fff"/>', *parts, "</svg>", "")
+    )
 
 
 def _panel(title: str, sides: Mapping[str, Points], lasts_s: float, y: float) -> list[str]:
@@ -35,7 +38,9 @@ def _panel(title: str, sides: Mapping[str, Points], lasts_s: float, y: float) ->
 
     parts = [f'<text class="t" x="8" y="{y + 18:.0f}">{escape(title)}</text>']
     for number, (name, color) in enumerate(COLORS.items()):
-        parts.append(f'<text x="{WIDTH - RIGHT - 70 * (2 - number)}" y="{y + 18:.0f}" style="fill:{color}">{name}</text>')
+        parts.append(
+            f'<text x="{WIDTH - RIGHT - 70 * (2 - number)}" y="{y + 18:.0f}" style="fill:{color}">{name}</text>'
+        )
     for share in (0.0, 0.5, 1.0, 1.5):
         level = bottom - HIGH * share / TOP_SHARE
         kind = "e" if share == 1.0 else "g"

@@ -1,18 +1,22 @@
-"""Whose first tokens come earliest? The five policies on 2 prefill and 2 decode workers that are paced, with a trace's shared prefixes.
+"""Whose first tokens come earliest? The five policies on 2 prefill and 2 decode workers that are emulated, with
+a trace's shared prefixes.
 
-    python bench/policies.py --out DIR [--trace FILE] [--policies kv_centric,prefix_aware,least_loaded,random] [--repeats 3] [--json]
+python bench/policies.py --out DIR [--trace FILE] [--policies kv_centric,prefix_aware,least_loaded,random]
+[--repeats 3] [--json]
 
-Each process is a real one (gateway, scheduler, workers, Redis; gRPC, NIXL), but a step lasts what `PACED_COSTS` says: two and a half times
-as long as the default of --device paced, which is about an 8B model on a GPU, so that four workers do not want more than two cores have.
-The prompts are those of Mooncake's conversation trace with all lengths divided by `SHRINK`, block for block, so that what is shared stays
-shared (`loadgen plan mooncake --shrink`); the few that are longer than `MAX_TOKENS` are left out. Answers' own tokens are not in the trace:
-only prompts share.
+Each process is a real one (gateway, scheduler, workers, Redis; gRPC, NIXL), but a step lasts what
+`EMULATED_COSTS` says: two and a half times as long as the default of --device emulated, which is about an 8B
+model on a GPU, so that four workers do not want more than two cores have. The prompts are those of Mooncake's
+conversation trace with all lengths divided by `SHRINK`, block for block, so that what is shared stays shared
+(`loadgen plan mooncake --shrink`); the few that are longer than `MAX_TOKENS` are left out. Answers' own
+tokens are not in the trace: only prompts share.
 
-First the capacity of `least_loaded` for this load is found: the highest rate at which 90 % of all requests keep `SLO`. Then the whole trace
-is played at `SHARE` of that, the same plan for each policy, every time on a fresh cluster with empty caches; every other repeat goes
-through the policies backwards. A request's TTFT is its mean over the repeats, and differences are paired by request: their intervals are
-95 %, by a block bootstrap over requests (`loadgen.stats`). Predictions are compared with what came, from the placement on.
-All results stay in DIR, and a bench that was stopped goes on where it was.
+First the capacity of `least_loaded` for this load is found: the highest rate at which 90 % of all requests
+keep `SLO`. Then the whole trace is played at `SHARE` of that, the same plan for each policy, every time on a
+fresh cluster with empty caches; every other repeat goes through the policies backwards. A request's TTFT is
+its mean over the repeats, and differences are paired by request: their intervals are 95 %, by a block
+bootstrap over requests (`loadgen.measure.stats`). Predictions are compared with what came, from the placement
+on. All results stay in DIR, and a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -26,12 +30,12 @@ from cluster import machine, processes_up, table
 from kept import Kept, emptied
 from loads import capacity, lag_p99_ms, loadgen, outcomes, read, run, watched
 
-from loadgen.cache_model import best_hits
-from loadgen.metrics import WHOLE, ttft_s
-from loadgen.plan_file import read_plan
-from loadgen.records import Record
-from loadgen.records_file import Result
-from loadgen.stats import difference_interval, percentile
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import Result
+from loadgen.measure.request_metrics import WHOLE, ttft_s
+from loadgen.measure.stats import difference_interval, percentile
+from loadgen.plan.cache_model import best_hits
+from loadgen.plan.plan_file import read_plan
 
 TRACE = Path(__file__).parent.parent / "tests/data/mooncake_conversation_1000.jsonl.gz"
 SHRINK = 8
@@ -39,7 +43,7 @@ MAX_TOKENS = 8000
 KV_MIB = 512
 KV_TOKEN_BYTES = 3072
 """Of the demo model in bfloat16."""
-PACED_COSTS = "step=20ms,prefill_token=150us,prefill_attended=5ns,decode_seq=125us,decode_context=150ns"
+EMULATED_COSTS = "step=20ms,prefill_token=150us,prefill_attended=5ns,decode_seq=125us,decode_context=150ns"
 PREFILL, DECODE = 2, 2
 SLO = "ttft=2s,tpot=60ms"
 ATTAINMENT = 0.9
@@ -83,7 +87,18 @@ class Bench:
             times = [request.at_s or 0.0 for request in read_plan(own).requests]
             offered_rps = self._arguments.share * self.known["capacity"]["capacity_rps"]
             scale = (len(times) - 1) / max(times) / offered_rps
-            loadgen("plan", *trace, "--limit", self._arguments.limit, "--time-scale", f"{scale:.6g}", "--slo", SLO, "-o", path)
+            loadgen(
+                "plan",
+                *trace,
+                "--limit",
+                self._arguments.limit,
+                "--time-scale",
+                f"{scale:.6g}",
+                "--slo",
+                SLO,
+                "-o",
+                path,
+            )
         if "best_hits" not in self.known:
             plan = read_plan(path)
             held = (PREFILL + DECODE) * KV_MIB * 2**20 // KV_TOKEN_BYTES
@@ -127,8 +142,8 @@ def _settings(policy: str) -> dict[str, Any]:
     return {
         "prefill": PREFILL,
         "decode": DECODE,
-        "device": "paced",
-        "paced_costs": PACED_COSTS,
+        "device": "emulated",
+        "emulated_costs": EMULATED_COSTS,
         "policy": policy,
         "kv_memory": KV_MIB * 2**20,
     }
@@ -168,7 +183,8 @@ def figures(bench: Bench, policies: list[str]) -> dict[str, dict[str, Any]]:
             "mean_ttft_s_by_repeat": [float(np.nanmean(_ttfts(result))) for result in results[policy]],
             "p50_ttft_s": percentile(ttfts[~np.isnan(ttfts)], 50),
             "p90_ttft_s": percentile(ttfts[~np.isnan(ttfts)], 90),
-            "hit_ratio": sum(r.num_cached_tokens or 0 for r in records) / sum(r.num_prompt_tokens or 0 for r in records),
+            "hit_ratio": sum(r.num_cached_tokens or 0 for r in records)
+            / sum(r.num_prompt_tokens or 0 for r in records),
             "kv_centric_less_this_s": float(np.mean(means[OURS][both] - ttfts[both])),
             "interval_s": None if interval is None else [interval.low, interval.high],
             "predicted_over_actual": {
@@ -200,9 +216,19 @@ def show(bench: Bench, found: dict[str, dict[str, Any]]) -> None:
             if one["interval_s"] is None
             else f"{1e3 * one['kv_centric_less_this_s']:.0f} [{', '.join(f'{1e3 * edge:.0f}' for edge in one['interval_s'])}]"
         )
-        ratios = [one["predicted_over_actual"].get(term, {}).get(q) for term in ("ttft", "tpot") for q in ("p50", "p90")]
+        ratios = [
+            one["predicted_over_actual"].get(term, {}).get(q) for term in ("ttft", "tpot") for q in ("p50", "p90")
+        ]
         ttfts = [f"{1e3 * one[name]:.0f}" for name in ("mean_ttft_s", "p50_ttft_s", "p90_ttft_s")]
-        rows.append([policy, *ttfts, f"{one['hit_ratio']:.1%}", gap, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+        rows.append(
+            [
+                policy,
+                *ttfts,
+                f"{one['hit_ratio']:.1%}",
+                gap,
+                *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            ]
+        )
     print(table(head, rows))
     worst = {name: max(one[name] for one in found.values()) for name in ("send_lag_p99_ms", "busy_share", "late_ms")}
     print(
@@ -233,7 +259,9 @@ def main() -> None:
     found = figures(bench, policies)
     show(bench, found)
     if arguments.json:
-        print(json.dumps({"capacity": bench.known["capacity"], "best_hits": bench.known["best_hits"], "policies": found}))
+        print(
+            json.dumps({"capacity": bench.known["capacity"], "best_hits": bench.known["best_hits"], "policies": found})
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Is a prefix of 4,096 tokens pulled from a peer sooner than it is computed again? Two prefill workers with the real demo model.
+"""Is a prefix of 4,096 tokens pulled from a peer sooner than it is computed again? Two prefill workers with
+the real demo model.
 
-    python bench/prefix_pull.py [--repeats 9] [--tokens 4096] [--json]
+python bench/prefix_pull.py [--repeats 9] [--tokens 4096] [--json]
 
-A worker is given jobs as a gateway gives them. In each repeat one worker computes a fresh prompt of that many tokens. Then the other is
-asked for it and `OWN_TOKENS` more, told that the first one holds it (`pulled`); and for another fresh prompt of the same length, told
-nothing (`computed`). Which of the two comes first, and which worker is which, changes with each repeat. Times are from the job's leaving to
-its first token; nothing else runs meanwhile, so both have the same cores.
+A worker is given jobs as a gateway gives them. In each repeat one worker computes a fresh prompt of that many
+tokens. Then the other is asked for it and `OWN_TOKENS` more, told that the first one holds it (`pulled`); and
+for another fresh prompt of the same length, told nothing (`computed`). Which of the two comes first, and
+which worker is which, changes with each repeat. Times are from the job's leaving to its first token; nothing
+else runs meanwhile, so both have the same cores.
 """
 
 import argparse
@@ -22,13 +24,13 @@ sys.path.append(str(Path(__file__).parent.parent))  # the scripted gateway is on
 
 from cluster import machine, processes_up, table
 
-from baton.core.blocks import token_ids
 from baton.core.ids import JobId, WorkerRef
-from baton.core.jobs import PrefillJob, PrefixSource
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import PrefillJob, PrefixSource
 from baton.core.request import LegTimeline, Sampling
-from baton.wire.admin import AdminClient
-from baton.wire.channel import channel_options, open_channel
-from baton.wire.network import GrpcNetwork
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.grpc_network import GrpcNetwork
 from tests.unit.worker.gateway import Gateway
 
 OWN_TOKENS = 16
@@ -44,7 +46,9 @@ async def workers_of(grpc_address: str) -> dict[str, WorkerRef]:
     return {w.worker.worker_id: w.worker for w in status.workers}
 
 
-async def first_token(gateway: Gateway, prompt: list[int], source: PrefixSource | None = None) -> tuple[float, LegTimeline]:
+async def first_token(
+    gateway: Gateway, prompt: list[int], source: PrefixSource | None = None
+) -> tuple[float, LegTimeline]:
     """(seconds, what the worker says of its leg)."""
     job = JobId(request_id=next(NUMBER).to_bytes(16, "big"), attempt=0)
     loop = asyncio.get_running_loop()
@@ -67,7 +71,8 @@ async def first_token(gateway: Gateway, prompt: list[int], source: PrefixSource 
 
 
 async def measure(grpc_address: str, num_tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat. Raises SystemExit where a prefix was not pulled, or one was there that should not be."""
+    """Seconds of each repeat. Raises SystemExit where a prefix was not pulled, or one was there that should
+    not be."""
     refs = await workers_of(grpc_address)
     network, rng = GrpcNetwork(heartbeat_s=2.0), Random(0)
     gateways = {worker_id: Gateway(network, ref) for worker_id, ref in refs.items() if worker_id[0] == "p"}
@@ -84,7 +89,11 @@ async def measure(grpc_address: str, num_tokens: int, repeats: int) -> dict[str,
         await first_token(gateways[holder], held)
         for kind in ("pulled", "computed") if repeat % 2 else ("computed", "pulled"):
             prompt = [*(held if kind == "pulled" else fresh(num_tokens)), *fresh(OWN_TOKENS)]
-            source = PrefixSource(worker=refs[holder], num_blocks=num_tokens // BLOCK_SIZE_TOKENS) if kind == "pulled" else None
+            source = (
+                PrefixSource(worker=refs[holder], num_blocks=num_tokens // BLOCK_SIZE_TOKENS)
+                if kind == "pulled"
+                else None
+            )
             took_s, leg = await first_token(gateways[other], prompt, source)
             if leg.num_cached_tokens != (num_tokens if kind == "pulled" else 0):
                 raise SystemExit(f"{kind}: {leg.num_cached_tokens} tokens were cached; see the workers' logs")
@@ -108,13 +117,22 @@ def main() -> None:
         with processes_up(prefill=2, decode=1, logs=logs, **settings) as running:
             seconds = asyncio.run(measure(running.grpc_address, arguments.tokens, arguments.repeats))
     rows = [
-        [kind, f"{1e3 * statistics.median(took):.0f}", f"{1e3 * min(took):.0f}", f"{1e3 * max(took):.0f}"] for kind, took in seconds.items()
+        [kind, f"{1e3 * statistics.median(took):.0f}", f"{1e3 * min(took):.0f}", f"{1e3 * max(took):.0f}"]
+        for kind, took in seconds.items()
     ]
     print(table([f"{arguments.tokens:,} tokens", "first token ms, median", "least", "most"], rows))
     times = statistics.median(seconds["computed"]) / statistics.median(seconds["pulled"])
     print(f"\npulled {times:.1f} times as soon as computed")
     if arguments.json:
-        print(json.dumps({"tokens": arguments.tokens, "times_as_soon": times, **{f"{kind}_s": took for kind, took in seconds.items()}}))
+        print(
+            json.dumps(
+                {
+                    "tokens": arguments.tokens,
+                    "times_as_soon": times,
+                    **{f"{kind}_s": took for kind, took in seconds.items()},
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Our matrix products beside torch's, and drawing on the host beside drawing all rows at once: what `native/product.h` and
-`host_sampler.py` are there for.
+"""Our matrix products beside torch's, and drawing on the host beside drawing all rows at once: what
+`native/gemm.h` and `host_sampler.py` are there for.
 
-    python bench/products.py [--threads 2] [--repeats 15]
+python bench/products.py [--threads 2] [--repeats 15]
 
-All of each kind in turns, medians. Torch's in bfloat16 are oneDNN's over packed weights where the processor has them (`fused.py`); in
-float32 they are what bfloat16 is held against where it is emulated.
+All of each kind in turns, medians. Torch's in bfloat16 are oneDNN's over packed weights where the processor
+has them (`fused.py`); in float32 they are what bfloat16 is held against where it is emulated.
 """
 
 import argparse
@@ -18,14 +18,14 @@ import torch
 from cluster import machine, table
 from torch import nn
 
-from baton.core.blocks import token_ids
+from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
-from baton.engine.model import device_sampler, host_sampler
-from baton.engine.model.fused import PackedLinear
-from baton.engine.model.native.decoder import Product
-from baton.engine.model.native.library import load_kernels
-from baton.engine.model.threads import compute_thread
-from baton.engine.step import SampleRequest
+from baton.engine.state.step import SampleRequest
+from baton.model.backends.fused_layers import PackedLinear
+from baton.model.backends.native_decoder import Product
+from baton.model.device.compute_thread import compute_thread
+from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.sampling import device_sampler, host_sampler
 
 SHAPES = ((256, 512), (512, 3072), (1024, 6144), (3072, 1024))
 ROWS = (1, 8, 32, 512)
@@ -62,7 +62,9 @@ def product_rows(num_threads: int, repeats: int) -> list[list[str]]:
         ours, theirs, in_floats = Product(kernels, module), PackedLinear(module), deepcopy(module).float()
         for num_rows in ROWS:
             x = torch.randn(num_rows, k).bfloat16()
-            ours_s, theirs_s, floats_s = in_turns((partial(ours, x), partial(theirs, x), partial(in_floats, x.float())), repeats)
+            ours_s, theirs_s, floats_s = in_turns(
+                (partial(ours, x), partial(theirs, x), partial(in_floats, x.float())), repeats
+            )
             rate = 2 * num_rows * k * n / ours_s / 1e9
             rows.append(
                 [
@@ -101,7 +103,15 @@ def sampler_rows(repeats: int) -> list[list[str]]:
                 (partial(drawn_on_host, logits, requests), partial(device_sampler.draw, logits, requests)),
                 repeats,
             )
-            rows.append([f"{vocab_size}", name, f"{host_s * 1e3:.1f} ms", f"{device_s * 1e3:.1f} ms", f"{device_s / host_s:.1f}"])
+            rows.append(
+                [
+                    f"{vocab_size}",
+                    name,
+                    f"{host_s * 1e3:.1f} ms",
+                    f"{device_s * 1e3:.1f} ms",
+                    f"{device_s / host_s:.1f}",
+                ]
+            )
     return rows
 
 

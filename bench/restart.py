@@ -1,10 +1,11 @@
 """Is the first request after a restart as fast as the tenth, and how long does a start take?
 
-    python bench/restart.py --out DIR [--models demo,tiny-42m] [--repeats 5]
+python bench/restart.py --out DIR [--models demo,tiny-42m] [--repeats 5]
 
-Each repeat starts `baton up` anew, with one hybrid worker of both cores, whose kernels and costs are kept from the start before (the
-first start is not counted), and asks ten times for a token after a new prompt of 512, one after the other with a short rest between. A
-start lasts from its command until it is ready, so all that is loaded, compiled, proven or measured is in it, or else in the first request.
+Each repeat starts `baton up` anew, with one hybrid worker of both cores, whose kernels and costs are kept
+from the start before (the first start is not counted), and asks ten times for a token after a new prompt of
+512, one after the other with a short rest between. A start lasts from its command until it is ready, so all
+that is loaded, compiled, proven or measured is in it, or else in the first request.
 """
 
 import argparse
@@ -27,7 +28,8 @@ REST_S = 0.5
 
 
 def one_start(setting: Setting, seed: int) -> dict[str, float]:
-    """Seconds until ready, and of the first, the tenth, and the median of all but the first request until the first token."""
+    """Seconds until ready, and of the first, the tenth, and the median of all but the first request until the
+    first token."""
     rng, size = random.Random(seed), vocabulary(setting.model)
     began_s = time.perf_counter()
     with BOTH_CORES.run(setting) as url:
@@ -36,7 +38,12 @@ def one_start(setting: Setting, seed: int) -> dict[str, float]:
         for _ in range(NUM_REQUESTS):
             time.sleep(REST_S)
             ttfts_s.append(ask([[rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)]], 2)[0][0])
-    return {"start_s": start_s, "first_s": ttfts_s[0], "tenth_s": ttfts_s[-1], "median_s": statistics.median(ttfts_s[1:])}
+    return {
+        "start_s": start_s,
+        "first_s": ttfts_s[0],
+        "tenth_s": ttfts_s[-1],
+        "median_s": statistics.median(ttfts_s[1:]),
+    }
 
 
 def main() -> None:
@@ -70,7 +77,9 @@ def main() -> None:
             ]
         )
     print(known["machine"])
-    print(table(["model", "until ready", "first TTFT", "tenth", "median of the second to tenth", "first to tenth"], rows))
+    print(
+        table(["model", "until ready", "first TTFT", "tenth", "median of the second to tenth", "first to tenth"], rows)
+    )
 
 
 if __name__ == "__main__":

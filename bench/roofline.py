@@ -1,4 +1,5 @@
-"""What the hardware allows, measured: products of matrices, and reading memory; and what a model needs of both."""
+"""What the hardware allows, measured: products of matrices, and reading memory; and what a model needs of
+both."""
 
 import json
 import time
@@ -13,10 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from baton.engine.model.fused import PackedLinear
-from baton.engine.model.native.build import NoKernels
-from baton.engine.model.native.decoder import Product
-from baton.engine.model.native.library import load_kernels
+from baton.model.backends.fused_layers import PackedLinear
+from baton.model.backends.native_decoder import Product
+from baton.model.kernels.cpu.kernel_build import NoKernels
+from baton.model.kernels.cpu.kernel_library import load_kernels
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Far more than its caches hold."""
@@ -37,8 +38,8 @@ class Roofline:
 
 
 def measured(num_threads: int, device: str = "cpu") -> Roofline:
-    """The best of some products, each done in all ways that we know, and some ways to read: nothing here may be faster. `num_threads` of a
-    CPU."""
+    """The best of some products, each done in all ways that we know, and some ways to read: nothing here may
+    be faster. `num_threads` of a CPU."""
     torch.set_num_threads(num_threads)
     num_bytes = READ_BYTES[device]
     flops = []
@@ -46,7 +47,9 @@ def measured(num_threads: int, device: str = "cpu") -> Roofline:
         for rows, inner, columns in PRODUCTS[device]:
             x = torch.randn(rows, inner, dtype=torch.bfloat16)
             module = nn.Linear(inner, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-            flops += [2 * rows * inner * columns / _best_s(partial(way, x)) for way in _ways(module, num_threads, device)]
+            flops += [
+                2 * rows * inner * columns / _best_s(partial(way, x)) for way in _ways(module, num_threads, device)
+            ]
         read_s = _read_s(num_bytes)
     if device == "cuda":
         torch.cuda.empty_cache()  # the engines need the memory
@@ -54,8 +57,8 @@ def measured(num_threads: int, device: str = "cpu") -> Roofline:
 
 
 def _ways(module: nn.Linear, num_threads: int, device: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """To multiply by one matrix: as it is; on a CPU also over packed weights, oneDNN's and ours, and in float32, which is faster than
-    bfloat16 where that is emulated."""
+    """To multiply by one matrix: as it is; on a CPU also over packed weights, oneDNN's and ours, and in
+    float32, which is faster than bfloat16 where that is emulated."""
     yield module
     if device == "cpu":
         yield PackedLinear(module)
@@ -88,8 +91,9 @@ def _best_s(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a table does not); `end_params` of
-    them, the head and what is not for keys and values of the last layer, only where a token is to follow."""
+    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a
+    table does not); `end_params` of them, the head and what is not for keys and values of the last layer,
+    only where a token is to follow."""
 
     weight_params: int
     end_params: int
@@ -115,8 +119,8 @@ class Needs:
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Of the last layer and the head all but keys and values is needed for the last token alone. Attention for each pair of tokens,
-        once as scores and once as sums."""
+        """Of the last layer and the head all but keys and values is needed for the last token alone.
+        Attention for each pair of tokens, once as scores and once as sums."""
         attention = 4 * (self.num_layers - 1) * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
         return 2 * (self.weight_params - self.end_params) * num_tokens + 2 * self.end_params + attention
 

@@ -1,13 +1,16 @@
-"""How long does a decision take? One scheduler on one core: 100 workers, a million indexed (worker, block) pairs, the whole `Scheduler`.
+"""How long does a decision take? One scheduler on one core: 100 workers, a million indexed (worker, block)
+pairs, the whole `Scheduler`.
 
-    python bench/scheduler.py [--policy kv_centric] [--workers 100] [--pairs 1000000] [--seconds 10] [--json]
+python bench/scheduler.py [--policy kv_centric] [--workers 100] [--pairs 1000000] [--seconds 10] [--json]
 
-`decision`: `Scheduler.place` for prompts of 8,192 tokens that begin with 0 to 95 % of a chain that is held: the index is asked, the policy
-predicts every candidate, the placement is reserved and its blocks are expected; the record is made and written beside, and the request is
-told to have finished. `decisions_per_s`: the same with log-uniform lengths of 128 to 131,072 tokens, all that comes with a decision
-included. `grpc`: the same call from another process, one in flight; `grpc_empty`: a call between the same processes that says nothing and
-asks nothing, made in turn with the others. `loop`: a bare loop of Python in turn with the decisions, by which one sees how fast the core
-was meanwhile: on a shared machine that changes by half within a minute. See `scheduler_index.py` for the index alone.
+`decision`: `Scheduler.place` for prompts of 8,192 tokens that begin with 0 to 95 % of a chain that is held:
+the index is asked, the policy predicts every candidate, the placement is reserved and its blocks are
+expected; the record is made and written beside, and the request is told to have finished. `decisions_per_s`:
+the same with log-uniform lengths of 128 to 131,072 tokens, all that comes with a decision included. `grpc`:
+the same call from another process, one in flight; `grpc_empty`: a call between the same processes that says
+nothing and asks nothing, made in turn with the others. `loop`: a bare loop of Python in turn with the
+decisions, by which one sees how fast the core was meanwhile: on a shared machine that changes by half within
+a minute. See `scheduler_index.py` for the index alone.
 """
 
 import argparse
@@ -28,22 +31,23 @@ from cluster import machine, table
 from prometheus_client import CollectorRegistry
 from scheduler_index import BLOCK_SIZE_TOKENS, Population, churn, populate, prompt
 
-from baton.core.apis import SchedulerApi
-from baton.core.blocks import HASH_SCHEME, BlockHash
-from baton.core.cluster import BlockCounts, LinkReport, Placement, PlacementQuery, WorkerReport, WorkerRole, WorkerState
-from baton.core.costs import StepCostModel
+from baton.core.cluster.placement import Placement, PlacementQuery
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.ids import WorkerRef
-from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.interfaces import SchedulerApi
+from baton.core.kv.block_hash import HASH_SCHEME, BlockHash
+from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.request import RequestActuals
-from baton.runtime.in_process import duplex_pair
-from baton.runtime.metrics import SchedulerMetrics
-from baton.runtime.process import rare_collections
-from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerRules
-from baton.scheduler.workers import SchedulerTimes
-from baton.store.memory import MemoryDecisionStore, MemoryKvEventFeed
-from baton.wire.network import GrpcNetwork
-from baton.wire.server import GrpcServer
+from baton.core.step_cost import StepCostModel
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.network.in_process_network import duplex_pair
+from baton.runtime.observability.metrics import SchedulerMetrics
+from baton.runtime.process.process import rare_collections
+from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
+from baton.scheduler.state.worker_streams import SchedulerTimes
+from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
 
 Between = Callable[[], Awaitable[None]]
 
@@ -59,7 +63,9 @@ LAYOUT = KvLayout(
         LayerGroup(
             layer_begin=0,
             num_layers=32,
-            components=tuple(KvComponent(name=name, num_kv_heads=8, head_dim=128, dtype="bfloat16") for name in ("k", "v")),
+            components=tuple(
+                KvComponent(name=name, num_kv_heads=8, head_dim=128, dtype="bfloat16") for name in ("k", "v")
+            ),
         ),
     ),
 )
@@ -75,14 +81,16 @@ def report_of(worker: WorkerRef, number: int, peers: tuple[WorkerRef, ...], rng:
         state=WorkerState.READY,
         model="model",
         layout=LAYOUT,
-        blocks=BlockCounts(total=60_000, free=30_000, cached=20_000, used=10_000, landing=0, quarantined=0),
+        blocks=BlockCounts(total=60_000, free=30_000, cached=20_000, used=10_000, receiving=0, quarantined=0),
         max_model_len=262_144,
         max_num_seqs=256,
         waiting_prefill_tokens=0 if decodes else rng.randrange(20_000),
         running_seqs=rng.randrange(64) if decodes else rng.randrange(4),
         running_context_tokens=rng.randrange(200_000) if decodes else 0,
         links=tuple(LinkReport(peer=peer, bytes_per_s=rng.uniform(5e9, 4e10)) for peer in peers) if decodes else (),
-        costs=StepCostModel(step_s=4e-3, prefill_token_s=6e-5, prefill_attended_s=2e-9, decode_seq_s=5e-5, decode_context_s=2e-8),
+        costs=StepCostModel(
+            step_s=4e-3, prefill_token_s=6e-5, prefill_attended_s=2e-9, decode_seq_s=5e-5, decode_context_s=2e-8
+        ),
         max_num_batched_tokens=8_192,
         mean_output_tokens=rng.uniform(100, 400),
     )
@@ -93,7 +101,13 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
     rng = Random(0)
     scheduler = Scheduler(
         scheduler_id="s0",
-        rules=SchedulerRules(policy=policy, admission=Admission.PREDICTIVE, max_waiting_seqs=256, max_worker_queue_s=1.0, max_waiting=0),
+        rules=SchedulerRules(
+            policy=policy,
+            admission=AdmissionMode.PREDICTIVE,
+            max_waiting_seqs=256,
+            max_worker_queue_s=1.0,
+            max_waiting=0,
+        ),
         times=SchedulerTimes(silence_s=FOR_EVER_S, settle_s=0.0, reservation_s=60.0, watch_interval_s=1.0),
         store=MemoryDecisionStore(),
         feed=MemoryKvEventFeed(),
@@ -216,13 +230,21 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
             loops.append(loop_s())
 
         cuts = quantiles(await timed(scheduler, population, rng, 8_192 // BLOCK_SIZE_TOKENS, loop), n=100)
-        figures = {"decision_p50_ms": cuts[49] * 1e3, "decision_p99_ms": cuts[98] * 1e3, "loop_p50_ms": median(loops) * 1e3}
+        figures = {
+            "decision_p50_ms": cuts[49] * 1e3,
+            "decision_p99_ms": cuts[98] * 1e3,
+            "loop_p50_ms": median(loops) * 1e3,
+        }
         figures["decisions_per_s"] = await per_second(scheduler, population, rng, options.seconds)
         figures["events_per_s"] = churn(population, rng)
         figures["index_mb"] = population.index_mb
     taken, empty = await over_grpc(options, rng)
     cuts = quantiles(taken, n=100)
-    return figures | {"grpc_p50_ms": cuts[49] * 1e3, "grpc_p99_ms": cuts[98] * 1e3, "grpc_empty_p50_ms": median(empty) * 1e3}
+    return figures | {
+        "grpc_p50_ms": cuts[49] * 1e3,
+        "grpc_p99_ms": cuts[98] * 1e3,
+        "grpc_empty_p50_ms": median(empty) * 1e3,
+    }
 
 
 def main() -> None:
@@ -242,7 +264,12 @@ def main() -> None:
         return
     figures = uvloop.run(measure(options))
     print(f"{machine('numpy', 'grpcio')}\n")
-    print(table(["figure", "value"], [[name, f"{value:,.3f}" if value < 100 else f"{value:,.0f}"] for name, value in figures.items()]))
+    print(
+        table(
+            ["figure", "value"],
+            [[name, f"{value:,.3f}" if value < 100 else f"{value:,.0f}"] for name, value in figures.items()],
+        )
+    )
     if options.json:
         print(json.dumps(figures))
 

@@ -1,9 +1,11 @@
-"""The prefix index alone, in one process on one core: events a second, seconds to ask, megabytes. `bench/scheduler.py` builds on it.
+"""The prefix index alone, in one process on one core: events a second, seconds to ask, megabytes.
+`bench/scheduler.py` builds on it.
 
-    python bench/scheduler_index.py [--workers 100] [--pairs 1000000] [--json]
+python bench/scheduler_index.py [--workers 100] [--pairs 1000000] [--json]
 
-The population: chains of 8 to 8,192 blocks (log-uniform, 128 to 131,072 tokens in blocks of 16); a third of the blocks are held by two to
-four workers. Prompts to ask for begin with 0 to 95 % of a chain that is held, and go on with blocks that nobody has.
+The population: chains of 8 to 8,192 blocks (log-uniform, 128 to 131,072 tokens in blocks of 16); a third of
+the blocks are held by two to four workers. Prompts to ask for begin with 0 to 95 % of a chain that is held,
+and go on with blocks that nobody has.
 """
 
 import argparse
@@ -20,10 +22,10 @@ from statistics import quantiles
 
 import psutil
 
-from baton.core.blocks import BlockHash
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import Tier
-from baton.prefix.index import PrefixIndex
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_events import Tier
+from baton.prefix_index.index import PrefixIndex
 
 BLOCK_SIZE_TOKENS = 16
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 128, 131_072
@@ -43,7 +45,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """An index that is full, and a fifth of the chains in it, by length. `build_s`: of that in `PrefixIndex.stored` alone."""
+    """An index that is full, and a fifth of the chains in it, by length. `build_s`: of that in
+    `PrefixIndex.stored` alone."""
 
     index: PrefixIndex
     workers: tuple[WorkerRef, ...]
@@ -54,7 +57,9 @@ class Population:
 
 
 def workers_of(num_workers: int) -> tuple[WorkerRef, ...]:
-    return tuple(WorkerRef(worker_id=f"w{i:03}", worker_epoch=i + 1, address=f"10.0.0.{i}:1") for i in range(num_workers))
+    return tuple(
+        WorkerRef(worker_id=f"w{i:03}", worker_epoch=i + 1, address=f"10.0.0.{i}:1") for i in range(num_workers)
+    )
 
 
 def prompt_blocks(rng: Random) -> int:
@@ -68,7 +73,8 @@ def random_hashes(rng: Random, num_blocks: int) -> tuple[BlockHash, ...]:
 
 
 def claims_of(workers: Sequence[WorkerRef], num_pairs: int, rng: Random) -> Iterator[Claim]:
-    """Until there are so many (worker, block) pairs. The hashes of each claim are objects of its own, as if they had come over the wire."""
+    """Until there are so many (worker, block) pairs. The hashes of each claim are objects of its own, as if
+    they had come over the wire."""
     left = num_pairs
     while left > 0:
         chain = random_hashes(rng, min(prompt_blocks(rng), left))
@@ -98,7 +104,12 @@ def populate(num_workers: int, num_pairs: int, rng: Random, index: PrefixIndex |
     gc.collect()
     index_mb = (psutil.Process().memory_info().rss - before - own) / 1e6
     return Population(
-        index=index, workers=workers, chains=tuple(sorted(chains, key=len)), num_pairs=index.num_claims, build_s=build_s, index_mb=index_mb
+        index=index,
+        workers=workers,
+        chains=tuple(sorted(chains, key=len)),
+        num_pairs=index.num_claims,
+        build_s=build_s,
+        index_mb=index_mb,
     )
 
 
@@ -111,7 +122,9 @@ def prompt(population: Population, rng: Random, num_blocks: int | None = None) -
     return (*(bytes(bytearray(block)) for block in shared), *random_hashes(rng, num_blocks - len(shared)))
 
 
-def seconds_each(ask: Callable[[tuple[BlockHash, ...]], object], prompts: Sequence[tuple[BlockHash, ...]]) -> list[float]:
+def seconds_each(
+    ask: Callable[[tuple[BlockHash, ...]], object], prompts: Sequence[tuple[BlockHash, ...]]
+) -> list[float]:
     taken = []
     for hashes in prompts:
         began_s = time.perf_counter()
@@ -129,8 +142,14 @@ def measure_index(num_workers: int, num_pairs: int, num_prompts: int, seed: int 
     figures["mb_per_million_pairs"] = population.index_mb / population.num_pairs * 1e6
     figures["build_events_per_s"] = population.num_pairs / population.build_s
     figures["events_per_s"] = churn(population, rng)
-    for name, num_blocks in (("8k", 8_192 // BLOCK_SIZE_TOKENS), ("131k", MAX_PROMPT_TOKENS // BLOCK_SIZE_TOKENS), ("any", None)):
-        taken = seconds_each(lambda h: index.overlaps(h, 0.0), [prompt(population, rng, num_blocks) for _ in range(num_prompts)])
+    for name, num_blocks in (
+        ("8k", 8_192 // BLOCK_SIZE_TOKENS),
+        ("131k", MAX_PROMPT_TOKENS // BLOCK_SIZE_TOKENS),
+        ("any", None),
+    ):
+        taken = seconds_each(
+            lambda h: index.overlaps(h, 0.0), [prompt(population, rng, num_blocks) for _ in range(num_prompts)]
+        )
         cuts = quantiles(taken, n=100)
         figures |= {f"overlaps_{name}_p50_us": cuts[49] * 1e6, f"overlaps_{name}_p99_us": cuts[98] * 1e6}
     hot = random_hashes(rng, 512)
@@ -154,7 +173,8 @@ def churn(population: Population, rng: Random, num_batches: int = 2_000) -> floa
 
 
 def _expecting(population: Population, rng: Random, num_prompts: int) -> dict[str, float]:
-    """What a placement writes, and what asking costs with so many written: each is expected at two workers for 5 s, 100 come a second."""
+    """What a placement writes, and what asking costs with so many written: each is expected at two workers
+    for 5 s, 100 come a second."""
     index, asked, wrote = population.index, [], []
     for number in range(num_prompts):
         hashes, now_s = prompt(population, rng), number / 100

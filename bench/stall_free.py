@@ -1,13 +1,14 @@
 """Does a prompt stall whoever decodes, on a real engine? And what does it cost that it does not?
 
-    python bench/stall_free.py --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
+python bench/stall_free.py --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
 
-One hybrid engine with both cores in this process, in turns with its batch policy and without: then a prompt is computed once it is
-there, as much of it as a step holds. Prompts of PROMPT_TOKENS, all new. Capacity: all requests at once. Then they come at
-SHARE of that (Poisson), and every gap between two tokens of an answer counts, over the time of a step of as many sequences that all decode
-(the median of such steps of the same run). How gaps scatter that no prompt was in the way of is told, too: no policy can do better. First
-it waits until the worker's memory is real, which takes from its steps (`baton.transfer.touching`). DIR keeps every figure, and a bench that
-was stopped goes on where it was.
+One hybrid engine with both cores in this process, in turns with its batch policy and without: then a prompt
+is computed once it is there, as much of it as a step holds. Prompts of PROMPT_TOKENS, all new. Capacity: all
+requests at once. Then they come at SHARE of that (Poisson), and every gap between two tokens of an answer
+counts, over the time of a step of as many sequences that all decode (the median of such steps of the same
+run). How gaps scatter that no prompt was in the way of is told, too: no policy can do better. First it waits
+until the worker's memory is real, which takes from its steps (`baton.transfer.backends.prefault`). DIR keeps
+every figure, and a bench that was stopped goes on where it was.
 """
 
 import argparse
@@ -30,28 +31,28 @@ from kept import Kept
 
 from baton.core.ids import WorkerRef
 from baton.engine.loop import EngineLoop
-from baton.engine.outcome import Outcome
-from baton.engine.sequence import SequenceRequest
-from baton.engine.stall_free import Pace
-from baton.engine.step import StepPlan
-from baton.runtime.process import settled_heap
-from baton.runtime.settings import WorkerConfig
-from baton.transfer.touching import TOUCHING
-from baton.worker.calibrate import measure_costs
-from baton.worker.costs import CostKeeper
+from baton.engine.scheduling.step_budget import StepTiming
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.step import StepPlan
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.process.process import settled_heap
+from baton.transfer.backends.prefault import PREFAULTING
+from baton.worker.costs.calibrate import measure_costs
+from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device import Device, open_device
 
 PROMPT_TOKENS = 1024
 SHARE = 0.8
 KV_GIB = 1
 """All requests at once need less."""
-WAYS = {"paced": True, "prompts first": False}
+WAYS = {"emulated": True, "prompts first": False}
 
 
 @dataclass(slots=True)
 class Seen:
-    """Of one run: `gaps` (seconds, how many decoded in the step that ended it, whether it did nothing else); `alone`: seconds of steps
-    that only decode, by how many."""
+    """Of one run: `gaps` (seconds, how many decoded in the step that ended it, whether it did nothing else);
+    `alone`: seconds of steps that only decode, by how many."""
 
     took_s: float = 0.0
     gaps: list[tuple[float, int, bool]] = field(default_factory=list)
@@ -62,15 +63,25 @@ class Seen:
         """`alone`: only of steps that only decoded."""
         batches = sorted(self.alone)
         steps_s = [statistics.median(self.alone[batch]) for batch in batches]
-        return np.array([gap_s / np.interp(batch, batches, steps_s) for gap_s, batch, is_alone in self.gaps if is_alone or not alone])
+        return np.array(
+            [
+                gap_s / np.interp(batch, batches, steps_s)
+                for gap_s, batch, is_alone in self.gaps
+                if is_alone or not alone
+            ]
+        )
 
 
 class Run:
     """Requests through one engine, which is idle before and afterwards. `rate_rps` 0: all at once."""
 
-    def __init__(self, device: Device, keeper: CostKeeper | None, requests: list[SequenceRequest], rate_rps: float, seed: int) -> None:
+    def __init__(
+        self, device: Device, keeper: CostKeeper | None, requests: list[SequenceRequest], rate_rps: float, seed: int
+    ) -> None:
         self._loop = EngineLoop(device.engine, device.executor, self._deliver, self._on_step)
-        device.engine.pace = None if keeper is None else Pace(costs=lambda: keeper.costs, now_s=asyncio.get_running_loop().time)
+        device.engine.pace = (
+            None if keeper is None else StepTiming(costs=lambda: keeper.costs, now_s=asyncio.get_running_loop().time)
+        )
         self._keeper = keeper
         self._requests = requests
         self._rate_rps = rate_rps
@@ -105,7 +116,7 @@ class Run:
         if self._is_alone:  # the device's time: what lies between two steps is of the gaps
             self.seen.alone[self._batch].append(self._loop.last_step_ended_s - self._loop.last_step_started_s)
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: EngineOutcome) -> None:
         now_s = asyncio.get_running_loop().time()
         for output in outcome.outputs:
             if output.failure is not None:
@@ -122,7 +133,7 @@ class Run:
 def wait_for_memory() -> None:
     """Until all of this process's KV memory is real."""
     for thread in threading.enumerate():
-        if thread.name == TOUCHING:
+        if thread.name == PREFAULTING:
             thread.join()
 
 
@@ -142,8 +153,12 @@ class Bench:
             if len(found) >= self._arguments.repeats:
                 continue
             directory = model_directory(model, self._arguments.out)
-            config = WorkerConfig(model=str(directory), kv_memory=KV_GIB * 2**30, threads_per_worker=THREADS, device="cpu")
-            device = await asyncio.to_thread(open_device, config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
+            config = WorkerConfig(
+                model=str(directory), kv_memory=KV_GIB * 2**30, threads_per_worker=THREADS, device="cpu"
+            )
+            device = await asyncio.to_thread(
+                open_device, config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench")
+            )
             try:
                 await asyncio.to_thread(wait_for_memory)
                 keeper = CostKeeper(await measure_costs(device.executor, device.engine.config, device.pool))
@@ -175,24 +190,42 @@ class Bench:
             print(number, name, figures[name], file=sys.stderr)
         return figures
 
-    async def _run(self, device: Device, keeper: CostKeeper | None, directory: Path, rate_rps: float, seed: int) -> Seen:
+    async def _run(
+        self, device: Device, keeper: CostKeeper | None, directory: Path, rate_rps: float, seed: int
+    ) -> Seen:
         rng = random.Random(self._next_id)
         size = vocabulary(directory)
-        prompts = [[rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)] for _ in range(self._arguments.requests)]
-        requests = sequence_requests(prompts, self._arguments.outputs, self._next_id, device.engine.config.block_size_tokens)
+        prompts = [
+            [rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)] for _ in range(self._arguments.requests)
+        ]
+        requests = sequence_requests(
+            prompts, self._arguments.outputs, self._next_id, device.engine.config.block_size_tokens
+        )
         self._next_id += len(requests)
         return await Run(device, keeper, requests, rate_rps, seed).run()
 
     def show(self) -> None:
         print(self.known["machine"])
-        head = ["", "capacity", "of prompts first", "gap p50", "gap p99", "without prompts", "gap p99 ms", "decoding", "TTFT p50 ms"]
+        head = [
+            "",
+            "capacity",
+            "of prompts first",
+            "gap p50",
+            "gap p99",
+            "without prompts",
+            "gap p99 ms",
+            "decoding",
+            "TTFT p50 ms",
+        ]
         for model in self._arguments.models.split(","):
             found = self.known[model]
             print(f"\n{model}: {PROMPT_TOKENS} in / {self._arguments.outputs} out, {len(found)} repeats\n")
             rows = []
             for name in WAYS:
                 medians = {key: statistics.median(repeat[name][key] for repeat in found) for key in found[0][name]}
-                share = statistics.median(repeat[name]["capacity_rps"] / repeat["prompts first"]["capacity_rps"] for repeat in found)
+                share = statistics.median(
+                    repeat[name]["capacity_rps"] / repeat["prompts first"]["capacity_rps"] for repeat in found
+                )
                 rows.append(
                     [
                         name,

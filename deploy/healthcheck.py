@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Whether the service of this container lives: asks `/health` at its admin port (BATON_ADMIN_PORT), or at the gateway's HTTP port."""
+"""Whether the service of this container lives: asks `/health` at its admin port (BATON_ADMIN_PORT), or at the
+gateway's HTTP port."""
 
 import os
 import ssl

@@ -1,5 +1,5 @@
 """`python -m loadgen` is `loadgen`, without depending on the PATH."""
 
-from loadgen.main import main
+from loadgen.cli import main
 
 main()

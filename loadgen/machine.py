@@ -21,7 +21,8 @@ def loadgen_version() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """Of this host, now. `cores`: those that this process may use, which a container may limit further (`cpu_quota`, in cores)."""
+    """Of this host, now. `cores`: those that this process may use, which a container may limit further
+    (`cpu_quota`, in cores)."""
     return {
         "host": platform.node(),
         "os": f"{platform.system()} {platform.release()}",

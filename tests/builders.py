@@ -4,26 +4,18 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from baton.core.blocks import chain, token_ids
-from baton.core.cluster import (
-    BlockCounts,
-    ClusterSnapshot,
-    DecisionRecord,
-    LinkReport,
-    Placement,
-    PlacementQuery,
-    WorkerReport,
-    WorkerRole,
-    WorkerState,
-    WorkerView,
-)
+from baton.core.client_api import ClusterStatus, ProcessInfo, WorkerStatus
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import Code, Failure, Reason
-from baton.core.front import ClusterStatus, ProcessInfo, WorkerStatus
 from baton.core.ids import DecisionId, JobId, WorkerRef
-from baton.core.jobs import PrefillJob
-from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.kv.block_hash import chain, token_ids
+from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.messages.jobs import PrefillJob
 from baton.core.request import Sampling, TokenDelta
-from baton.engine.sequence import SequenceRequest
+from baton.engine.state.sequence import SequenceRequest
 
 
 def layout(**changes: Any) -> KvLayout:
@@ -36,7 +28,9 @@ def layout(**changes: Any) -> KvLayout:
             LayerGroup(
                 layer_begin=0,
                 num_layers=2,
-                components=tuple(KvComponent(name=name, num_kv_heads=2, head_dim=8, dtype="float32") for name in ("k", "v")),
+                components=tuple(
+                    KvComponent(name=name, num_kv_heads=2, head_dim=8, dtype="float32") for name in ("k", "v")
+                ),
             ),
         ),
     }
@@ -49,11 +43,15 @@ def worker_ref(worker_id: str = "w0", epoch: int = 1) -> WorkerRef:
 
 def blocks(total: int = 100, cached: int = 0, used: int = 0, **more: int) -> BlockCounts:
     """The rest of `total` is free."""
-    free = total - cached - used - more.get("landing", 0) - more.get("quarantined", 0)
-    return BlockCounts(**({"total": total, "free": free, "cached": cached, "used": used, "landing": 0, "quarantined": 0} | more))
+    free = total - cached - used - more.get("receiving", 0) - more.get("quarantined", 0)
+    return BlockCounts(
+        **({"total": total, "free": free, "cached": cached, "used": used, "receiving": 0, "quarantined": 0} | more)
+    )
 
 
-def worker_report(worker_id: str = "w0", role: str = "hybrid", *, epoch: int = 1, report_seq: int = 1, **changes: Any) -> WorkerReport:
+def worker_report(
+    worker_id: str = "w0", role: str = "hybrid", *, epoch: int = 1, report_seq: int = 1, **changes: Any
+) -> WorkerReport:
     fields: dict[str, Any] = {
         "worker": worker_ref(worker_id, epoch),
         "report_seq": report_seq,
@@ -73,11 +71,19 @@ def link(peer: str, *, epoch: int = 1, broken: bool = False) -> LinkReport:
 
 
 def cluster(*reports: WorkerReport) -> ClusterSnapshot:
-    return ClusterSnapshot(workers=tuple(WorkerView(report=r) for r in sorted(reports, key=lambda r: r.worker.worker_id)))
+    return ClusterSnapshot(
+        workers=tuple(WorkerView(report=r) for r in sorted(reports, key=lambda r: r.worker.worker_id))
+    )
 
 
 def query(**changes: Any) -> PlacementQuery:
-    fields: dict[str, Any] = {"request_id": b"request-0", "attempt": 0, "model": "demo", "num_prompt_tokens": 40, "max_tokens": 16}
+    fields: dict[str, Any] = {
+        "request_id": b"request-0",
+        "attempt": 0,
+        "model": "demo",
+        "num_prompt_tokens": 40,
+        "max_tokens": 16,
+    }
     return PlacementQuery(**(fields | changes))
 
 
@@ -97,7 +103,8 @@ def hashes_of(tokens: Sequence[int], block_size_tokens: int = BLOCK_SIZE_TOKENS)
 def sequence_request(
     seq_id: int = 1, tokens: Sequence[int] = (5, 6, 7), *, max_tokens: int = 8, sampling: Any = None, **changes: Any
 ) -> SequenceRequest:
-    """Blocks of 4 tokens, or of `block_size_tokens`; what `Sampling` has besides max_tokens goes into `sampling`, a dict."""
+    """Blocks of 4 tokens, or of `block_size_tokens`; what `Sampling` has besides max_tokens goes into
+    `sampling`, a dict."""
     block_size_tokens = changes.pop("block_size_tokens", BLOCK_SIZE_TOKENS)
     fields: dict[str, Any] = {
         "seq_id": seq_id,
@@ -126,11 +133,17 @@ def prefill_job(tokens: Sequence[int] = (5, 6, 7), **changes: Any) -> PrefillJob
     return PrefillJob(**(fields | changes))
 
 
-def token_delta(*tokens: int, job: JobId | None = None, sample_index: int = 0, output_index: int = 0, **more: Any) -> TokenDelta:
-    return TokenDelta(job=job or job_id(), sample_index=sample_index, output_index=output_index, token_ids=tokens, **more)
+def token_delta(
+    *tokens: int, job: JobId | None = None, sample_index: int = 0, output_index: int = 0, **more: Any
+) -> TokenDelta:
+    return TokenDelta(
+        job=job or job_id(), sample_index=sample_index, output_index=output_index, token_ids=tokens, **more
+    )
 
 
-def failure(reason: Reason = Reason.QUEUE_FULL, code: Code = Code.RESOURCE_EXHAUSTED, message: str = "try later", **more: Any) -> Failure:
+def failure(
+    reason: Reason = Reason.QUEUE_FULL, code: Code = Code.RESOURCE_EXHAUSTED, message: str = "try later", **more: Any
+) -> Failure:
     return Failure(code=code, reason=reason, message=message, **more)
 
 

@@ -1,12 +1,15 @@
-"""Is what workers cache what its hash says? Each cached block of a running cluster against plain `transformers`, in float32.
+"""Is what workers cache what its hash says? Each cached block of a running cluster against plain
+`transformers`, in float32.
 
     auditor = CacheAuditor(model_dir)
     found = await auditor.audit(cluster)      # raises WrongBlock or NotCovered
 
-What a worker caches is what its life table lists and a peer can pull; that must be as many blocks as it reports. A hash does not tell its
-tokens: those come from the clients' history, every prompt with whatever was answered to it. Every element of K and V of every block whose
-tokens are known must lie within tau of the reference's; tau is ten times the largest difference between two batchings of the reference
-itself on some of these very tokens, at most `MAX_TAU`. If less than `MIN_COVERAGE` of a worker's blocks are known, that is a failure, too.
+What a worker caches is what its generation table lists and a peer can pull; that must be as many blocks as it
+reports. A hash does not tell its tokens: those come from the clients' history, every prompt with whatever was
+answered to it. Every element of K and V of every block whose tokens are known must lie within tau of the
+reference's; tau is ten times the largest difference between two batchings of the reference itself on some of
+these very tokens, at most `MAX_TAU`. If less than `MIN_COVERAGE` of a worker's blocks are known, that is a
+failure, too.
 """
 
 import asyncio
@@ -22,12 +25,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from baton.core.blocks import BlockHash, chain, root_hash, token_ids
-from baton.core.cluster import WorkerReport, WorkerState
-from baton.core.front import ClusterStatus
+from baton.core.client_api import ClusterStatus
+from baton.core.cluster.worker_report import WorkerReport, WorkerState
 from baton.core.ids import WorkerRef
-from baton.core.kv_layout import KvLayout
-from baton.wire.network import GrpcNetwork
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.core.kv.kv_layout import KvLayout
+from baton.rpc.grpc_network import GrpcNetwork
 from tests.cache_reader import NUM_BLOCKS, CacheReader, cache_reader
 from tests.cluster import CALM_S, ProcessCluster
 
@@ -47,8 +50,9 @@ class NotCovered(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheAudit:
-    """What an audit found, by worker: blocks that are cached, and those of them that were compared. For it `num_tokens` were computed
-    again; `worst` is the largest difference among what was not known, bit by bit, from an earlier audit."""
+    """What an audit found, by worker: blocks that are cached, and those of them that were compared. For it
+    `num_tokens` were computed again; `worst` is the largest difference among what was not known, bit by bit,
+    from an earlier audit."""
 
     num_cached: dict[str, int]
     num_compared: dict[str, int]
@@ -67,7 +71,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What was read under a hash: `content` float32 [num_layers, 2, num_kv_heads, block_size_tokens, head_dim]. `places`: where."""
+    """What was read under a hash: `content` float32 [num_layers, 2, num_kv_heads, block_size_tokens,
+    head_dim]. `places`: where."""
 
     content: np.ndarray
     digest: bytes
@@ -79,7 +84,8 @@ Copies = dict[BlockHash, list[Copy]]
 
 
 class CacheAuditor:
-    """The reference for one model directory. What was right once under a hash, bit by bit, is not computed again in a later audit."""
+    """The reference for one model directory. What was right once under a hash, bit by bit, is not computed
+    again in a later audit."""
 
     def __init__(self, model_dir: Path) -> None:
         attention = "sdpa"
@@ -96,7 +102,7 @@ class CacheAuditor:
         num_cached, num_compared = Counter[str](), Counter[str]()
         comparison = Comparison(self._model, layout, self._right)
         async with cache_reader(layout, transfer=cluster.settings.get("transfer", "nixl")) as reader:
-            listed = {report.worker: _by_hash(await reader.life_table(report.worker)) for report in reports}
+            listed = {report.worker: _by_hash(await reader.generation_table(report.worker)) for report in reports}
             histories = dict.fromkeys(tokens for got in cluster.history for tokens in got.token_chains())
             runs = plan_runs(layout, histories, wanted=frozenset().union(*listed.values()))
             for batch in _batches(runs):
@@ -167,19 +173,25 @@ class Comparison:
 
     @torch.inference_mode()
     def _keys_and_values(self, tokens: Sequence[int], pieces: Iterable[int] = ()) -> np.ndarray:
-        """float32 [num_layers, 2, num_kv_heads, num_tokens, head_dim]. `pieces`: lengths to compute one after the other; the rest, or all,
-        at once."""
-        ids, cache, done = torch.tensor([tokens]), DynamicCache(), 0  # without a configuration, so that no layer keeps only a window
+        """float32 [num_layers, 2, num_kv_heads, num_tokens, head_dim]. `pieces`: lengths to compute one after
+        the other; the rest, or all, at once."""
+        ids, cache, done = (
+            torch.tensor([tokens]),
+            DynamicCache(),
+            0,
+        )  # without a configuration, so that no layer keeps only a window
         for size in (*pieces, len(tokens)):
             if done < len(tokens):
-                self._model(input_ids=ids[:, done : done + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self._model(
+                    input_ids=ids[:, done : done + size], past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
                 done += size
         layers: Any = cache.layers
         return torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers]).numpy()
 
     def _noise(self, runs: Sequence[Run]) -> float:
-        """How far the reference is from itself: one pass against passes over a few tokens at a time, mostly single ones at the end, as in
-        decoding."""
+        """How far the reference is from itself: one pass against passes over a few tokens at a time, mostly
+        single ones at the end, as in decoding."""
         rng = random.Random(0)
         largest = 0.0
         for run in runs[:: max(1, len(runs) // _MEASURED_RUNS)]:
@@ -193,8 +205,8 @@ class Comparison:
 
 
 def plan_runs(layout: KvLayout, histories: Iterable[tuple[int, ...]], wanted: frozenset[BlockHash]) -> list[Run]:
-    """The fewest tokens that a simple rule finds: the longest histories first, each up to its last block that is wanted and that no longer
-    one has."""
+    """The fewest tokens that a simple rule finds: the longest histories first, each up to its last block that
+    is wanted and that no longer one has."""
     size = layout.block_size_tokens
     root = root_hash(model_fingerprint=layout.model_fingerprint, block_size_tokens=size)
     candidates: list[tuple[int, tuple[int, ...], list[BlockHash]]] = []
@@ -262,7 +274,8 @@ async def ready_reports(cluster: ProcessCluster) -> list[WorkerReport]:
 
 
 def _layout(reports: Sequence[WorkerReport]) -> KvLayout:
-    """Of all of them. Raises NotCovered if they differ, or hold something else than float32 keys and values of one shape."""
+    """Of all of them. Raises NotCovered if they differ, or hold something else than float32 keys and values
+    of one shape."""
     layouts = {report.layout for report in reports}
     if len(layouts) != 1:
         raise NotCovered(f"{len(reports)} workers with {len(layouts)} layouts")
@@ -281,13 +294,16 @@ def _by_hash(table: dict[int, BlockHash]) -> dict[BlockHash, list[int]]:
 
 
 async def _until_reported(cluster: ProcessCluster, num_cached: Counter[str]) -> None:
-    """Every audited worker says that it caches exactly what could be pulled, and the audit's own leases have ended."""
+    """Every audited worker says that it caches exactly what could be pulled, and the audit's own leases have
+    ended."""
 
     def is_so(status: ClusterStatus) -> bool:
         audited = [w for w in status.workers if w.worker.worker_id in num_cached]
         return all(w.blocks.cached == num_cached[w.worker.worker_id] and not w.open_leases for w in audited)
 
-    await cluster.until(is_so, CALM_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}")
+    await cluster.until(
+        is_so, CALM_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}"
+    )
 
 
 def _check_coverage(num_cached: Counter[str], num_compared: Counter[str]) -> None:
@@ -295,4 +311,6 @@ def _check_coverage(num_cached: Counter[str], num_compared: Counter[str]) -> Non
         raise NotCovered("nothing is cached anywhere")
     for worker_id, cached in num_cached.items():
         if num_compared[worker_id] < MIN_COVERAGE * cached:
-            raise NotCovered(f"the tokens of only {num_compared[worker_id]} of {cached} cached blocks of {worker_id} are known")
+            raise NotCovered(
+                f"the tokens of only {num_compared[worker_id]} of {cached} cached blocks of {worker_id} are known"
+            )

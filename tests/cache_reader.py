@@ -1,7 +1,8 @@
-"""Reads what workers cache, as a peer of theirs: over the product's own wire, transport and proof, from outside their processes.
+"""Reads what workers cache, as a peer of theirs: over the product's own wire, transport and proof, from
+outside their processes.
 
     async with cache_reader(layout, transfer="nixl") as reader:
-        table = await reader.life_table(worker)             # the hash of each block, as its life table has it
+        table = await reader.generation_table(worker)             # the hash of each block, as its generation table has it
         blocks = await reader.read(worker, table.values())  # the content of those that can be found there
 
 A worker notices nothing but one more reader of cached prefixes.
@@ -16,16 +17,16 @@ from random import Random
 
 import numpy as np
 
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Reason, Refused
 from baton.core.ids import ReadId, WorkerRef
-from baton.core.kv_layout import KvLayout, KvMemory
-from baton.core.peer import HashRange, PeerHello, PeerHelloReply
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import HashRange, PeerHello, PeerHelloReply
+from baton.rpc.grpc_network import GrpcNetwork
 from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
-from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
-from baton.transfer.peer_reads import ReaderTimes
-from baton.transfer.reader import KvReader
-from baton.wire.network import GrpcNetwork
+from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
+from baton.transfer.reader.kv_reader import KvReader
+from baton.transfer.reader.peer_reads import ReaderTimes
 
 Block = np.ndarray
 """A block's bytes, uint8 [block_bytes]."""
@@ -44,8 +45,9 @@ class CacheUnreadable(AssertionError):
     """A worker's cache could not be read."""
 
 
-class _Landing:
-    """`LandingPool` over blocks that nobody else uses. What a read that was given up may still write is not used again."""
+class _Receiving:
+    """`LandingPool` over blocks that nobody else uses. What a read that was given up may still write is not
+    used again."""
 
     def __init__(self) -> None:
         self.free = list(range(NUM_BLOCKS))
@@ -54,10 +56,10 @@ class _Landing:
         taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
         return taken
 
-    def land(self, block_id: int, block_hash: BlockHash) -> None:
+    def mark_received(self, block_id: int, block_hash: BlockHash) -> None:
         self.free.append(block_id)
 
-    def drop_landing(self, block_ids: Sequence[int]) -> None:
+    def drop_receiving(self, block_ids: Sequence[int]) -> None:
         self.free.extend(block_ids)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
@@ -72,15 +74,22 @@ class CacheReader:
 
     def __init__(self, layout: KvLayout, backend: TransferBackend, memory: HostMemory, me: WorkerRef) -> None:
         self._layout, self._backend, self._memory, self._me = layout, backend, memory, me
-        self._pool = _Landing()
+        self._pool = _Receiving()
         self._network = GrpcNetwork(heartbeat_s=1.0)
         self._reader = KvReader(
-            worker=me, layout=layout, backend=backend, network=self._network, pool=self._pool, rng=Random(me.worker_epoch), times=TIMES
+            worker=me,
+            layout=layout,
+            backend=backend,
+            network=self._network,
+            pool=self._pool,
+            rng=Random(me.worker_epoch),
+            times=TIMES,
         )
         self._next_read = _FIRST_OWN_READ
 
     async def memory_of(self, worker: WorkerRef) -> KvMemory:
-        """Where the worker's memory lies. Asked on a stream of its own, as another reader: each has but one. Raises CacheUnreadable."""
+        """Where the worker's memory lies. Asked on a stream of its own, as another reader: each has but one.
+        Raises CacheUnreadable."""
         stream = await self._network.open_peer(worker.address)
         try:
             asks = replace(self._me, worker_id=f"{self._me.worker_id}-hello")
@@ -93,33 +102,38 @@ class CacheReader:
             raise CacheUnreadable(f"{worker} does not let itself be read: {reply}")
         return reply.memory[0]
 
-    async def life_table(self, worker: WorkerRef) -> dict[int, BlockHash]:
-        """{block_id: hash} of every block whose content is final, whether or not it can still be found by its hash. Raises
-        CacheUnreadable."""
+    async def generation_table(self, worker: WorkerRef) -> dict[int, BlockHash]:
+        """{block_id: hash} of every block whose content is final, whether or not it can still be found by its
+        hash. Raises CacheUnreadable."""
         memory = await self.memory_of(worker)
         self._backend.connect(memory, self._layout)
         read_id, self._next_read = ReadId(self._next_read), self._next_read + 1
-        self._backend.start_read_lives(read_id, KvDescriptor(memory=memory, block_ids=tuple(range(memory.num_blocks))))
+        self._backend.start_read_generations(
+            read_id, KvDescriptor(memory=memory, block_ids=tuple(range(memory.num_blocks)))
+        )
         async with asyncio.timeout(READ_S):
             state = await self._backend.wait(read_id)
         if state is not ReadState.DONE:
-            raise CacheUnreadable(f"the life table of {worker} could not be read")
-        entries = self._backend.lives(read_id)
+            raise CacheUnreadable(f"the generation table of {worker} could not be read")
+        entries = self._backend.generations(read_id)
         self._backend.release(read_id)
         strange = [block_id for block_id, entry in enumerate(entries) if entry.worker_epoch != worker.worker_epoch]
         if strange:
-            raise CacheUnreadable(f"blocks {strange} of {worker} have another epoch in its life table")
+            raise CacheUnreadable(f"blocks {strange} of {worker} have another epoch in its generation table")
         return {block_id: entry.block_hash for block_id, entry in enumerate(entries) if entry.block_hash != NO_HASH}
 
     async def read(self, worker: WorkerRef, hashes: Iterable[BlockHash]) -> dict[BlockHash, Block]:
-        """Those of `hashes` (each once) that can be found at `worker`, proven like any pull, in their order. Raises CacheUnreadable."""
+        """Those of `hashes` (each once) that can be found at `worker`, proven like any pull, in their order.
+        Raises CacheUnreadable."""
         found: dict[BlockHash, Block] = {}
         left = list(hashes)
         while left:
             asked = left[: len(self._pool.free)]
             blocks = await self._read(worker, asked)
             found.update(zip(asked, blocks, strict=False))
-            left = left[len(blocks) + (len(blocks) < len(asked)) :]  # a prefix ends with the first one that is not there
+            left = left[
+                len(blocks) + (len(blocks) < len(asked)) :
+            ]  # a prefix ends with the first one that is not there
         return found
 
     async def aclose(self) -> None:
@@ -127,12 +141,13 @@ class CacheReader:
         await self._network.aclose()
 
     async def _read(self, worker: WorkerRef, hashes: Sequence[BlockHash]) -> list[Block]:
-        """The leading ones that can be found. What may pass by itself is tried again; a proof cannot fail here, where nobody writes."""
+        """The leading ones that can be found. What may pass by itself is tried again; a proof cannot fail
+        here, where nobody writes."""
         for _ in range(TRIES - 1):
             try:
                 return await self._try_to_read(worker, hashes)
             except Refused as refused:
-                if not refused.failure.retriable or refused.failure.reason is Reason.PROOF_FAILED:
+                if not refused.failure.retriable or refused.failure.reason is Reason.VALIDATION_FAILED:
                     raise CacheUnreadable(f"blocks of {worker} could not be read: {refused}") from refused
             await asyncio.sleep(AGAIN_S)
         try:
@@ -146,7 +161,7 @@ class CacheReader:
         pull = self._reader.pull(worker, HashRange(hashes=tuple(hashes)), have_blocks=0, deadline_s=READ_S)
         await pull.first_ready()
         own = self._pool.take(len(hashes))
-        pull.land_into(dict(enumerate(own)), 0)
+        pull.receive_into(dict(enumerate(own)), 0)
         result = await pull.done()
         return [self._memory.kv[block_id].copy() for block_id in own[: result.num_blocks]]
 
@@ -168,9 +183,9 @@ async def cache_reader(layout: KvLayout, *, transfer: str) -> AsyncIterator[Cach
 
 def _open_backend(layout: KvLayout, memory: HostMemory, me: WorkerRef, transfer: str) -> TransferBackend:
     if transfer == "local":
-        from baton.transfer.local_backend import LocalBackend
+        from baton.transfer.backends.local_backend import LocalBackend
 
         return LocalBackend(worker=me, layout=layout, memory=memory)
-    from baton.transfer.nixl_backend import NixlBackend
+    from baton.transfer.backends.nixl_backend import NixlBackend
 
     return NixlBackend.over(memory, worker=me, layout=layout, loopback_only=True)

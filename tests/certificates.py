@@ -5,10 +5,15 @@ from datetime import datetime
 from pathlib import Path
 
 import trustme
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
-from baton.runtime.tls import Pair
-from baton.wire.tls import SERVICE_NAME, Tls
+from baton.rpc.grpc_tls import SERVICE_NAME, Tls
+from baton.runtime.network.tls_files import Pair
 
 
 @dataclass(frozen=True, slots=True)

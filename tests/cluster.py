@@ -1,4 +1,5 @@
-"""A cluster of real processes for tests: Redis, scheduler, workers, gateway, without Ray. Each can be stopped, killed and started."""
+"""A cluster of real processes for tests: Redis, scheduler, workers, gateway, without Ray. Each can be
+stopped, killed and started."""
 
 import asyncio
 import json
@@ -17,14 +18,14 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.core.front import ClusterStatus
-from baton.fleet.supervisor import Child, ChildSpec, baton_command
-from baton.runtime.config import settings_of
-from baton.runtime.network import choose_port
-from baton.runtime.settings import SERVICES
-from baton.store.private_redis import redis_command
-from baton.wire.admin import AdminClient
-from baton.wire.channel import channel_options, open_channel
+from baton.core.client_api import ClusterStatus
+from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.channel import channel_options, open_channel
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.settings import SERVICES
+from baton.runtime.network.addresses import choose_port
+from baton.store.redis.private_redis import redis_command
 from tests.redis_proxy import RedisProxy
 from tests.secured import ADMIN, Secured
 from tests.times import TEST_TIMES
@@ -82,7 +83,13 @@ class ProcessCluster:
         self.history: list[History] = []
 
     async def start(
-        self, *, prefill: int = 1, decode: int = 1, hybrid: int = 0, failpoints: Mapping[str, str] | None = None, wait: bool = True
+        self,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        hybrid: int = 0,
+        failpoints: Mapping[str, str] | None = None,
+        wait: bool = True,
     ) -> None:
         """Everything; `failpoints` by worker. `wait`: until the gateway is ready. Redis is reached through
         `redis_proxy` where there is one."""
@@ -94,7 +101,11 @@ class ProcessCluster:
         http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
         scheme = "http" if self.secured is None else "https"
         self.url, self.grpc_address = f"{scheme}://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
-        names = {f"{role[0]}{i}": role for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid)) for i in range(n)}
+        names = {
+            f"{role[0]}{i}": role
+            for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid))
+            for i in range(n)
+        }
         self.roles = names
         await asyncio.gather(
             self.start_service("scheduler", "scheduler"),
@@ -107,7 +118,9 @@ class ProcessCluster:
     async def start_worker(self, name: str, *, failpoints: str = "", program: str = PROGRAM, **settings: Any) -> None:
         """A (new) life of the worker `name`."""
         role = self.roles.setdefault(name, {"p": "prefill", "d": "decode", "h": "hybrid"}[name[0]])
-        await self.start_service(name, "worker", failpoints=failpoints, program=program, worker_id=name, role=role, **settings)
+        await self.start_service(
+            name, "worker", failpoints=failpoints, program=program, worker_id=name, role=role, **settings
+        )
 
     async def start_service(
         self,
@@ -119,9 +132,12 @@ class ProcessCluster:
         program: str = PROGRAM,
         **settings: Any,
     ) -> None:
-        """`max_open_files`: all that the process may have open. `program`: the module that it runs, with the command line of Baton's."""
+        """`max_open_files`: all that the process may have open. `program`: the module that it runs, with the
+        command line of Baton's."""
         known = {setting.name for setting in settings_of(SERVICES[command])}
-        values = {key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None}
+        values = {
+            key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None
+        }
         file = self.directory / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**values, "log_dir": str(self.directory / "logs" / name)}))
         limited = [] if max_open_files is None else ["/bin/sh", "-c", f'ulimit -n {max_open_files} && exec "$@"', "sh"]
@@ -131,7 +147,9 @@ class ProcessCluster:
     async def _start_child(self, name: str, argv: list[str], environ: dict[str, str], ready: Any = None) -> None:
         output = self.directory / f"{name}.out"
         child = Child(
-            ChildSpec(name=name, argv=argv, output=output, environ=environ, start_timeout_s=START_S, wait_until_ready=ready),
+            ChildSpec(
+                name=name, argv=argv, output=output, environ=environ, start_timeout_s=START_S, wait_until_ready=ready
+            ),
         )
         self.children[name] = child
         await child.start()
@@ -164,7 +182,9 @@ class ProcessCluster:
     async def start_gateway(self, name: str, *, max_open_files: int | None = None, **settings: Any) -> "Doors":
         """One more, beside `gateway`; returns when it is ready."""
         http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
-        await self.start_service(name, "gateway", max_open_files=max_open_files, http_port=http_port, grpc_port=grpc_port, **settings)
+        await self.start_service(
+            name, "gateway", max_open_files=max_open_files, http_port=http_port, grpc_port=grpc_port, **settings
+        )
         doors = Doors(url=f"{self.url.partition(':')[0]}://{HOST}:{http_port}", grpc_address=f"{HOST}:{grpc_port}")
         await self.wait_ready(doors.url)
         return doors
@@ -172,7 +192,9 @@ class ProcessCluster:
     async def wait_ready(self, url: str | None = None) -> None:
         """The gateway there; by default `gateway`."""
         last = ""
-        async with httpx.AsyncClient(timeout=2.0, verify=True if self.secured is None else self.secured.trust) as client:
+        async with httpx.AsyncClient(
+            timeout=2.0, verify=True if self.secured is None else self.secured.trust
+        ) as client:
             for _ in range(int(START_S / 0.05)):
                 try:
                     answer = await client.get(f"{url or self.url}/ready")
@@ -222,10 +244,13 @@ class ProcessCluster:
                 for w in status.workers
             )
 
-        await self.until(is_clean, CALM_S, "every block free or cached, none used, landing or quarantined; no lease, no sequence")
+        await self.until(
+            is_clean, CALM_S, "every block free or cached, none used, receiving or quarantined; no lease, no sequence"
+        )
 
     def check_alive(self) -> None:
-        """Every process that nobody stopped still runs; else AssertionError with what the dead one logged last."""
+        """Every process that nobody stopped still runs; else AssertionError with what the dead one logged
+        last."""
         for name, child in self.children.items():
             if child.exit_code is not None:
                 logs = [path.read_text()[-3000:] for path in (self.directory / "logs" / name).glob("*.log")]
@@ -269,7 +294,8 @@ async def process_cluster(
     tenants: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[ProcessCluster]:
-    """A running cluster; what a failed test leaves is cleaned up, too. `tenants`: with TLS everywhere, and a key for each of them."""
+    """A running cluster; what a failed test leaves is cleaned up, too. `tenants`: with TLS everywhere, and a
+    key for each of them."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         cluster = ProcessCluster(Path(directory), settings, Secured.new(Path(directory), *tenants) if tenants else None)
         cluster.redis_proxy = redis_proxy

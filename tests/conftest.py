@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
-import baton.wire  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
+import baton.rpc  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
@@ -25,7 +25,8 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where there is none."""
+    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where
+    there is none."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -38,7 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import stay until the end: looking through them at each garbage collection took a test's time."""
+    """Thousands of tests and what they import stay until the end: looking through them at each garbage
+    collection took a test's time."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,5 @@
-"""Bad input for both public APIs: one table of cases, bodies that both can carry, and what may happen to bytes on their way."""
+"""Bad input for both public APIs: one table of cases, bodies that both can carry, and what may happen to
+bytes on their way."""
 
 import json
 import math
@@ -9,10 +10,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from baton.core.limits import I32_MAX, I64_MIN, LIMITS, U32_MAX, U64_MAX, Kind, Limit
-from baton.gateway import fields
+from baton.core.request_limits import I32_MAX, I64_MIN, LIMITS, U32_MAX, U64_MAX, Limit, ValueKind
+from baton.gateway.input import field_policy
+from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from baton.v1.inference_pb2 import GenerateRequest
-from baton.wire.convert_front import from_generate_request, to_generate_request
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -29,8 +30,8 @@ FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad request: `body` as a JSON value, or `raw` as the bytes of the HTTP body. `says`: words of the message. `code`: the answer's
-    machine-readable reason, where it is not just an invalid request."""
+    """One bad request: `body` as a JSON value, or `raw` as the bytes of the HTTP body. `says`: words of the
+    message. `code`: the answer's machine-readable reason, where it is not just an invalid request."""
 
     name: str
     says: tuple[str, ...]
@@ -87,14 +88,14 @@ def body_with(name: str, value: Any) -> dict[str, Any]:
 
 def beyond(limit: Limit) -> list[Any]:
     """Values that JSON can carry and the limit forbids: of another kind, and just outside."""
-    wrong: list[Any] = [{}, [[]], "1" if limit.kind is not Kind.STRING else 1]
-    if limit.kind is Kind.BOOLEAN:
+    wrong: list[Any] = [{}, [[]], "1" if limit.kind is not ValueKind.STRING else 1]
+    if limit.kind is ValueKind.BOOLEAN:
         return [*wrong, 0, 1, "true", 1.0]
-    if limit.kind is Kind.STRING:
+    if limit.kind is ValueKind.STRING:
         too_long = [] if limit.maximum is None else ["x" * int(limit.maximum + 1)]
         return [*wrong, True, "", "\0", "a\0b", "\ud800", "x\udfffy", *too_long]
     wrong += [True, False, 10**400, -(10**400)]
-    if limit.kind is Kind.INTEGER:
+    if limit.kind is ValueKind.INTEGER:
         wrong += [1.5, 1.0]
     wrong += [limit.maximum + 1] if limit.maximum is not None else []
     wrong += [limit.minimum - 1] if limit.minimum is not None else []
@@ -113,7 +114,10 @@ def absurd_parameters() -> Iterator[Case]:
 
 def unimplemented_fields() -> Iterator[Case]:
     """Fields of OpenAI's and vLLM's APIs that would change the answer."""
-    for path, table, good in ((COMPLETIONS, fields.NOT_IN_COMPLETIONS, {"prompt": "x"}), (CHAT, fields.NOT_IN_CHAT, dict(HELLO))):
+    for path, table, good in (
+        (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, {"prompt": "x"}),
+        (CHAT, field_policy.NOT_IN_CHAT, dict(HELLO)),
+    ):
         for name, its in sorted(table.items()):
             body = good | {name: {"asks": "for something"}}
             yield Case(name=f"{path}-{name}", says=(name, its.advice), body=body, path=path, code="unsupported_field")
@@ -147,8 +151,8 @@ def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
         "prompt_cache_key": "k",
     }
     for path, table, known, good in (
-        (COMPLETIONS, fields.NOT_IN_COMPLETIONS, fields.COMPLETIONS, {"prompt": "x"}),
-        (CHAT, fields.NOT_IN_CHAT, fields.CHAT, dict(HELLO)),
+        (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, field_policy.COMPLETIONS, {"prompt": "x"}),
+        (CHAT, field_policy.NOT_IN_CHAT, field_policy.CHAT, dict(HELLO)),
     ):
         short = {"max_tokens": 3}
         yield path, good | short | labels
@@ -186,7 +190,8 @@ NO_JSON: list[tuple[bytes, str]] = [
     (b"{'prompt': 'x'}", "not valid JSON"),
     (b'{"prompt": [' + b"[]," * 40 + b'"' + b'\\"' * 100_000, "not valid JSON"),
 ]
-"""Bodies that are no request, and words of the answer. The last is what a check of its depth could read for minutes."""
+"""Bodies that are no request, and words of the answer. The last is what a check of its depth could read for
+minutes."""
 
 WRONG_TYPES: list[Mapping[str, str]] = [
     {},
@@ -201,7 +206,24 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
     """Prompts that are none, that are too long, or that no vocabulary has."""
     too_long = "context_length_exceeded"
     whole = [5] * (max_model_len - 10)
-    for prompt in ("", [], [[]], [""], ["a", [1]], [[1], 2], [[1], "a"], [1, "a"], [1, True], [1, 1.0], [-1], [2**32], None, 1, True, {}):
+    for prompt in (
+        "",
+        [],
+        [[]],
+        [""],
+        ["a", [1]],
+        [[1], 2],
+        [[1], "a"],
+        [1, "a"],
+        [1, True],
+        [1, 1.0],
+        [-1],
+        [2**32],
+        None,
+        1,
+        True,
+        {},
+    ):
         yield Case(name=f"prompt-{prompt!r}", says=("prompt",), body={"prompt": prompt})
     yield Case(name="no-prompt", says=("prompt is missing",), body={})
     for name, body in (
@@ -213,7 +235,9 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
         yield Case(name=name, says=says, body=body, code=too_long)
     says = (str(max_model_len), "is 1", str(max_model_len))
     yield Case(name="no-room-for-one", says=says, body={"prompt": [5] * max_model_len}, code=too_long)
-    yield Case(name="long-text", says=("at least", str(max_model_len)), body={"prompt": "word " * 100_000}, code=too_long)
+    yield Case(
+        name="long-text", says=("at least", str(max_model_len)), body={"prompt": "word " * 100_000}, code=too_long
+    )
     long_chat = {"messages": [{"role": "user", "content": "word " * 100_000}]}
     yield Case(name="long-chat", says=("at least", str(max_model_len)), body=long_chat, path=CHAT, code=too_long)
     over = f"0 to {vocab_size - 1}"
@@ -225,9 +249,20 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
     ):
         yield Case(name=f"vocabulary-{name}", says=(over,), body=body)
     yield Case(name="vocabulary-detokenize", says=(over,), body={"tokens": [vocab_size]}, path=DETOKENIZE)
-    yield Case(name="too-much-to-detokenize", says=("one call takes",), raw=b'{"tokens":[%b1]}' % (b"1," * 70_000), path=DETOKENIZE)
+    yield Case(
+        name="too-much-to-detokenize",
+        says=("one call takes",),
+        raw=b'{"tokens":[%b1]}' % (b"1," * 70_000),
+        path=DETOKENIZE,
+    )
     yield Case(name="too-much-to-tokenize", says=("one call takes",), body={"prompt": "x" * (2**20 + 1)}, path=TOKENIZE)
-    yield Case(name="other-model", says=("gpt-4", "demo"), body={"prompt": "x", "model": "gpt-4"}, status=404, code="model_not_found")
+    yield Case(
+        name="other-model",
+        says=("gpt-4", "demo"),
+        body={"prompt": "x", "model": "gpt-4"},
+        status=404,
+        code="model_not_found",
+    )
 
 
 def together(max_num_seqs: int) -> Iterator[Case]:
@@ -278,20 +313,27 @@ def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Cas
 def grpc_only() -> Iterator[tuple[str, bytes, str]]:
     """(name, bytes of a GenerateRequest, words of the answer) that HTTP cannot say."""
     for name, limit in sorted(FIELDS.items()):
-        for number in (math.nan, math.inf, -math.inf) if limit.kind is Kind.NUMBER else ():
+        for number in (math.nan, math.inf, -math.inf) if limit.kind is ValueKind.NUMBER else ():
             message = to_generate_request(body_with(name, number))
             yield f"{name}={number}", message.SerializeToString(), f"{name} must be"
     yield "both-prompts", GenerateRequest(prompt="x", token_ids=[5]).SerializeToString(), "both prompt and token_ids"
     for name, text in (("no-utf8", b"\xff\xfe"), ("surrogate", b"\xed\xa0\x80"), ("cut", b"\xe2\x82")):
         yield f"prompt-{name}", b"\x12" + bytes([len(text)]) + text, ""
-    for name, raw in (("truncated", b"\x12\x7fabc"), ("no-field", b"\xff" * 9), ("group", b"\x13\x13"), ("pickle", b"\x80\x04\x95.")):
+    for name, raw in (
+        ("truncated", b"\x12\x7fabc"),
+        ("no-field", b"\xff" * 9),
+        ("group", b"\x13\x13"),
+        ("pickle", b"\x80\x04\x95."),
+    ):
         yield name, raw, ""
 
 
 # Bodies that both APIs can carry.
 
 OVER_GRPC = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name) - {"token_ids", "slo", "logit_bias", "prompt"}
-SCALARS: Mapping[str, Limit] = {name: LIMITS[name] for name in sorted(OVER_GRPC & set(LIMITS)) if LIMITS[name].kind is not Kind.STRING}
+SCALARS: Mapping[str, Limit] = {
+    name: LIMITS[name] for name in sorted(OVER_GRPC & set(LIMITS)) if LIMITS[name].kind is not ValueKind.STRING
+}
 
 
 @st.composite
@@ -302,11 +344,13 @@ def bodies(draw: st.DrawFn, *, numbers: st.SearchStrategy[float] | None = None, 
     body: dict[str, Any] = {"prompt": draw(st.one_of(texts, ids))}
     for name in draw(st.sets(st.sampled_from(sorted(SCALARS)), max_size=4)):
         limit = SCALARS[name]
-        if limit.kind is Kind.BOOLEAN:
+        if limit.kind is ValueKind.BOOLEAN:
             value: Any = draw(st.booleans())
-        elif limit.kind is Kind.INTEGER:
+        elif limit.kind is ValueKind.INTEGER:
             near = [int(bound) + d for bound in (limit.minimum, limit.maximum) if bound is not None for d in (-1, 0, 1)]
-            value = draw(st.one_of(st.integers(I64_MIN, -I64_MIN - 1), st.sampled_from(near or [0]), st.integers(-2, 70)))
+            value = draw(
+                st.one_of(st.integers(I64_MIN, -I64_MIN - 1), st.sampled_from(near or [0]), st.integers(-2, 70))
+            )
             value = max(0, min(U32_MAX, value)) if name in LISTS else max(I64_MIN, min(-I64_MIN - 1, value))
         else:
             value = draw(st.one_of(floats, st.floats(-3, 3), st.sampled_from([0.0, 1.0, 2.0, -1.0])))

@@ -5,29 +5,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.core.request import FinishReason
-from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
-from baton.engine.outcome import Admission, Outcome, Progress, SequenceOutput
-from baton.engine.sequence import SequenceRequest
-from baton.engine.step import SampledToken, StepPlan
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, PrefillProgress, SequenceOutput
+from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.step import SampledToken, StepPlan
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of
-from tests.fake_executor import FakeExecutor, FakeLifeTable, expected_answer
+from tests.fake_executor import FakeExecutor, FakeGenerationTable, expected_answer
 
 
 class EngineRig:
-    """`outputs[seq_id, sample_index]`: tokens as they came; `ends`: finish or failure of each sample that has one."""
+    """`outputs[seq_id, sample_index]`: tokens as they came; `ends`: finish or failure of each sample that has
+    one."""
 
     def __init__(self, num_blocks: int = 64, **config: Any) -> None:
-        limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 1000, "block_size_tokens": BLOCK_SIZE_TOKENS}
+        limits = {
+            "max_num_batched_tokens": 32,
+            "max_num_seqs": 8,
+            "max_model_len": 1000,
+            "block_size_tokens": BLOCK_SIZE_TOKENS,
+        }
         self.config = EngineConfig(**(limits | config))
-        self.life_table = FakeLifeTable(num_blocks)
-        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.life_table)
-        self.executor = FakeExecutor(num_blocks, self.config.block_size_tokens, self.life_table)
+        self.generation_table = FakeGenerationTable(num_blocks)
+        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
+        self.executor = FakeExecutor(num_blocks, self.config.block_size_tokens, self.generation_table)
         self.engine = Engine(self.config, self.pool)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
-        self.admissions: dict[int, Admission] = {}
-        self.progress: list[Progress] = []
+        self.admissions: dict[int, AdmittedSequence] = {}
+        self.progress: list[PrefillProgress] = []
         self.all_outputs: list[SequenceOutput] = []
 
     def add(self, request: SequenceRequest) -> SequenceRequest:
@@ -64,7 +70,7 @@ class EngineRig:
             self.step()
         raise AssertionError(f"it did not come to that within {max_steps} steps")
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: EngineOutcome) -> None:
         self.progress.extend(outcome.progress)
         for admission in outcome.admissions:
             assert admission.seq_id not in self.admissions, "admitted twice"
@@ -82,7 +88,11 @@ class EngineRig:
         """Outputs of that sample after those that `request` replays."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         tokens, finish = expected_answer(
-            prompt, request.sampling, sample_index, eos=self.config.eos_token_ids, max_model_len=self.config.max_model_len
+            prompt,
+            request.sampling,
+            sample_index,
+            eos=self.config.eos_token_ids,
+            max_model_len=self.config.max_model_len,
         )
         return tokens[len(request.token_ids) - request.num_prompt_tokens :], finish
 
@@ -90,15 +100,16 @@ class EngineRig:
         """What the owner of a pulled sequence's KV would have sampled."""
         return [SampledToken(sample_index=i, token_id=self.expected(request, i)[0][0]) for i in request.sample_indices]
 
-    def land(self, request: SequenceRequest, block_indices: Sequence[int] | None = None) -> None:
-        """Fill the landing blocks of an admitted pulled sequence (by index in its table) as a pull would."""
+    def mark_received(self, request: SequenceRequest, block_indices: Sequence[int] | None = None) -> None:
+        """Fill the receiving blocks of an admitted pulled sequence (by index in its table) as a pull
+        would."""
         admission = self.admissions[request.seq_id]
         hashes = hashes_of(request.token_ids, self.config.block_size_tokens)
-        landing = range(admission.num_cached_blocks, len(admission.block_table))
-        for index in landing if block_indices is None else block_indices:
+        receiving = range(admission.num_cached_blocks, len(admission.block_table))
+        for index in receiving if block_indices is None else block_indices:
             begin, end = index * self.config.block_size_tokens, (index + 1) * self.config.block_size_tokens
             self.executor.write(admission.block_table, request.token_ids[:end], begin)
-            self.pool.land(admission.block_table[index], hashes[index] if index < len(hashes) else bytes(16))
+            self.pool.mark_received(admission.block_table[index], hashes[index] if index < len(hashes) else bytes(16))
 
     def assert_answered(self, *requests: SequenceRequest) -> None:
         """Every sample has exactly the tokens and the end that it has by definition."""

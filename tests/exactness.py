@@ -1,11 +1,13 @@
-"""Is every token right? Answers of any topology against one teacher-forced `transformers` pass over prompt + answer, in float32.
+"""Is every token right? Answers of any topology against one teacher-forced `transformers` pass over prompt +
+answer, in float32.
 
     checker = ExactnessChecker(model_dir)
     checker.check(answers)          # raises NotExact
 
-At every position the answer's token must be the reference's choice or lie within tau of it (for sampled requests: of the reference's own
-keyed, perturbed logits), and its top logprobs must equal the reference's within tau. tau is ten times the largest difference between two
-batchings of the reference itself on these very answers, at most 1e-4. More than one near-tie in 5,000 tokens is a failure, too.
+At every position the answer's token must be the reference's choice or lie within tau of it (for sampled
+requests: of the reference's own keyed, perturbed logits), and its top logprobs must equal the reference's
+within tau. tau is ten times the largest difference between two batchings of the reference itself on these
+very answers, at most 1e-4. More than one near-tie in 5,000 tokens is a failure, too.
 """
 
 import random
@@ -17,12 +19,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from baton.core.blocks import token_ids
+from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling, TokenLogprobs
-from baton.engine.model.host_sampler import adjusted_logits, kept_token_ids, noise
-from baton.engine.model.loading import eos_token_ids
-from baton.engine.sequence import ends_of_text
-from baton.engine.step import SampleRequest
+from baton.engine.state.sequence import ends_of_text
+from baton.engine.state.step import SampleRequest
+from baton.model.loading.model_loader import eos_token_ids
+from baton.model.sampling.host_sampler import adjusted_logits, kept_token_ids, noise
 
 MAX_TAU = 1e-4
 TOKENS_PER_NEAR_TIE = 5_000
@@ -36,7 +38,8 @@ class NotExact(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sample as a client got it. `logprobs`: one a token, each with its top ones, or empty if none were asked for."""
+    """One sample as a client got it. `logprobs`: one a token, each with its top ones, or empty if none were
+    asked for."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -56,7 +59,8 @@ class Exactness:
 
 
 class ExactnessChecker:
-    """The reference for one model directory: transformers' own attention, one sequence at a time, on the device whose answers it checks."""
+    """The reference for one model directory: transformers' own attention, one sequence at a time, on the
+    device whose answers it checks."""
 
     def __init__(self, model_dir: Path, device: str = "cpu") -> None:
         attention = "sdpa"
@@ -77,7 +81,9 @@ class ExactnessChecker:
             for position, row in enumerate(rows):
                 where = f"answer {number} (prompt of {len(answer.prompt)}, {answer.sampling}), output {position}"
                 near_ties += not self._is_choice(answer, position, row.numpy(), tau, where)
-            worst = max(worst, self._check_logprobs(answer, rows, tau, f"answer {number} (prompt of {len(answer.prompt)})"))
+            worst = max(
+                worst, self._check_logprobs(answer, rows, tau, f"answer {number} (prompt of {len(answer.prompt)})")
+            )
         num_tokens = sum(len(answer.tokens) for answer in answers)
         allowed = max(1, num_tokens // TOKENS_PER_NEAR_TIE)  # one can happen in any number of tokens
         if near_ties > allowed:
@@ -94,7 +100,8 @@ class ExactnessChecker:
 
     @torch.inference_mode()
     def _noise(self, answers: Sequence[Answer]) -> float:
-        """How far the reference is from itself: one pass against passes over a few tokens at a time with its own cache."""
+        """How far the reference is from itself: one pass against passes over a few tokens at a time with its
+        own cache."""
         rng = random.Random(0)
         by_length = sorted((a for a in answers if a.tokens), key=lambda a: len(a.prompt) + len(a.tokens))
         step = max(1, len(by_length) // _MEASURED_ANSWERS)
@@ -114,7 +121,8 @@ class ExactnessChecker:
         return largest
 
     def _is_choice(self, answer: Answer, position: int, logits: np.ndarray, tau: float, where: str) -> bool:
-        """Whether the token is the reference's own choice; False for a near-tie. Raises NotExact for anything else."""
+        """Whether the token is the reference's own choice; False for a near-tie. Raises NotExact for anything
+        else."""
         sampling, token = answer.sampling, answer.tokens[position]
         request = SampleRequest(
             sampling=sampling,
@@ -129,7 +137,9 @@ class ExactnessChecker:
             temperature, values, surely, perhaps = 1.0, adjusted, adjusted, -np.inf
         else:
             temperature = sampling.temperature
-            values = adjusted / temperature + noise(sampling.seed, answer.sample_index, request.position, adjusted.shape[0])
+            values = adjusted / temperature + noise(
+                sampling.seed, answer.sample_index, request.position, adjusted.shape[0]
+            )
             surely = np.where(adjusted >= _least_kept(adjusted, request, -_TOP_P_SLACK) + tau, values, -np.inf)
             perhaps = _least_kept(adjusted, request, _TOP_P_SLACK) - tau
         kept = np.where(adjusted >= _least_kept(adjusted, request, 0.0), values, -np.inf)
@@ -137,7 +147,9 @@ class ExactnessChecker:
             return True
         behind = float(surely.max() - values[token]) * temperature
         if adjusted[token] < perhaps or not behind <= tau:
-            raise NotExact(f"{where}: token {token} where the reference has {int(kept.argmax())}, {behind:.3g} behind it (tau {tau:.3g})")
+            raise NotExact(
+                f"{where}: token {token} where the reference has {int(kept.argmax())}, {behind:.3g} behind it (tau {tau:.3g})"
+            )
         return False
 
     def _check_logprobs(self, answer: Answer, rows: torch.Tensor, tau: float, where: str) -> float:
@@ -156,7 +168,9 @@ class ExactnessChecker:
             )  # and no likelier one is left out
             worst = max(worst, *(abs(a - b) for a, b in pairs))
             if not worst <= tau:
-                raise NotExact(f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); ours {ours}")
+                raise NotExact(
+                    f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); ours {ours}"
+                )
         return worst
 
 

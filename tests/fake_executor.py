@@ -1,17 +1,17 @@
-"""A device of plain Python integers: its tokens are a pure function of the prompt, and it notices when it is made to read KV that is
-not what the sequence's own tokens would have written."""
+"""A device of plain Python integers: its tokens are a pure function of the prompt, and it notices when it is
+made to read KV that is not what the sequence's own tokens would have written."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Failure
-from baton.core.kv_layout import KvLayout
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import FinishReason, Sampling
-from baton.engine.ahead import LastResult
-from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
-from baton.engine.turns import Turns
+from baton.engine.scheduling.async_scheduling import LastResult
+from baton.engine.scheduling.step_queue import StepQueue
+from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from tests import builders
 
 NOTHING = -1
@@ -19,7 +19,8 @@ EMPTY_CONTENT = 0
 
 
 def extend(content: int, token_id: int) -> int:
-    """What the slot of `token_id` holds when the slot before it holds `content`: so it stands for the whole prefix."""
+    """What the slot of `token_id` holds when the slot before it holds `content`: so it stands for the whole
+    prefix."""
     return hash((content, token_id)) & (2**61 - 1)
 
 
@@ -36,7 +37,12 @@ def draw(content: int, sampling: Sampling, sample_index: int, banned: Sequence[i
 
 
 def expected_answer(
-    prompt: Sequence[int], sampling: Sampling, sample_index: int, *, eos: Sequence[int] = (), max_model_len: int = 10_000
+    prompt: Sequence[int],
+    sampling: Sampling,
+    sample_index: int,
+    *,
+    eos: Sequence[int] = (),
+    max_model_len: int = 10_000,
 ) -> tuple[list[int], FinishReason]:
     """All outputs of one sample, from the definition: no cache, no batch, no block."""
     enders = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
@@ -51,33 +57,41 @@ def expected_answer(
             return outputs, FinishReason.LENGTH
 
 
-class FakeLifeTable:
-    """Implements `LifeTable`. `on_new_life` lets a memory forget what a block held."""
+class FakeGenerationTable:
+    """Implements `GenerationTable`. `on_new_life` lets a memory forget what a block held."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.lives = [0] * num_blocks
+        self.generations = [0] * num_blocks
         self.hashes = [NO_HASH] * num_blocks
         self.on_new_life: Callable[[int], None] | None = None
 
-    def begin_life(self, block_id: int) -> int:
-        self.lives[block_id] += 1
+    def begin_generation(self, block_id: int) -> int:
+        self.generations[block_id] += 1
         self.hashes[block_id] = NO_HASH
         if self.on_new_life is not None:
             self.on_new_life(block_id)
-        return self.lives[block_id]
+        return self.generations[block_id]
 
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
         self.hashes[block_id] = block_hash
 
-    def life(self, block_id: int) -> int:
-        return self.lives[block_id]
+    def generation(self, block_id: int) -> int:
+        return self.generations[block_id]
 
 
 class FakeExecutor:
-    """Implements `Executor`. `memory[block][slot]` holds contents. A step raises AssertionError if it attends to a wrong slot, writes to a
-    block that has a hash, or if two sequences write to one block. `guilty` makes a step raise; `failing` answers a Failure."""
+    """Implements `Executor`. `memory[block][slot]` holds contents. A step raises AssertionError if it attends
+    to a wrong slot, writes to a block that has a hash, or if two sequences write to one block. `guilty` makes
+    a step raise; `failing` answers a Failure."""
 
-    def __init__(self, num_blocks: int, block_size_tokens: int, life_table: FakeLifeTable, *, forget_on_new_life: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int,
+        generation_table: FakeGenerationTable,
+        *,
+        forget_on_new_life: bool = True,
+    ) -> None:
         self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
         self.num_ahead = 0
@@ -88,11 +102,11 @@ class FakeExecutor:
         self.num_turns = 1
         """Of the event loop: how long a step takes."""
         self._block_size_tokens = block_size_tokens
-        self._life_table = life_table
-        self._turns = Turns()
+        self._generation_table = generation_table
+        self._turns = StepQueue()
         self._last = LastResult()
         if forget_on_new_life:
-            life_table.on_new_life = self.spoil
+            generation_table.on_new_life = self.spoil
 
     @property
     def layout(self) -> KvLayout:
@@ -121,7 +135,7 @@ class FakeExecutor:
         self.memory[block_id] = [NOTHING] * self._block_size_tokens
 
     def write(self, block_table: Sequence[int], token_ids: Sequence[int], begin: int = 0) -> None:
-        """What computing (or landing) these tokens' KV would leave, from index `begin` on."""
+        """What computing (or receiving) these tokens' KV would leave, from index `begin` on."""
         for index, content in enumerate(contents(token_ids)):
             if index >= begin:
                 self.memory[block_table[index // self._block_size_tokens]][index % self._block_size_tokens] = content
@@ -136,13 +150,17 @@ class FakeExecutor:
         if any(self.guilty(part) for part in plan.sequences):
             raise RuntimeError("injected")
         for source, destination in plan.block_copies:
-            assert self._life_table.hashes[destination] == NO_HASH, "a copy over a shared block"
+            assert self._generation_table.hashes[destination] == NO_HASH, "a copy over a shared block"
             self.memory[destination] = self.memory[source][:]
         written: dict[int, int] = {}
         for part in plan.sequences:
             self._write(part, written)
         failures = {part.seq_id: failure for part in plan.sequences if (failure := self.failing(part)) is not None}
-        samples = {p.seq_id: self._sample(p, p.sample) for p in plan.sequences if p.sample is not None and p.seq_id not in failures}
+        samples = {
+            p.seq_id: self._sample(p, p.sample)
+            for p in plan.sequences
+            if p.sample is not None and p.seq_id not in failures
+        }
         return self._last.keep(StepResult(step_id=plan.step_id, samples=samples, failures=failures))
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
@@ -152,7 +170,9 @@ class FakeExecutor:
         content = before[-1] if before else EMPTY_CONTENT
         for index, token_id in enumerate(part.token_ids, part.kv_begin):
             block_id = part.block_table[index // self._block_size_tokens]
-            assert self._life_table.hashes[block_id] == NO_HASH, f"sequence {part.seq_id} writes to block {block_id}, which is shared"
+            assert self._generation_table.hashes[block_id] == NO_HASH, (
+                f"sequence {part.seq_id} writes to block {block_id}, which is shared"
+            )
             assert written.setdefault(block_id, part.seq_id) == part.seq_id, f"two sequences write to block {block_id}"
             content = extend(content, token_id)
             self.memory[block_id][index % self._block_size_tokens] = content
@@ -160,7 +180,9 @@ class FakeExecutor:
     def _sample(self, part: StepSequence, sample: SampleRequest) -> tuple[SampledToken, ...]:
         assert sample.position == len(sample.history) == part.context_len
         expected = contents(sample.history)
-        assert self.read(part.block_table, part.context_len) == expected, f"sequence {part.seq_id} attends to KV that is not its own"
+        assert self.read(part.block_table, part.context_len) == expected, (
+            f"sequence {part.seq_id} attends to KV that is not its own"
+        )
         return tuple(
             SampledToken(sample_index=i, token_id=draw(expected[-1], sample.sampling, i, sample.banned_token_ids))
             for i in sample.sample_indices

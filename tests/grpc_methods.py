@@ -1,4 +1,5 @@
-"""Every method of every service that Baton's protobuf files describe, and a way to call each with anything at all."""
+"""Every method of every service that Baton's protobuf files describe, and a way to call each with anything at
+all."""
 
 import asyncio
 import importlib
@@ -24,7 +25,8 @@ OURS_TO_SAY = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,
     ),
 )
-"""What a client's or a peer's mistake may be answered with: not UNKNOWN, INTERNAL or UNAVAILABLE, which say that it was ours."""
+"""What a client's or a peer's mistake may be answered with: not UNKNOWN, INTERNAL or UNAVAILABLE, which say
+that it was ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,15 @@ def all_methods() -> Iterator[Method]:
                 continue
             for service in importlib.import_module(info.name).DESCRIPTOR.services_by_name.values():
                 for method in service.methods:
-                    yield Method(service.full_name, method.name, method.input_type._concrete_class, method.client_streaming)
+                    yield Method(
+                        service.full_name, method.name, method.input_type._concrete_class, method.client_streaming
+                    )
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How a call ended; None: it had not when the caller left, or nobody knows. `replies`: the first few of them."""
+    """How a call ended; None: it had not when the caller left, or nobody knows. `replies`: the first few of
+    them."""
 
     code: grpc.StatusCode | None
     details: str
@@ -61,10 +66,16 @@ class Answered:
 
 
 async def call(
-    channel: grpc.aio.Channel, path: str, messages: Iterable[bytes], *, wait_s: float = 1.0, max_replies: int = 4, stays: bool = False
+    channel: grpc.aio.Channel,
+    path: str,
+    messages: Iterable[bytes],
+    *,
+    wait_s: float = 1.0,
+    max_replies: int = 4,
+    stays: bool = False,
 ) -> Answered:
-    """Call any kind of method: every one looks the same on the wire. Sends all messages and leaves after `wait_s` or `max_replies`; unless
-    it `stays`, it says so at once that there will be no more."""
+    """Call any kind of method: every one looks the same on the wire. Sends all messages and leaves after
+    `wait_s` or `max_replies`; unless it `stays`, it says so at once that there will be no more."""
     for _ in range(10):
         answered = await _call(channel, path, tuple(messages), wait_s, max_replies, stays)
         if answered.details != LOST_STATUS:
@@ -73,7 +84,8 @@ async def call(
 
 
 LOST_STATUS = "Internal error from Core"
-"""What grpc's asyncio client says, instead of the status that came, where the call was over before all was sent."""
+"""What grpc's asyncio client says, instead of the status that came, where the call was over before all was
+sent."""
 
 
 async def _call(
@@ -85,7 +97,9 @@ async def _call(
     try:
         async with asyncio.timeout(wait_s):
             if not is_whole:
-                with suppress(asyncio.InvalidStateError, grpc.aio.UsageError):  # it has ended before everything was sent
+                with suppress(
+                    asyncio.InvalidStateError, grpc.aio.UsageError
+                ):  # it has ended before everything was sent
                     for message in messages:
                         await stream.write(message)
                     if not stays:

@@ -20,9 +20,11 @@ class Heard(NamedTuple):
     was_closed: bool
 
 
-async def say(port: int, pieces: Iterable[bytes], *, listen_s: float = 5.0, quiet_s: float = 0.25, until: bytes = b"") -> Heard:
-    """Send these bytes over a new TCP connection, and listen until the other side closes it, or has said `until`, or nothing for `quiet_s`
-    after all was sent."""
+async def say(
+    port: int, pieces: Iterable[bytes], *, listen_s: float = 5.0, quiet_s: float = 0.25, until: bytes = b""
+) -> Heard:
+    """Send these bytes over a new TCP connection, and listen until the other side closes it, or has said
+    `until`, or nothing for `quiet_s` after all was sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     heard = bytearray()
     was_closed = False
@@ -63,7 +65,8 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 def our_errors(log: Iterable[str]) -> list[str]:
-    """Lines of a process's log that tell of an error of ours. grpc calls it one when it cannot read a message or a header."""
+    """Lines of a process's log that tell of an error of ours. grpc calls it one when it cannot read a message
+    or a header."""
     errors = (line for line in log if '"level": "error"' in line or '"level": "critical"' in line)
     return [line for line in errors if '"logger": "grpc.' not in line]
 
@@ -93,8 +96,8 @@ def _string(text: bytes) -> bytes:
 
 
 def request_head(call: str, /, **changes: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Header fields of a gRPC call, `call` being its path. `changes`: by name with `_` for `-`, pseudo-headers without their colon, None to
-    leave one out."""
+    """Header fields of a gRPC call, `call` being its path. `changes`: by name with `_` for `-`,
+    pseudo-headers without their colon, None to leave one out."""
     fields: dict[str, bytes | None] = {
         ":method": b"POST",
         ":scheme": b"http",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.model import launch
+from baton.model.step import step_launch
 
 NUM_LOOKS = 20
 
@@ -28,4 +28,4 @@ def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def mark(_device: torch.device) -> LateMark:
         return LateMark()
 
-    monkeypatch.setattr(launch, "mark", mark)
+    monkeypatch.setattr(step_launch, "mark", mark)

@@ -5,14 +5,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from loadgen.metrics import Terms
-from loadgen.records import Arrival, Record, Run
-from loadgen.slo import Slo
+from loadgen.measure.records import Arrival, Record, RunInfo
+from loadgen.measure.request_metrics import Terms
+from loadgen.slo_target import SloTarget
 
 
 def record(index: int = 0, tokens: Sequence[float | tuple[float, int]] = (1.5, 1.6, 1.8), **changes: Any) -> Record:
-    """A whole answer, due at 1 s, sent at 1.1 s. `tokens`: when each message came, with one token, or (when, how many)."""
-    arrivals = tuple(Arrival(at_s=at[0], num_tokens=at[1]) if isinstance(at, tuple) else Arrival(at_s=at, num_tokens=1) for at in tokens)
+    """A whole answer, due at 1 s, sent at 1.1 s. `tokens`: when each message came, with one token, or (when,
+    how many)."""
+    arrivals = tuple(
+        Arrival(at_s=at[0], num_tokens=at[1]) if isinstance(at, tuple) else Arrival(at_s=at, num_tokens=1)
+        for at in tokens
+    )
     total = sum(arrival.num_tokens for arrival in arrivals)
     fields: dict[str, Any] = {
         "index": index,
@@ -50,10 +54,10 @@ def refused(index: int = 0, after_s: float = 0.1, **changes: Any) -> Record:
 
 
 def terms(slo: str = "ttft=600ms,tpot=200ms", **changes: Any) -> Terms:
-    return Terms(slos={"default": Slo.parse(slo)}, **changes)
+    return Terms(slos={"default": SloTarget.parse(slo)}, **changes)
 
 
-def run(**changes: Any) -> Run:
+def run(**changes: Any) -> RunInfo:
     fields: dict[str, Any] = {
         "plan_hash": "5e" * 32,
         "plan_name": "chat",
@@ -63,9 +67,9 @@ def run(**changes: Any) -> Run:
         "protocol": "http",
         "model": "demo",
         "num_offered": 1,
-        "slos": {"default": Slo.parse("ttft=600ms,tpot=200ms")},
+        "slos": {"default": SloTarget.parse("ttft=600ms,tpot=200ms")},
     }
-    return Run(**(fields | changes))
+    return RunInfo(**(fields | changes))
 
 
 SECONDS = st.floats(0, 1e4)
@@ -92,7 +96,11 @@ any_record = st.builds(
 any_terms = st.builds(
     Terms,
     slos=st.fixed_dictionaries(
-        {"default": st.builds(Slo, ttft_s=st.none() | SECONDS, tpot_s=st.none() | SECONDS, e2e_s=st.none() | SECONDS)}
+        {
+            "default": st.builds(
+                SloTarget, ttft_s=st.none() | SECONDS, tpot_s=st.none() | SECONDS, e2e_s=st.none() | SECONDS
+            )
+        }
     ),
     ignore_eos=st.booleans(),
 )

@@ -1,4 +1,5 @@
-"""Reads a report's page as a test needs it: what it refers to, what it carries, and which numbers its plots were drawn from."""
+"""Reads a report's page as a test needs it: what it refers to, what it carries, and which numbers its plots
+were drawn from."""
 
 from __future__ import annotations
 
@@ -114,6 +115,7 @@ def _back(figure: Drawn, name: str, start: int, end: int) -> Any:
 
 
 def tolerance(axis: Mapping[str, Any], value: float) -> float:
-    """What two decimals of a coordinate can tell: a 1/20,000 of the axis, or of a log axis's span times the value."""
+    """What two decimals of a coordinate can tell: a 1/20,000 of the axis, or of a log axis's span times the
+    value."""
     span = math.log(axis["max"] / axis["min"]) * abs(value) if axis["is_log"] else axis["max"] - axis["min"]
     return span / 10_000 + 1e-9

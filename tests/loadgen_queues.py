@@ -1,5 +1,6 @@
-"""Servers in a few lines of arithmetic, and searches for their capacity in virtual time: what `loadgen capacity` would find, without a
-server, a clock or a socket. `python -m bench.capacity_coverage` measures with them how often the stated intervals hold the truth.
+"""Servers in a few lines of arithmetic, and searches for their capacity in virtual time: what `loadgen
+capacity` would find, without a server, a clock or a socket. `python -m bench.capacity_coverage` measures with
+them how often the stated intervals hold the truth.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from loadgen import draws
-from loadgen.arrivals import arrivals, parse_gaps, steady
-from loadgen.capacity import Answer, CapacitySearch, Limits
-from loadgen.metrics import Terms
-from loadgen.plan import Generated, Plan, PlannedRequest
-from loadgen.records import Arrival, Record
-from loadgen.slo import Slo
-from loadgen.trials import SCOUT_PART, SCOUT_REQUESTS, TrialLength
-from loadgen.verdicts import LOOKS, Judgement, TrialJudge, Verdict
-from loadgen.workloads import DEFAULT_VOCABULARY
+from loadgen.capacity.capacity import CapacityEstimate, CapacitySearch, Limits
+from loadgen.capacity.trials import SCOUT_PART, SCOUT_REQUESTS, TrialLength
+from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict
+from loadgen.measure.records import Arrival, Record
+from loadgen.measure.request_metrics import Terms
+from loadgen.plan import draws
+from loadgen.plan.arrivals import arrivals, parse_gaps, steady
+from loadgen.plan.plan import Generated, Plan, PlannedRequest
+from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.slo_target import SloTarget
 
 OUTPUT_TOKENS = 8
 Serve = Callable[[Plan, random.Random], list[Record]]
@@ -31,9 +32,16 @@ def plan_at(rate_rps: float, seconds: float, seed: int, *, gaps: str = "poisson"
     times = arrivals(draws.stream(seed, "arrivals"), parse_gaps(gaps), steady(rate_rps), until_s=seconds)
     prompt = (Generated(segment_id=0, num_tokens=8),)
     requests = (
-        PlannedRequest(index=index, segments=prompt, output_tokens=OUTPUT_TOKENS, at_s=at_s) for index, at_s in enumerate(times.tolist())
+        PlannedRequest(index=index, segments=prompt, output_tokens=OUTPUT_TOKENS, at_s=at_s)
+        for index, at_s in enumerate(times.tolist())
     )
-    return Plan(name="queue", seed=seed, vocabulary=DEFAULT_VOCABULARY, requests=tuple(requests), slos={"default": Slo.parse(slo)})
+    return Plan(
+        name="queue",
+        seed=seed,
+        vocabulary=DEFAULT_VOCABULARY,
+        requests=tuple(requests),
+        slos={"default": SloTarget.parse(slo)},
+    )
 
 
 def whole(request: PlannedRequest, first_s: float, last_s: float) -> Record:
@@ -60,7 +68,8 @@ def _lognormal(rng: random.Random, mean: float, cv: float) -> float:
 
 
 def one_at_a_time(mean_s: float, cv: float, lapse: float = 0.0) -> Serve:
-    """A prefill worker: first tokens come one request after the other. `lapse`: the part of answers that is 9 s late at any load."""
+    """A prefill worker: first tokens come one request after the other. `lapse`: the part of answers that is 9
+    s late at any load."""
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         free_s, records = 0.0, []
@@ -108,7 +117,8 @@ def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A server, its load and its promise. `capacity_rps`: at which 90 % keep it on average over 60 s trials (`truth`)."""
+    """A server, its load and its promise. `capacity_rps`: at which 90 % keep it on average over 60 s trials
+    (`truth`)."""
 
     serve: Serve
     slo: str
@@ -131,22 +141,27 @@ SYSTEMS = {
 def trial(
     system: System, rate_rps: float, seconds: float, seed: int, *, target: float = 0.9, looks: bool = True
 ) -> tuple[Judgement, float]:
-    """What it comes to, and how long it took; looked at as it goes on, as `loadgen.trials.TrialWatch` does."""
+    """What it comes to, and how long it took; looked at as it goes on, as
+    `loadgen.capacity.trials.TrialWatch` does."""
     plan = plan_at(rate_rps, seconds, seed, gaps=system.gaps, slo=system.slo)
     records = system.serve(plan, random.Random(seed))
     judge = TrialJudge(plan, Terms(slos=plan.slos), target)
     for look, part in enumerate(LOOKS[:-1] if looks else ()):
         now_s = part * seconds
         judgement = judge.judge([record for record in records if record.ended_s <= now_s], now_s, look=look)
-        if judgement.verdict is Verdict.BROKE:
+        if judgement.verdict is TrialVerdict.BROKE:
             return judgement, now_s
     return judge.judge(records), seconds
 
 
-def search(system: System, seconds: float, seed: int, *, target: float = 0.9, limits: Limits | None = None) -> tuple[Answer, float]:
+def search(
+    system: System, seconds: float, seed: int, *, target: float = 0.9, limits: Limits | None = None
+) -> tuple[CapacityEstimate, float]:
     """The answer, and the seconds that all trials took."""
     start_rps = system.start_rps * (1.0, 1.37)[seed % 2]
-    search = CapacitySearch(target, limits or Limits(start_rps=start_rps, min_rps=TrialLength(seconds=seconds).min_rps(target)))
+    search = CapacitySearch(
+        target, limits or Limits(start_rps=start_rps, min_rps=TrialLength(seconds=seconds).min_rps(target))
+    )
     number, took_s = 0, 0.0
     while (proposal := search.next()) is not None:
         time_s = seconds
@@ -155,7 +170,9 @@ def search(system: System, seconds: float, seed: int, *, target: float = 0.9, li
         judgement = None
         while judgement is None or not judgement.num_judged:  # by chance nothing may arrive
             number += 1
-            judgement, lasted_s = trial(system, proposal.rate_rps, time_s, zlib.crc32(f"{seed} {number}".encode()), target=target)
+            judgement, lasted_s = trial(
+                system, proposal.rate_rps, time_s, zlib.crc32(f"{seed} {number}".encode()), target=target
+            )
             took_s += lasted_s
         search.told(judgement.observation(proposal.rate_rps), is_scout=proposal.is_scout)
     return search.answer, took_s

@@ -1,4 +1,5 @@
-"""A made-up run: one prefill and two decode workers in a few lines of arithmetic, near their limit. Nothing is measured."""
+"""A made-up run: one prefill and two decode workers in a few lines of arithmetic, near their limit. Nothing
+is measured."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from loadgen.metrics import Terms, invalid_reasons
-from loadgen.plan import Generated, Plan, PlannedRequest, Vocabulary
-from loadgen.plan_file import write_plan
-from loadgen.records import Arrival, Record, Run
-from loadgen.records_file import RecordWriter, write_run
-from loadgen.slo import Slo
+from loadgen.measure.records import Arrival, Record, RunInfo
+from loadgen.measure.records_file import RecordWriter, write_run
+from loadgen.measure.request_metrics import Terms, invalid_reasons
+from loadgen.plan.plan import Generated, Plan, PlannedRequest, Vocabulary
+from loadgen.plan.plan_file import write_plan
+from loadgen.slo_target import SloTarget
 
-SLOS = {"interactive": Slo.parse("ttft=500ms,tpot=50ms"), "batch": Slo.parse("ttft=4s,tpot=120ms")}
+SLOS = {"interactive": SloTarget.parse("ttft=500ms,tpot=50ms"), "batch": SloTarget.parse("ttft=4s,tpot=120ms")}
 KV_BYTES_A_TOKEN = 24_576
 
 
@@ -31,7 +32,9 @@ def make_plan(rate: float, seconds: float, seed: int = 1) -> Plan:
                 index=len(requests),
                 segments=(
                     Generated(segment_id=group, num_tokens=512),
-                    Generated(segment_id=100 + len(requests), num_tokens=max(16, min(3000, int(rng.lognormvariate(5.6, 0.9))))),
+                    Generated(
+                        segment_id=100 + len(requests), num_tokens=max(16, min(3000, int(rng.lognormvariate(5.6, 0.9))))
+                    ),
                 ),
                 output_tokens=max(1, min(400, int(rng.lognormvariate(4.0, 0.7)))),
                 at_s=round(at_s, 6),
@@ -42,13 +45,16 @@ def make_plan(rate: float, seconds: float, seed: int = 1) -> Plan:
             )
         )
         at_s += rng.expovariate(rate)
-    return Plan(name="chat-like", seed=seed, vocabulary=Vocabulary(low=10, high=5000), requests=tuple(requests), slos=SLOS)
+    return Plan(
+        name="chat-like", seed=seed, vocabulary=Vocabulary(low=10, high=5000), requests=tuple(requests), slos=SLOS
+    )
 
 
 def records_of(
     plan: Plan, *, speed: float = 1.0, seed: int = 1, lag_s: float = 0.0002, sheds: bool = True, timeline: bool = True
 ) -> list[Record]:
-    """What that plan would see. `speed`: of the workers; `lag_s`: mean send lag; `sheds`: refuse what would come too late."""
+    """What that plan would see. `speed`: of the workers; `lag_s`: mean send lag; `sheds`: refuse what would
+    come too late."""
     rng = random.Random(seed)
     free_s, running, seen, records = 0.0, [[], []], set[int](), list[Record]()
     for request in plan.requests:
@@ -76,7 +82,11 @@ def records_of(
         slo = plan.slos[request.slo_class]
         if sheds and slo.ttft_s is not None and queue_s + prefill_s > slo.ttft_s:
             ended = sent + placed + 0.002
-            records.append(Record(**base, sent_s=sent, ended_s=ended, status=429, reason="ttft_slo", retry_after_s=round(queue_s, 3)))
+            records.append(
+                Record(
+                    **base, sent_s=sent, ended_s=ended, status=429, reason="ttft_slo", retry_after_s=round(queue_s, 3)
+                )
+            )
             continue
         seen.add(head.segment_id)
         free_s = sent + placed + queue_s + prefill_s
@@ -116,7 +126,11 @@ def records_of(
                 "waiting_s": placed / 2,
                 "ttft_s": first - sent,
                 "predicted_ttft_s": 1.1 * (first - sent - placed),
-                **({"tpot_s": (times[-1] - first) / (len(times) - 1), "predicted_tpot_s": step} if len(times) > 1 else {}),
+                **(
+                    {"tpot_s": (times[-1] - first) / (len(times) - 1), "predicted_tpot_s": step}
+                    if len(times) > 1
+                    else {}
+                ),
                 "legs": legs,
             }
             if timeline
@@ -140,7 +154,9 @@ def records_of(
     return records
 
 
-def write_result(directory: Path, *, rate: float = 6.0, seconds: float = 60.0, seed: int = 1, label: str = "", **changes: Any) -> Path:
+def write_result(
+    directory: Path, *, rate: float = 6.0, seconds: float = 60.0, seed: int = 1, label: str = "", **changes: Any
+) -> Path:
     """A result directory as `loadgen run` leaves it."""
     directory.mkdir(parents=True)
     plan = make_plan(rate, seconds, seed)
@@ -152,7 +168,7 @@ def write_result(directory: Path, *, rate: float = 6.0, seconds: float = 60.0, s
     terms = Terms(slos=plan.slos, ignore_eos=plan.ignore_eos)
     write_run(
         directory,
-        Run(
+        RunInfo(
             plan_hash=plan_hash,
             plan_name=plan.name,
             started_at="2025-11-21T12:00:00Z",

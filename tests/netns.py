@@ -24,7 +24,9 @@ def why_not(*more_tools: str) -> str:
     tools = (*TOOLS, *more_tools)
     if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, tools)):
         return f"needs root, {', '.join(tools)}"
-    done = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False)
+    done = subprocess.run(
+        ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False
+    )
     return "namespaces cannot be made here" if done.returncode else ""
 
 
@@ -55,8 +57,8 @@ class Netns:
 
 
 class Network:
-    """Namespaces that reach each other. `prefix`: the first three numbers of their addresses, which no other network here has. The first of
-    them has the bridge."""
+    """Namespaces that reach each other. `prefix`: the first three numbers of their addresses, which no other
+    network here has. The first of them has the bridge."""
 
     def __init__(self, prefix: str, stack: ExitStack) -> None:
         self.prefix = prefix
@@ -82,11 +84,25 @@ class Network:
         return netns
 
     def join_ourselves(self, number: int) -> str:
-        """Let this process reach them, from the address with that last number, which is returned, until they are deleted."""
+        """Let this process reach them, from the address with that last number, which is returned, until they
+        are deleted."""
         assert self._bridge is not None
         address, device = f"{self.prefix}.{number}", f"{self._name}us"
         self._stack.callback(subprocess.run, ["ip", "link", "del", device], capture_output=True, check=False)
-        _ip("-n", self._bridge.name, "link", "add", device, "type", "veth", "peer", "name", device, "netns", str(os.getpid()))
+        _ip(
+            "-n",
+            self._bridge.name,
+            "link",
+            "add",
+            device,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            device,
+            "netns",
+            str(os.getpid()),
+        )
         _ip("-n", self._bridge.name, "link", "set", device, "master", "net0", "up")
         _ip("addr", "add", f"{address}/24", "dev", device)
         _ip("link", "set", device, "up")

@@ -15,7 +15,8 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedSpan:
-    """`service`, `instance`: of the process that made it. `parent_id`: empty where it begins a trace. Times in wall seconds."""
+    """`service`, `instance`: of the process that made it. `parent_id`: empty where it begins a trace. Times
+    in wall seconds."""
 
     service: str
     instance: str
@@ -31,7 +32,8 @@ class ReceivedSpan:
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """`spans` in order of arrival, `num_calls` of those who bring them. `answers` False: it takes every call and says nothing."""
+    """`spans` in order of arrival, `num_calls` of those who bring them. `answers` False: it takes every call
+    and says nothing."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

@@ -3,7 +3,7 @@
 import asyncio
 from itertools import count
 
-from baton.runtime.tracing import NOTHING, Attributes, Kind, Span, Tracing
+from baton.runtime.observability.tracing import NOTHING, Attributes, Kind, Span, Tracing
 
 TRACE = "0123456789abcdef" * 2
 

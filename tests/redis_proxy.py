@@ -7,7 +7,8 @@ CHUNK_BYTES = 64 * 1024
 
 
 class RedisProxy:
-    """Listens on the loopback and passes bytes on to a Redis behind a `unix://` URL. `delay_s`: of each answer, from now on."""
+    """Listens on the loopback and passes bytes on to a Redis behind a `unix://` URL. `delay_s`: of each
+    answer, from now on."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
@@ -32,7 +33,9 @@ class RedisProxy:
             return
         await asyncio.gather(self._pass_on(reader, behind_writer), self._pass_on(behind_reader, writer, is_answer=True))
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool = False) -> None:
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool = False
+    ) -> None:
         try:
             while chunk := await reader.read(CHUNK_BYTES):
                 if is_answer and self.delay_s:

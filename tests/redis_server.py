@@ -11,8 +11,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from baton.runtime.process import tethered
-from baton.store.private_redis import RedisCommand, redis_command
+from baton.runtime.process.process import tethered
+from baton.store.redis.private_redis import RedisCommand, redis_command
 
 
 @contextmanager

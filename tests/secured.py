@@ -1,4 +1,5 @@
-"""A cluster that trusts nobody: mTLS between its services, TLS and API keys at its doors, all of it made for one test."""
+"""A cluster that trusts nobody: mTLS between its services, TLS and API keys at its doors, all of it made for
+one test."""
 
 import ssl
 from collections.abc import Mapping
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from baton.gateway.keys import digest_of, new_key
-from baton.wire.tls import Tls
+from baton.gateway.auth.api_keys import digest_of, new_key
+from baton.rpc.grpc_tls import Tls
 from tests.certificates import Authority
 
 ADMIN = "admin"
@@ -16,7 +17,8 @@ ADMIN = "admin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secured:
-    """`ours`: who signs this cluster's certificates. `keys`: the API keys by the name of their tenant, `admin` among them."""
+    """`ours`: who signs this cluster's certificates. `keys`: the API keys by the name of their tenant,
+    `admin` among them."""
 
     ours: Authority
     keys: Mapping[str, str]
@@ -27,7 +29,8 @@ class Secured:
         """With a key for each tenant and for an admin, in new files below `directory`."""
         keys = {tenant: new_key() for tenant in (*tenants, ADMIN)}
         entries = [
-            {"name": tenant, "tenant": tenant, "sha256": digest_of(key).hex(), "admin": tenant == ADMIN} for tenant, key in keys.items()
+            {"name": tenant, "tenant": tenant, "sha256": digest_of(key).hex(), "admin": tenant == ADMIN}
+            for tenant, key in keys.items()
         ]
         file = directory / "keys.yaml"
         file.write_text(yaml.safe_dump({"salt": "5a" * 16, "keys": entries}))

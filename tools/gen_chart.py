@@ -1,8 +1,8 @@
-"""Bring what the chart says of Baton's settings up to date: `python tools/gen_chart.py` after a change of a setting or of
-`values.yaml`. `--check` changes nothing and ends with 1 where something is out of date.
+"""Bring what the chart says of Baton's settings up to date: `python tools/gen_chart.py` after a change of a
+setting or of `values.yaml`. `--check` changes nothing and ends with 1 where something is out of date.
 
-In `helm/baton/values.schema.json` the definitions of `GENERATED` come from the services' own settings, the rest is kept by hand; in
-`helm/baton/README.md` the table of values comes from the comments in `values.yaml`.
+In `helm/baton/values.schema.json` the definitions of `GENERATED` come from the services' own settings, the
+rest is kept by hand; in `helm/baton/README.md` the table of values comes from the comments in `values.yaml`.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from baton.runtime.config import Config, settings_of
-from baton.runtime.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.config.config_base import Config, settings_of
+from baton.runtime.config.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 
 CHART = Path(__file__).parents[1] / "helm" / "baton"
 SERVICES: Mapping[str, type[Config]] = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "fleet": FleetConfig}
@@ -30,9 +30,10 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("rpc_port", "admin_port", "drain_s"),
     "fleet": ("admin_port", "kv_port_range", "drain_s", "lease_s"),
 }
-"""What templates read, so that it cannot be left out: ports are those of Services and policies, seconds decide grace periods."""
+"""What templates read, so that it cannot be left out: ports are those of Services and policies, seconds
+decide grace periods."""
 OF_WORKERS = ("rpc_port", "admin_port")
-"""Settings of a worker that its pod has, and not the fleet: `fleet/worker_actor.py` says which may be."""
+"""Settings of a worker that its pod has, and not the fleet: `fleet/ray/worker_actor.py` says which may be."""
 SHARED_BY_HAND = ("host",)
 """A setting of the listening services that has one value in a cluster."""
 BEGIN, END = "<!-- values: written by tools/gen_chart.py -->", "<!-- end of values -->"
@@ -47,7 +48,9 @@ def definitions() -> dict[str, Any]:
     found = {"config": _object(shared, required=("model", *SHARED_BY_HAND))}
     for service, schemas in of_service.items():
         own = {
-            name: _needed(schema) if name in NEEDED[service] else schema for name, schema in schemas.items() if name not in SHARED_BY_HAND
+            name: _needed(schema) if name in NEEDED[service] else schema
+            for name, schema in schemas.items()
+            if name not in SHARED_BY_HAND
         }
         found[f"{service}Config"] = _object(own, required=NEEDED[service])
     worker = _schemas(WorkerConfig)
@@ -102,7 +105,9 @@ def _schemas(cls: type[Config]) -> dict[str, Any]:
 def _needed(schema: dict[str, Any]) -> dict[str, Any]:
     """The same without null, and for a port without 0, which would be a port that nobody knows."""
     variants = [variant for variant in schema.get("anyOf", [schema]) if variant.get("type") != "null"]
-    shape = {"description": schema["description"]} | {key: value for key, value in variants[0].items() if key != "default"}
+    shape = {"description": schema["description"]} | {
+        key: value for key, value in variants[0].items() if key != "default"
+    }
     if shape.get("maximum") == 65535:
         shape["minimum"] = 1
     if shape["type"] == "string":

@@ -3,8 +3,9 @@
     python tools/gen_dashboard.py            write it
     python tools/gen_dashboard.py --check    exit 1 if the file is not what this writes
 
-Only metrics of Baton's own are asked for (`services/baton/runtime/metrics.py`). Every query is limited to the namespaces chosen above;
-where series have no such label, that is all of them. Worker metrics are told apart by role with `baton_worker_info`.
+Only metrics of Baton's own are asked for (`services/baton/runtime/observability/metrics.py`). Every query is
+limited to the namespaces chosen above; where series have no such label, that is all of them. Worker metrics
+are told apart by role with `baton_worker_info`.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def by_role(query: str, by: str = "role") -> str:
     return f"sum by ({by}) ({query} * {ROLE})"
 
 
-KEPT = share('baton_slo_promises_total{outcome="kept"}', "baton_slo_promises_total", "term")
+KEPT = share('baton_slo_attainment_total{outcome="kept"}', "baton_slo_attainment_total", "term")
 ASKED = 'baton_prefix_hit_tokens_total{kind="asked"}'
 RATIOS = "baton_predicted_over_actual_ratio_count"
 RATIO_TO_80 = 'baton_predicted_over_actual_ratio_bucket{le="0.8"}'
@@ -116,13 +117,20 @@ def counted(title: str, counter: str, by: str, *, unit: str, text: str = "", wid
     return Panel(title=title, queries={legend: rate(counter, by)}, unit=unit, text=text, width=width, stacked=True)
 
 
-def part(title: str, queries: dict[str, str], *, text: str = "", kind: str = "timeseries", width: int = 8, height: int = 8) -> Panel:
+def part(
+    title: str, queries: dict[str, str], *, text: str = "", kind: str = "timeseries", width: int = 8, height: int = 8
+) -> Panel:
     """Parts of a whole, from 0 to 1."""
-    return Panel(title=title, queries=queries, text=text, kind=kind, width=width, height=height, unit="percentunit", most=1)
+    return Panel(
+        title=title, queries=queries, text=text, kind=kind, width=width, height=height, unit="percentunit", most=1
+    )
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "timeseries": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
+    "timeseries": {
+        "legend": {"displayMode": "list", "placement": "bottom"},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
     "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"},
     "heatmap": {"calculate": False, "color": {"mode": "scheme", "scheme": "Oranges"}, "cellGap": 1},
 }
@@ -131,8 +139,21 @@ ROWS = [
     Row(
         title="Requests and promises",
         panels=[
-            Panel(title="Requests", queries={"": rate("baton_requests_total")}, unit="reqps", kind="stat", width=4, height=4),
-            part("Ended well", {"": share('baton_requests_total{code="200"}', "baton_requests_total")}, kind="stat", width=4, height=4),
+            Panel(
+                title="Requests",
+                queries={"": rate("baton_requests_total")},
+                unit="reqps",
+                kind="stat",
+                width=4,
+                height=4,
+            ),
+            part(
+                "Ended well",
+                {"": share('baton_requests_total{code="200"}', "baton_requests_total")},
+                kind="stat",
+                width=4,
+                height=4,
+            ),
             Panel(title="Open requests", queries={"": "sum(baton_open_requests)"}, kind="stat", width=4, height=4),
             part(
                 "Promises kept",
@@ -151,7 +172,11 @@ ROWS = [
             ),
             counted("Requests by status", "baton_requests_total", "code, reason", unit="reqps"),
             counted(
-                "Refused by schedulers, by reason", "baton_rejections_total", "reason", unit="reqps", text="Before any prefill was spent."
+                "Refused by schedulers, by reason",
+                "baton_rejections_total",
+                "reason",
+                unit="reqps",
+                text="Before any prefill was spent.",
             ),
             part("SLO attainment", {"{{term}}": KEPT}),
         ],
@@ -159,19 +184,38 @@ ROWS = [
     Row(
         title="Latency, as clients see it",
         panels=[
-            Panel(title="TTFT", queries={"{{le}}": rate("baton_ttft_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
-            Panel(title="TPOT", queries={"{{le}}": rate("baton_tpot_seconds_bucket", "le")}, unit="s", kind="heatmap", width=12),
+            Panel(
+                title="TTFT",
+                queries={"{{le}}": rate("baton_ttft_seconds_bucket", "le")},
+                unit="s",
+                kind="heatmap",
+                width=12,
+            ),
+            Panel(
+                title="TPOT",
+                queries={"{{le}}": rate("baton_tpot_seconds_bucket", "le")},
+                unit="s",
+                kind="heatmap",
+                width=12,
+            ),
             Panel(title="TTFT", queries=quantiles("baton_ttft_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(title="TPOT", queries=quantiles("baton_tpot_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(
                 title="Where a request's seconds go (mean)",
                 text="Placement and waiting for it; queue; prefill; KV that came after it; the wait for a decode step; decode.",
-                queries={"{{phase}}": share("baton_request_phase_seconds_sum", "baton_request_phase_seconds_count", "phase")},
+                queries={
+                    "{{phase}}": share("baton_request_phase_seconds_sum", "baton_request_phase_seconds_count", "phase")
+                },
                 unit="s",
                 stacked=True,
             ),
             counted("Attempts lost, by reason", "baton_attempts_total", "reason", unit="reqps", width=12),
-            Panel(title="Pauses around lost workers, p99", queries=quantiles("baton_resume_pause_seconds", 0.99), unit="s", width=12),
+            Panel(
+                title="Pauses around lost workers, p99",
+                queries=quantiles("baton_resume_pause_seconds", 0.99),
+                unit="s",
+                width=12,
+            ),
         ],
     ),
     Row(
@@ -179,7 +223,10 @@ ROWS = [
         panels=[
             Panel(
                 title="Waiting at the scheduler",
-                queries={"requests": "sum(baton_waiting_requests)", "p99 wait (s)": quantile(0.99, "baton_waiting_seconds")},
+                queries={
+                    "requests": "sum(baton_waiting_requests)",
+                    "p99 wait (s)": quantile(0.99, "baton_waiting_seconds"),
+                },
             ),
             Panel(
                 title="Prompt tokens that wait, by worker (P queue)",
@@ -204,11 +251,19 @@ ROWS = [
     Row(
         title="KV flow",
         panels=[
-            Panel(title="KV read, by transport", queries={"{{transport}}": rate("baton_transfer_bytes_total", "transport")}, unit="Bps"),
+            Panel(
+                title="KV read, by transport",
+                queries={"{{transport}}": rate("baton_transfer_bytes_total", "transport")},
+                unit="Bps",
+            ),
             Panel(
                 title="Speed while reading, by transport",
                 text="Bytes over the seconds in which a read of a transfer ran.",
-                queries={"{{transport}}": share("baton_transfer_bytes_total", "baton_transfer_read_seconds_total", "transport")},
+                queries={
+                    "{{transport}}": share(
+                        "baton_transfer_bytes_total", "baton_transfer_read_seconds_total", "transport"
+                    )
+                },
                 unit="Bps",
             ),
             counted("Transfers by outcome", "baton_transfers_total", "transport, outcome", unit="ops"),
@@ -220,7 +275,10 @@ ROWS = [
             Panel(title="Transfers, p50 and p99", queries=quantiles("baton_transfer_seconds", 0.5, 0.99), unit="s"),
             Panel(
                 title="Leases",
-                queries={"open": "sum(baton_open_leases)", "{{outcome}}/s": rate("baton_leases_ended_total", "outcome")},
+                queries={
+                    "open": "sum(baton_open_leases)",
+                    "{{outcome}}/s": rate("baton_leases_ended_total", "outcome"),
+                },
             ),
             Panel(
                 title="What must not be",
@@ -291,7 +349,9 @@ ROWS = [
                 title="Median by worker",
                 queries={"{{term}} {{worker}}": quantile(0.5, "baton_predicted_over_actual_ratio", "term, worker")},
             ),
-            Panel(title="Decisions", queries={"{{policy}}": rate("baton_decisions_total", "policy")}, unit="ops", width=12),
+            Panel(
+                title="Decisions", queries={"{{policy}}": rate("baton_decisions_total", "policy")}, unit="ops", width=12
+            ),
             Panel(title="Time to decide, p99", queries=quantiles("baton_decision_seconds", 0.99), unit="s", width=12),
         ],
     ),
@@ -327,7 +387,10 @@ ROWS = [
             ),
             Panel(
                 title="Redis, as schedulers see it",
-                queries={"records not written": "max(baton_store_degraded)", "block events not read": "max(baton_kv_events_degraded)"},
+                queries={
+                    "records not written": "max(baton_store_degraded)",
+                    "block events not read": "max(baton_kv_events_degraded)",
+                },
                 most=1,
             ),
             counted(
@@ -397,7 +460,9 @@ def text() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="say whether the file is what this writes, and change nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="say whether the file is what this writes, and change nothing"
+    )
     if parser.parse_args().check:
         is_fresh = FILE.exists() and FILE.read_text(encoding="utf-8") == text()
         if not is_fresh:

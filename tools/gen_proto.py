@@ -26,7 +26,8 @@ _INIT = '"""Generated from {source}; `make proto` writes it anew."""\n'
 
 
 def generate(proto_root: Path, out: Path) -> None:
-    """Write messages, stubs and, for files that define a service, gRPC code below `out`, one package a directory of .proto files.
+    """Write messages, stubs and, for files that define a service, gRPC code below `out`, one package a
+    directory of .proto files.
 
     Raises RuntimeError when protoc refuses a file; protoc has printed why.
     """
@@ -37,7 +38,9 @@ def generate(proto_root: Path, out: Path) -> None:
     if services:
         _protoc(proto_root, services, f"--grpc_python_out={out}")
     for directory in sorted({file.parent.relative_to(proto_root) for file in files}):
-        (out / directory / "__init__.py").write_text(_INIT.format(source=f"proto/{directory.as_posix()}"), encoding="utf-8")
+        (out / directory / "__init__.py").write_text(
+            _INIT.format(source=f"proto/{directory.as_posix()}"), encoding="utf-8"
+        )
 
 
 def differences(fresh: Path, committed: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""The commands, one a module; `loadgen.main` imports each only when it is called."""
+"""The commands, one a module; `loadgen.cli` imports each only when it is called."""

@@ -16,24 +16,32 @@ from typing import Any
 
 import click
 
-from loadgen.capacity import Limits, Proposal
-from loadgen.capacity_file import PointFound, write_capacity
+from loadgen.capacity.capacity import Limits, Proposal
+from loadgen.capacity.capacity_file import PointFound, write_capacity
+from loadgen.capacity.searching import Found, find
+from loadgen.capacity.trials import Goal, PlanMaker, Trial, TrialLength, Trials, trial_seed
 from loadgen.commands.capacity_plans import FirstLook, maker_of
 from loadgen.commands.capacity_text import hopeless, trial_line, unsteady
-from loadgen.commands.target_options import GRPC_URL, HTTP_URL, flags_of, processes_of, rates_warning, server_facts, target_of
-from loadgen.errors import LoadgenError
-from loadgen.idle import IdleWatch
-from loadgen.live import LiveView
+from loadgen.commands.target_options import (
+    GRPC_URL,
+    HTTP_URL,
+    flags_of,
+    processes_of,
+    rates_warning,
+    server_facts,
+    target_of,
+)
+from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import loadgen_version
-from loadgen.metrics import Terms, lag_limit_s
-from loadgen.plan import Plan
-from loadgen.priority import Priority
-from loadgen.running import Order
-from loadgen.searching import Found, find
-from loadgen.serving import Command, Point, free_port, grpc_probe, http_probe, parse_sweep, served
-from loadgen.slo import promised
-from loadgen.trials import Goal, PlanMaker, Trial, TrialLength, Trials, trial_seed
-from loadgen.workloads import DEFAULT_VOCABULARY
+from loadgen.measure.request_metrics import Terms, lag_limit_s
+from loadgen.plan.plan import Plan
+from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.send.idle import IdleWatch
+from loadgen.send.live import LiveView
+from loadgen.send.priority import Priority
+from loadgen.send.running import Order
+from loadgen.send.serving import Point, ServerCommand, free_port, grpc_probe, http_probe, parse_sweep, served
+from loadgen.slo_target import promised
 
 TRIALS = "trials"
 _LENGTHS = ("input", "output")
@@ -41,8 +49,8 @@ _LENGTHS = ("input", "output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityJob:
-    """All that was asked for. `given`: the command's arguments. `plan`: one of the workload's, for what all of them have. `head`: of
-    capacity.json."""
+    """All that was asked for. `given`: the command's arguments. `plan`: one of the workload's, for what all
+    of them have. `head`: of capacity.json."""
 
     given: Mapping[str, Any]
     out: Path
@@ -53,23 +61,26 @@ class CapacityJob:
     limits: tuple[Limits, ...]
     confidence: float
     points: tuple[Point, ...]
-    command: Command | None
+    command: ServerCommand | None
     seed: int
     head: Mapping[str, Any]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CapacityJob:
-        """Checks all that can be checked before a server is asked, and makes the directory. Raises LoadgenError, click.UsageError."""
+        """Checks all that can be checked before a server is asked, and makes the directory. Raises
+        LoadgenError, click.UsageError."""
         if given["sweep"] and not given["template"]:
             raise click.UsageError("--sweep needs --command, which starts the server of each point")
         if len(given["confidence"]) > 1 or len(given["resolution"]) > 1:
             raise click.UsageError("--confidence and --resolution take one number each")
         points = tuple(parse_sweep(given["sweep"])) if given["sweep"] else (Point(values={}),)
-        started = Command.parse(given["template"], points) if given["template"] else None
+        started = ServerCommand.parse(given["template"], points) if given["template"] else None
         seconds = given["seconds"]
         length = TrialLength(seconds=seconds, requests=given["requests"])
         maker = _maker(given)
-        goals = tuple(Goal(target=target, slo_scale=scale) for scale in given["slo_scale"] for target in given["attainment"])
+        goals = tuple(
+            Goal(target=target, slo_scale=scale) for scale in given["slo_scale"] for target in given["attainment"]
+        )
         limits = [
             Limits(
                 start_rps=given["start_rate"],
@@ -119,10 +130,12 @@ class CapacityJob:
         )
 
     def run(self) -> list[PointFound]:
-        """Point after point; what goes wrong at one does not keep the others from being tried. Raises LoadgenError if the file cannot be
-        written."""
+        """Point after point; what goes wrong at one does not keep the others from being tried. Raises
+        LoadgenError if the file cannot be written."""
         if not any(slo.to_json() for slo in self.plan.slos.values()):
-            click.secho("warning: nothing is promised (--slo): every whole answer counts as kept", fg="yellow", err=True)
+            click.secho(
+                "warning: nothing is promised (--slo): every whole answer counts as kept", fg="yellow", err=True
+            )
         for note in self.head["notes"]:
             click.secho(f"warning: {note}", fg="yellow", err=True)
         done: list[PointFound] = []
@@ -160,7 +173,9 @@ class CapacityJob:
                 given["urls"] = tuple(url.replace("{port}", str(port)) for url in given["urls"]) or (fresh,)
                 progress.arguments = tuple(self.command.at(point, port))
                 self.tell(f"starting {' '.join(progress.arguments)}")
-                stack.enter_context(served(progress.arguments, _probe(given), place / "server.log", ready_s=given["ready_within"]))
+                stack.enter_context(
+                    served(progress.arguments, _probe(given), place / "server.log", ready_s=given["ready_within"])
+                )
             target, server = target_of(given)
             for warning in hopeless(self.plan, self.goals, server.max_model_len):
                 click.secho(f"warning: {warning}", fg="yellow", err=True)
@@ -246,7 +261,8 @@ class _Progress:
 
 
 class _Terminations:
-    """While it is entered SIGTERM is a Ctrl-C: what was started must be stopped, and what was measured be kept."""
+    """While it is entered SIGTERM is a Ctrl-C: what was started must be stopped, and what was measured be
+    kept."""
 
     def __enter__(self) -> _Terminations:
         self._before = signal.getsignal(signal.SIGTERM)
@@ -284,11 +300,13 @@ def _maker(given: Mapping[str, Any]) -> PlanMaker:
     simple = [name for name in ("input_tokens", "output_tokens") if given[name] is not None]
     if given["workload"]:
         if simple:
-            raise click.UsageError(f"--{simple[0].replace('_', '-')} stands before the WORKLOAD, which says that itself: put it behind")
+            raise click.UsageError(
+                f"--{simple[0].replace('_', '-')} stands before the WORKLOAD, which says that itself: put it behind"
+            )
         return maker_of(given["workload"], given["seconds"])
     vocabulary = DEFAULT_VOCABULARY
     if given["tokenizer"]:
-        from loadgen.vocabulary import vocabulary_of
+        from loadgen.plan.vocabulary import vocabulary_of
 
         vocabulary = vocabulary_of(given["tokenizer"])
     return FirstLook(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
@@ -307,7 +325,9 @@ def _new_directory(out: Path) -> Path:
     """Raises LoadgenError if it holds something."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise LoadgenError(f"{out} exists and is not an empty directory; a result is written once: give another --out")
+            raise LoadgenError(
+                f"{out} exists and is not an empty directory; a result is written once: give another --out"
+            )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error

@@ -1,7 +1,8 @@
-"""The workload of a search at any rate: what `loadgen plan` makes of the same arguments, or `loadgen run` of its few.
+"""The workload of a search at any rate: what `loadgen plan` makes of the same arguments, or `loadgen run` of
+its few.
 
-Nothing is stretched to look tidy: at another rate arrivals are drawn anew. Only a trace has times of its own, so its rate is changed by its
-time scale, and each trial plays another part of it, drawn by its seed.
+Nothing is stretched to look tidy: at another rate arrivals are drawn anew. Only a trace has times of its own,
+so its rate is changed by its time scale, and each trial plays another part of it, drawn by its seed.
 """
 
 from __future__ import annotations
@@ -13,20 +14,31 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadgen import draws
-from loadgen.commands.plan import command as plan_command
-from loadgen.errors import BadPlan, LoadgenError
-from loadgen.plan import Plan, Vocabulary
-from loadgen.plan_file import read_plan
-from loadgen.sharegpt import read_conversations
-from loadgen.trials import PlanMaker
-from loadgen.workloads import first_look
+from loadgen.capacity.trials import PlanMaker
+from loadgen.commands.plan_command import command as plan_command
+from loadgen.loadgen_errors import BadPlan, LoadgenError
+from loadgen.plan import draws
+from loadgen.plan.plan import Plan, Vocabulary
+from loadgen.plan.plan_file import read_plan
+from loadgen.plan.sharegpt import read_conversations
+from loadgen.plan.workloads import first_look
 
 BY_RATE = {"random": "requests", "shared-prefix": "requests", "sessions": "sessions", "sharegpt": "sessions"}
 """What `--rate` counts."""
 TRACES = ("mooncake", "azure")
 SCALED = "servegen"
-OURS = ("-o", "--out", "--seed", "--rate", "--seconds", "--requests", "--sessions", "--time-scale", "--rate-scale", "--limit")
+OURS = (
+    "-o",
+    "--out",
+    "--seed",
+    "--rate",
+    "--seconds",
+    "--requests",
+    "--sessions",
+    "--time-scale",
+    "--rate-scale",
+    "--limit",
+)
 """Options of `loadgen plan` that a search sets itself, or that would cut its trials short."""
 MANY = 20_000
 """Requests by which the rate of random clients is told to a percent."""
@@ -80,7 +92,8 @@ class ByConversation(ByRate):
         self._count = math.inf if file is None else len(read_conversations(file).usable)
 
     def max_rps(self, seconds: float) -> float:
-        """At which no more than there are arrive, but by a chance of one in ten thousand: arrivals are a Poisson process."""
+        """At which no more than there are arrive, but by a chance of one in ten thousand: arrivals are a
+        Poisson process."""
         return (math.sqrt(self._count + 4) - 2) ** 2 / seconds
 
 
@@ -106,10 +119,23 @@ class ByTimeScale:
         scale = self._own_rps / rate_rps
         part_s = seconds / scale
         if part_s > self._lasts_s * 1.001:
-            raise BadPlan(f"at {rate_rps:g} requests/s the trace is over in {self._lasts_s * scale:.1f} s, and a trial takes {seconds:g} s")
-        start_s = round(float(draws.stream(seed, "part of the trace").random(1)[0]) * max(0.0, self._lasts_s - part_s), 6)
+            raise BadPlan(
+                f"at {rate_rps:g} requests/s the trace is over in {self._lasts_s * scale:.1f} s, and a trial takes {seconds:g} s"
+            )
+        start_s = round(
+            float(draws.stream(seed, "part of the trace").random(1)[0]) * max(0.0, self._lasts_s - part_s), 6
+        )
         start = ["--start", f"{start_s:.6f}s"] if start_s > 0 else []
-        return _planned(*self._arguments, *start, "--seconds", f"{part_s:.6f}s", "--time-scale", f"{scale:.10g}", "--seed", str(seed))
+        return _planned(
+            *self._arguments,
+            *start,
+            "--seconds",
+            f"{part_s:.6f}s",
+            "--time-scale",
+            f"{scale:.10g}",
+            "--seed",
+            str(seed),
+        )
 
 
 class ByRateScale(_Endless):
@@ -130,15 +156,19 @@ class ByRateScale(_Endless):
         return self._planned(seconds, seed, rate_rps / self._own_rps)
 
     def _planned(self, seconds: float, seed: int, scale: float) -> Plan:
-        return _planned(*self._arguments, "--seconds", f"{seconds}s", "--rate-scale", f"{scale:.10g}", "--seed", str(seed))
+        return _planned(
+            *self._arguments, "--seconds", f"{seconds}s", "--rate-scale", f"{scale:.10g}", "--seed", str(seed)
+        )
 
 
 def maker_of(workload: Sequence[str], seconds: float) -> PlanMaker:
-    """`workload`: a source of `loadgen plan` and its arguments, less those of rate, time and seed. `seconds`: of a trial. Raises
-    LoadgenError, click.UsageError."""
+    """`workload`: a source of `loadgen plan` and its arguments, less those of rate, time and seed. `seconds`:
+    of a trial. Raises LoadgenError, click.UsageError."""
     source, *arguments = workload
     if source not in (*BY_RATE, *TRACES, SCALED):
-        raise LoadgenError(f"`{source}` is no workload: give one of `loadgen plan`: {', '.join((*BY_RATE, *TRACES, SCALED))}")
+        raise LoadgenError(
+            f"`{source}` is no workload: give one of `loadgen plan`: {', '.join((*BY_RATE, *TRACES, SCALED))}"
+        )
     for option in OURS:
         _refuse(arguments, option, "the search sets it for each trial")
     if source == "sharegpt":

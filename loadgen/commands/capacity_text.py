@@ -1,4 +1,5 @@
-"""What `loadgen capacity` says: a line a trial, a table of what was measured, and a line with each capacity."""
+"""What `loadgen capacity` says: a line a trial, a table of what was measured, and a line with each
+capacity."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.capacity import Answer, State
-from loadgen.capacity_file import PointFound
-from loadgen.plan import Plan
-from loadgen.searching import Found
-from loadgen.trials import Goal, Trial, TrialLength
-from loadgen.verdicts import Judgement, Verdict, session_s
+from loadgen.capacity.capacity import CapacityEstimate, State
+from loadgen.capacity.capacity_file import PointFound
+from loadgen.capacity.searching import Found
+from loadgen.capacity.trials import Goal, Trial, TrialLength
+from loadgen.capacity.verdicts import Judgement, TrialVerdict, session_s
+from loadgen.plan.plan import Plan
 
 STEADY_SESSIONS = 2.0
-"""A trial takes so many times as long as its sessions, so that half of it has as many of them as there will ever be."""
-STYLES = {Verdict.HELD: "green", Verdict.BROKE: "red", Verdict.UNDECIDED: ""}
+"""A trial takes so many times as long as its sessions, so that half of it has as many of them as there will
+ever be."""
+STYLES = {TrialVerdict.HELD: "green", TrialVerdict.BROKE: "red", TrialVerdict.UNDECIDED: ""}
 
 
 def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
@@ -45,7 +47,9 @@ def unsteady(plan: Plan, length: TrialLength) -> Iterator[str]:
 
 def hopeless(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
     """Where so many requests can keep no promise, at any rate, that a goal cannot be reached."""
-    too_long = {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
+    too_long = (
+        {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
+    )
     leaving = {request.index for request in plan.requests if request.cancel_after_tokens is not None}
     share = len(too_long | leaving) / len(plan.requests)
     lost = [goal for goal in goals if share > 1 - goal.target]
@@ -105,9 +109,13 @@ def answer_lines(point: PointFound, unit: str, confidence: float, resolution: fl
             yield where + text, style
 
 
-def _of_goal(goal: Goal, answer: Answer, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
+def _of_goal(
+    goal: Goal, answer: CapacityEstimate, unit: str, confidence: float, resolution: float
+) -> Iterator[tuple[str, str]]:
     unit = {"requests": "req", "sessions": "sessions"}[unit]
-    at = f"at {goal.target * 100:g} % joint attainment" + ("" if goal.slo_scale == 1 else f" of the SLO x {goal.slo_scale:g}")
+    at = f"at {goal.target * 100:g} % joint attainment" + (
+        "" if goal.slo_scale == 1 else f" of the SLO x {goal.slo_scale:g}"
+    )
     if answer.state is State.WIDE and answer.interval and answer.interval.high:
         width = answer.interval.high / answer.interval.low - 1
         yield (
@@ -119,7 +127,10 @@ def _of_goal(goal: Goal, answer: Answer, unit: str, confidence: float, resolutio
     if answer.state is State.ABOVE:
         yield f"capacity above {answer.held_rps:.3g} {unit}/s {at}: the highest rate that could be tried held", ""
     elif answer.state is State.BELOW:
-        yield f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the lowest rate that trials so short can judge broke", ""
+        yield (
+            f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the lowest rate that trials so short can judge broke",
+            "",
+        )
     elif answer.capacity_rps is not None and answer.interval is not None:
         yield (
             f"capacity {answer.capacity_rps:.3g} {unit}/s [{answer.interval.low:.3g}, {answer.interval.high:.3g}] {at} "

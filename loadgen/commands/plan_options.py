@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import click
 
-from loadgen.commands.values import Above, Seconds
+from loadgen.commands.option_types import Above, Seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 LENGTHS = "LENGTHS"
-"""Metavar of `loadgen.lengths`; its forms stand in the help of the group."""
+"""Metavar of `loadgen.plan.lengths`; its forms stand in the help of the group."""
 
 
 def plan_options(function: F) -> F:
@@ -21,19 +21,33 @@ def plan_options(function: F) -> F:
     return _all(
         function,
         click.option(
-            "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The plan's file: .jsonl or .jsonl.gz."
+            "-o",
+            "--out",
+            type=click.Path(path_type=Path, dir_okay=False),
+            required=True,
+            help="The plan's file: .jsonl or .jsonl.gz.",
         ),
         click.option("--name", help="What reports call it.  [default: the source's name]"),
         click.option(
-            "--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed makes another plan, with other tokens."
+            "--seed",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Another seed makes another plan, with other tokens.",
         ),
         click.option(
-            "--tokenizer", type=click.Path(path_type=Path), help="Draw tokens from its ordinary ones: tokenizer.json, or its directory."
+            "--tokenizer",
+            type=click.Path(path_type=Path),
+            help="Draw tokens from its ordinary ones: tokenizer.json, or its directory.",
         ),
         click.option(
-            "--vocab-size", type=click.IntRange(2), help="Or from so many.  [default: ids 1000 to 4095, which are text nearly everywhere]"
+            "--vocab-size",
+            type=click.IntRange(2),
+            help="Or from so many.  [default: ids 1000 to 4095, which are text nearly everywhere]",
         ),
-        click.option("--first-token-id", type=click.IntRange(0), help="The lowest id with --vocab-size.  [default: 1000]"),
+        click.option(
+            "--first-token-id", type=click.IntRange(0), help="The lowest id with --vocab-size.  [default: 1000]"
+        ),
         click.option("--slo", metavar="SLO", help="The promise to every request, such as ttft=500ms,tpot=50ms."),
         click.option(
             "--slo-class",
@@ -44,9 +58,20 @@ def plan_options(function: F) -> F:
         ),
         click.option("--tenants", metavar="NAME:SHARE,…", help="Who asks, such as a:3,b:1."),
         click.option("--priorities", metavar="N:SHARE,…", help="Lower goes first, such as 0:9,5:1."),
-        click.option("--cancel", type=click.FloatRange(0, 1), default=0.0, help="The part of clients who leave during their last answer."),
-        click.option("--stop-at-eos", is_flag=True, help="Let answers end themselves; else each has the planned length."),
-        click.option("--cache-tokens", type=click.IntRange(1), help="Also say the best prefix hit of a cluster that holds so many tokens."),
+        click.option(
+            "--cancel",
+            type=click.FloatRange(0, 1),
+            default=0.0,
+            help="The part of clients who leave during their last answer.",
+        ),
+        click.option(
+            "--stop-at-eos", is_flag=True, help="Let answers end themselves; else each has the planned length."
+        ),
+        click.option(
+            "--cache-tokens",
+            type=click.IntRange(1),
+            help="Also say the best prefix hit of a cluster that holds so many tokens.",
+        ),
     )
 
 
@@ -57,7 +82,9 @@ def arrival_options(count: str) -> Callable[[F], F]:
         return _all(
             function,
             click.option(
-                "--rate", metavar="RATE", help=f"{count.capitalize()} a second: 5, ramp:1-10@60s, steps:2@60s,4@30s, onoff:10@5s,0@15s."
+                "--rate",
+                metavar="RATE",
+                help=f"{count.capitalize()} a second: 5, ramp:1-10@60s, steps:2@60s,4@30s, onoff:10@5s,0@15s.",
             ),
             click.option(
                 "--arrivals",
@@ -77,8 +104,12 @@ def arrival_options(count: str) -> Callable[[F], F]:
 def length_options(function: F) -> F:
     return _all(
         function,
-        click.option("--input-tokens", metavar=LENGTHS, default="512", show_default=True, help="New tokens of each prompt."),
-        click.option("--output-tokens", metavar=LENGTHS, default="128", show_default=True, help="Tokens of each answer."),
+        click.option(
+            "--input-tokens", metavar=LENGTHS, default="512", show_default=True, help="New tokens of each prompt."
+        ),
+        click.option(
+            "--output-tokens", metavar=LENGTHS, default="128", show_default=True, help="Tokens of each answer."
+        ),
     )
 
 
@@ -88,8 +119,16 @@ def prefix_options(count: int, help_of_count: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         return _all(
             function,
-            click.option("--prefixes", type=click.IntRange(0 if count == 0 else 1), default=count, show_default=True, help=help_of_count),
-            click.option("--prefix-tokens", metavar=LENGTHS, default="1024", show_default=True, help="Tokens of each of them."),
+            click.option(
+                "--prefixes",
+                type=click.IntRange(0 if count == 0 else 1),
+                default=count,
+                show_default=True,
+                help=help_of_count,
+            ),
+            click.option(
+                "--prefix-tokens", metavar=LENGTHS, default="1024", show_default=True, help="Tokens of each of them."
+            ),
             click.option(
                 "--zipf",
                 type=click.FloatRange(0),
@@ -110,8 +149,18 @@ def cut_options(function: F) -> F:
         click.option("--start", type=Seconds(), help="Begin so far into the trace."),
         click.option("--seconds", type=Seconds(), help="Take so much of its time."),
         click.option("--limit", type=click.IntRange(1), help="Take so many requests at most."),
-        click.option("--time-scale", type=Above(0.0), default=1.0, show_default=True, help="Factor on all times; 0.5 doubles the rate."),
-        click.option("--max-tokens", type=click.IntRange(2), help="Leave out requests whose prompt and answer together are longer."),
+        click.option(
+            "--time-scale",
+            type=Above(0.0),
+            default=1.0,
+            show_default=True,
+            help="Factor on all times; 0.5 doubles the rate.",
+        ),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(2),
+            help="Leave out requests whose prompt and answer together are longer.",
+        ),
     )
 
 

@@ -9,44 +9,59 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen import metrics
-from loadgen.records import Record
-from loadgen.running import Finished, outcome_line
-from loadgen.stats import percentiles
-from loadgen.summary import prompt_count, rate
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.stats import percentiles
+from loadgen.measure.summary import prompt_count, rate
+from loadgen.send.running import Finished, outcome_line
 
 
 def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
     """Each with its colour, if any."""
     run, records, terms = finished.run, finished.records, finished.terms
-    sent = metrics.sending(records)
+    sent = request_metrics.sending(records)
     if sent.lag_p99_s is not None:
-        limit = metrics.lag_limit_s(terms)
+        limit = request_metrics.lag_limit_s(terms)
         rates = ""
         if sent.due_rps is not None and sent.achieved_rps is not None:
             rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
         lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 allowed {limit * 1e3:g} ms)"
         yield f"sending     {rates}{lag}", ""
-    whole = [record for record in records if metrics.is_whole(record, terms)]
+    whole = [record for record in records if request_metrics.is_whole(record, terms)]
     for name, values in (
-        ("ttft", [value for record in whole if (value := metrics.ttft_s(record)) is not None]),
-        ("tpot", [value for record in whole if (value := metrics.tpot_s(record)) is not None]),
-        ("e2e", [value for record in whole if (value := metrics.e2e_s(record)) is not None]),
+        ("ttft", [value for record in whole if (value := request_metrics.ttft_s(record)) is not None]),
+        ("tpot", [value for record in whole if (value := request_metrics.tpot_s(record)) is not None]),
+        ("e2e", [value for record in whole if (value := request_metrics.e2e_s(record)) is not None]),
     ):
         if values:
             p50, p90, p99 = percentiles(values, (50, 90, 99))
-            yield f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} whole answers, from the intended send", ""
+            yield (
+                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} whole answers, from the intended send",
+                "",
+            )
     outcomes = finished.outcomes
     if records:
-        good = outcomes[metrics.Outcome.GOOD]
-        promised = "; ".join(f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo))
+        good = outcomes[request_metrics.RequestOutcome.GOOD]
+        promised = "; ".join(
+            f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo)
+        )
         offered_rps = rate(np.array([record.intended_s for record in records]))
-        goodput = f", goodput {offered_rps * good / run.num_offered:.2f} requests/s" if offered_rps and run.num_offered else ""
-        yield f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})", ""
+        goodput = (
+            f", goodput {offered_rps * good / run.num_offered:.2f} requests/s"
+            if offered_rps and run.num_offered
+            else ""
+        )
+        yield (
+            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})",
+            "",
+        )
     deviation = prompt_count(records).deviation
     if deviation and not math.isnan(deviation):
         than = "more" if deviation > 0 else "fewer"
-        yield f"prompts     the server counts {abs(deviation):.1%} {than} tokens than planned", "yellow" if abs(deviation) > 0.02 else ""
+        yield (
+            f"prompts     the server counts {abs(deviation):.1%} {than} tokens than planned",
+            "yellow" if abs(deviation) > 0.02 else "",
+        )
     for error, count in _errors(records):
         yield f"error       {count} × {error}", "yellow"
     for note in finished.notes:
@@ -56,7 +71,11 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests had come due", "red"
     for reason in run.invalid:
         yield f"INVALID     {reason}", "red"
-    if sent.lag_p99_s is not None and sent.lag_p99_s > metrics.lag_limit_s(terms) and run.machine.get("priority") != "realtime":
+    if (
+        sent.lag_p99_s is not None
+        and sent.lag_p99_s > request_metrics.lag_limit_s(terms)
+        and run.machine.get("priority") != "realtime"
+    ):
         yield (
             "hint        where the generator shares cores with the server, --priority realtime helps; it needs root or CAP_SYS_NICE",
             "yellow",

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import click
 
-from loadgen import calibration
-from loadgen.commands.values import ApiKey, Bodies, Headers, Seconds, SloOf
-from loadgen.dialects import DIALECTS, dialect_of
-from loadgen.discover import Server, ask_admin, ask_grpc, ask_http
-from loadgen.errors import LoadgenError
+from loadgen.commands.option_types import ApiKey, Bodies, Headers, Seconds, SloOf
+from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import usable_cores
-from loadgen.plan import Plan
-from loadgen.priority import Priority
-from loadgen.schedule import peak_rates
-from loadgen.slo import Slo
-from loadgen.target import Target
+from loadgen.plan.plan import Plan
+from loadgen.plan.schedule import peak_rates
+from loadgen.send import calibration
+from loadgen.send.dialects import DIALECTS, dialect_of
+from loadgen.send.discover import Server, ask_admin, ask_grpc, ask_http
+from loadgen.send.priority import Priority
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,17 +32,56 @@ def target_options(function: F) -> F:
     return _all(
         function,
         click.option(
-            "--url", "urls", multiple=True, metavar="URL", help=f"The server; several take turns.  [default: {HTTP_URL}, gRPC {GRPC_URL}]"
+            "--url",
+            "urls",
+            multiple=True,
+            metavar="URL",
+            help=f"The server; several take turns.  [default: {HTTP_URL}, gRPC {GRPC_URL}]",
         ),
-        click.option("--protocol", type=click.Choice(["http", "grpc"]), default="http", show_default=True, help="grpc: Baton's own."),
-        click.option("--api", type=click.Choice(["completions", "chat"]), default="completions", show_default=True, help="Over HTTP."),
-        click.option("--prompts", type=click.Choice(["ids", "text"]), help="What prompts are sent as.  [default: ids, for a chat text]"),
-        click.option("--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]"),
-        click.option("--model", help="The model's name.  [default: the first of /v1/models]"),
-        click.option("--api-key", type=ApiKey(), envvar="OPENAI_API_KEY", help="Sent as a bearer token; also the variable OPENAI_API_KEY."),
-        click.option("--header", "headers", multiple=True, type=Headers(), metavar="NAME:VALUE", help="One more header. Repeatable."),
         click.option(
-            "--body", "bodies", multiple=True, type=Bodies(), metavar="FIELD=JSON", help="One more field of each body. Repeatable."
+            "--protocol",
+            type=click.Choice(["http", "grpc"]),
+            default="http",
+            show_default=True,
+            help="grpc: Baton's own.",
+        ),
+        click.option(
+            "--api",
+            type=click.Choice(["completions", "chat"]),
+            default="completions",
+            show_default=True,
+            help="Over HTTP.",
+        ),
+        click.option(
+            "--prompts",
+            type=click.Choice(["ids", "text"]),
+            help="What prompts are sent as.  [default: ids, for a chat text]",
+        ),
+        click.option(
+            "--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]"
+        ),
+        click.option("--model", help="The model's name.  [default: the first of /v1/models]"),
+        click.option(
+            "--api-key",
+            type=ApiKey(),
+            envvar="OPENAI_API_KEY",
+            help="Sent as a bearer token; also the variable OPENAI_API_KEY.",
+        ),
+        click.option(
+            "--header",
+            "headers",
+            multiple=True,
+            type=Headers(),
+            metavar="NAME:VALUE",
+            help="One more header. Repeatable.",
+        ),
+        click.option(
+            "--body",
+            "bodies",
+            multiple=True,
+            type=Bodies(),
+            metavar="FIELD=JSON",
+            help="One more field of each body. Repeatable.",
         ),
         click.option(
             "--admin",
@@ -51,9 +90,20 @@ def target_options(function: F) -> F:
         ),
         click.option("--insecure", is_flag=True, help="Take any TLS certificate, over HTTP."),
         click.option(
-            "--slo", "slos", multiple=True, type=SloOf(), metavar="[CLASS:]SLO", help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's."
+            "--slo",
+            "slos",
+            multiple=True,
+            type=SloOf(),
+            metavar="[CLASS:]SLO",
+            help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's.",
         ),
-        click.option("--timeout", type=Seconds(), default="600s", show_default=True, help="The client's patience for one request."),
+        click.option(
+            "--timeout",
+            type=Seconds(),
+            default="600s",
+            show_default=True,
+            help="The client's patience for one request.",
+        ),
     )
 
 
@@ -62,12 +112,20 @@ def sending_options(function: F) -> F:
     return _all(
         function,
         click.option("--label", default="", help="What reports call this run."),
-        click.option("--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker."),
         click.option(
-            "--kv-tokens", type=click.IntRange(1), help="How many tokens all its KV memory holds, for the best prefix hit ratio it allows."
+            "--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker."
         ),
         click.option(
-            "--processes", default="1", show_default=True, metavar="N|auto", help="That send. One does some hundred requests a second."
+            "--kv-tokens",
+            type=click.IntRange(1),
+            help="How many tokens all its KV memory holds, for the best prefix hit ratio it allows.",
+        ),
+        click.option(
+            "--processes",
+            default="1",
+            show_default=True,
+            metavar="N|auto",
+            help="That send. One does some hundred requests a second.",
         ),
         click.option(
             "--priority",
@@ -77,7 +135,11 @@ def sending_options(function: F) -> F:
             help="Of the processes that send.",
         ),
         click.option(
-            "--warmup", default=1, show_default=True, type=click.IntRange(0), help="Requests before, which share no token with the plan."
+            "--warmup",
+            default=1,
+            show_default=True,
+            type=click.IntRange(0),
+            help="Requests before, which share no token with the plan.",
         ),
     )
 
@@ -97,8 +159,12 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
         server = ask_http(urls[0], headers, is_insecure=given["insecure"])
     model = given["model"] or next(iter(server.models), "")
     if not model:
-        raise LoadgenError(f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model")
-    dialect = DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
+        raise LoadgenError(
+            f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model"
+        )
+    dialect = (
+        DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
+    )
     server = replace(server, facts={**server.facts, **_cluster_facts(given, server, model, headers)})
     is_text = given["api"] == "chat" or not dialect.token_prompts
     if given["prompts"] == "ids" and is_text:
@@ -119,7 +185,8 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
 
 
 def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Of a Baton whose gRPC address is known. Raises LoadgenError where the user has named an address that does not tell."""
+    """Of a Baton whose gRPC address is known. Raises LoadgenError where the user has named an address that
+    does not tell."""
     if given["admin"]:
         return ask_admin(given["admin"], headers, model, is_insecure=given["insecure"])
     known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
@@ -144,12 +211,14 @@ def rates_warning(plan: Plan, processes: int, priority: Priority) -> str:
     return calibration.warning(*peak_rates(plan.requests), processes, calibration.load(priority))
 
 
-def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, Slo]) -> dict[str, Any]:
+def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, SloTarget]) -> dict[str, Any]:
     """The effective arguments, as they may be shown: names of headers, not their values."""
     kept = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in given.items()
-        if name not in ("api_key", "headers", "bodies", "slos", "urls", "checks", "quiet") and value is not None and value != ""
+        if name not in ("api_key", "headers", "bodies", "slos", "urls", "checks", "quiet")
+        and value is not None
+        and value != ""
     }
     return {
         **kept,

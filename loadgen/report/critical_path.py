@@ -1,7 +1,9 @@
-"""What the client waited for, stage by stage: from the intended send to the last token without a gap, so that the stages sum to e2e.
+"""What the client waited for, stage by stage: from the intended send to the last token without a gap, so that
+the stages sum to e2e.
 
-Server stages come from the timeline; `other` is what is left before the first token (network, tokenizing, messages, a lost attempt),
-`decode` what is left after the hand-off. Where a timeline claims more than the client has seen, the stage that does not fit is cut.
+Server stages come from the timeline; `other` is what is left before the first token (network, tokenizing,
+messages, a lost attempt), `decode` what is left after the hand-off. Where a timeline claims more than the
+client has seen, the stage that does not fit is cut.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadgen import metrics
-from loadgen.measures import Measures
-from loadgen.records import Record
-from loadgen.stats import percentiles
-from loadgen.summary import in_flight_when_due
-from loadgen.timeline import Stages
+from loadgen.measure import request_metrics
+from loadgen.measure.measures import Measures
+from loadgen.measure.records import Record
+from loadgen.measure.stats import percentiles
+from loadgen.measure.summary import in_flight_when_due
+from loadgen.measure.timeline import Stages
 
 STAGES = {
     "send lag": "st-lag",
@@ -31,7 +33,8 @@ STAGES = {
     "decode": "st-decode",
     "no whole answer": "st-none",
 }
-"""Every stage in the order of time, with its colour. `to the first token` stands for the five before it where there is no timeline."""
+"""Every stage in the order of time, with its colour. `to the first token` stands for the five before it where
+there is no timeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class Load:
 
 def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
     """(stage, seconds) of an answer with tokens, one after the other."""
-    ttft, e2e, lag = metrics.ttft_s(record), metrics.e2e_s(record), metrics.send_lag_s(record)
+    ttft, e2e, lag = request_metrics.ttft_s(record), request_metrics.e2e_s(record), request_metrics.send_lag_s(record)
     if ttft is None or e2e is None:
         return []
     before = _fit([("send lag", lag)], ttft)
@@ -58,19 +61,26 @@ def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
         before.append(("other, to the first token", left - sum(seconds for _, seconds in inside)))
     else:
         before.append(("to the first token", left))
-    handed_off = [("exposed transfer", stages.exposed_s), ("admission", stages.admission_s), ("first decode step", stages.first_decode_s)]
+    handed_off = [
+        ("exposed transfer", stages.exposed_s),
+        ("admission", stages.admission_s),
+        ("first decode step", stages.first_decode_s),
+    ]
     after = _fit(handed_off, e2e - ttft)
     after.append(("decode", e2e - ttft - sum(seconds for _, seconds in after)))
     return [*before, *after]
 
 
 def path_by_load(measures: Measures, bins: int = 6) -> list[Load]:
-    """Whole answers with a timeline, in bins of about equal size by how many requests were in flight when they came due."""
+    """Whole answers with a timeline, in bins of about equal size by how many requests were in flight when
+    they came due."""
     load = in_flight_when_due(measures)
     rows = [row for row in map(int, np.flatnonzero(measures.whole)) if measures.stages[row].prefill_s is not None]
     if not rows:
         return []
-    edges = sorted({int(edge) for edge in percentiles(load[rows], np.linspace(0, 100, min(bins, len(rows)) + 1).tolist())})
+    edges = sorted(
+        {int(edge) for edge in percentiles(load[rows], np.linspace(0, 100, min(bins, len(rows)) + 1).tolist())}
+    )
     found: list[Load] = []
     for number, low in enumerate(edges[:-1] or edges):
         is_last = number + 2 >= len(edges)

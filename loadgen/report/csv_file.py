@@ -1,4 +1,5 @@
-"""`requests.csv`: a line a request, with everything that was derived from it; empty where there is nothing."""
+"""`requests.csv`: a line a request, with everything that was derived from it; empty where there is
+nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.report.view import RunView
+from loadgen.report.run_view import RunView
 
 MEASURED = ("send_lag", "ttft", "ttft_sent", "tpot", "tbt", "e2e", "e2e_sent", "normalised", "queue")
 INSIDE = ("waiting", "placement", "prefill", "kv_wait", "transfer", "exposed", "admission", "first_decode", "decode")
@@ -34,7 +35,9 @@ def write_requests(runs: Sequence[RunView], path: Path) -> None:
 
 def _rows(run: RunView) -> Iterator[list[Any]]:
     measures = run.measures
-    for row, (record, outcome, stages) in enumerate(zip(measures.records, measures.outcomes, measures.stages, strict=True)):
+    for row, (record, outcome, stages) in enumerate(
+        zip(measures.records, measures.outcomes, measures.stages, strict=True)
+    ):
         yield [
             *(
                 run.name,
@@ -51,9 +54,15 @@ def _rows(run: RunView) -> Iterator[list[Any]]:
             *(_number(measures.columns[name][row] * 1e3) for name in MEASURED),
             *(_whole(measures.columns[name][row]) for name in ("prompt_tokens", "cached_tokens", "output_tokens")),
             *(_number(value) for value in (record.planned_prompt_tokens, record.planned_output_tokens, record.status)),
-            *(_text(text) for text in (record.finish_reason, record.reason, record.error, record.endpoint, record.request_id)),
+            *(
+                _text(text)
+                for text in (record.finish_reason, record.reason, record.error, record.endpoint, record.request_id)
+            ),
             *(stages.prefill_worker, stages.decode_worker),
-            *(_number(None if (value := getattr(stages, f"{name}_s")) is None else value * 1e3) for name in (*INSIDE, *PREDICTED)),
+            *(
+                _number(None if (value := getattr(stages, f"{name}_s")) is None else value * 1e3)
+                for name in (*INSIDE, *PREDICTED)
+            ),
             *(_number(value) for value in (stages.kv_bytes, stages.early_bytes, stages.attempts)),
         ]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from loadgen.measure.stats import Floats
 from loadgen.report.scales import extent
-from loadgen.stats import Floats
 
 Figure = dict[str, Any]
 POINTS = 240
@@ -31,13 +31,15 @@ def axis(
 
 
 def cdf(values: Floats, total: int, *, low: float = 0.0, high: float = math.inf) -> list[list[float]]:
-    """[[x, share of `total` at or below x], …] at up to a few hundred of the values; from `low` (excluded: above 0,
-    for a log axis) to `high`."""
+    """[[x, share of `total` at or below x], …] at up to a few hundred of the values; from `low` (excluded:
+    above 0, for a log axis) to `high`."""
     ordered = np.sort(values[np.isfinite(values)])
     if ordered.size == 0 or total == 0:
         return []
     ranks = np.unique(
-        np.concatenate((np.linspace(0, ordered.size - 1, POINTS).astype(int), np.arange(max(0, ordered.size - 40), ordered.size)))
+        np.concatenate(
+            (np.linspace(0, ordered.size - 1, POINTS).astype(int), np.arange(max(0, ordered.size - 40), ordered.size))
+        )
     )
     points = [[float(ordered[rank]), (int(rank) + 1) / total] for rank in ranks]
     return [point for point in points if low < point[0] <= high]

@@ -8,15 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.measures import SLOS
-from loadgen.metrics import Outcome
+from loadgen.measure.measures import SLOS
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.measure.stats import Floats
 from loadgen.report.critical_path import STAGES, mean_path
 from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, used
-from loadgen.report.view import SERIES_COLORS, RunView
-from loadgen.stats import Floats
+from loadgen.report.run_view import SERIES_COLORS, RunView
 
-_KINDS = "Rings: invalid runs. Pale: ended early; what was in flight then counts as not good, so the truth may lie higher."
-TITLES = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Gap between tokens", "e2e": "End-to-end latency"}
+_KINDS = (
+    "Rings: invalid runs. Pale: ended early; what was in flight then counts as not good, so the truth may lie higher."
+)
+TITLES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+    "itl": "Gap between tokens",
+    "e2e": "End-to-end latency",
+}
 
 
 def across_runs(runs: Sequence[RunView]) -> list[Figure]:
@@ -41,7 +48,16 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
             share = count / max(run.summary.offered, 1)
             if count:
                 tip = f"{run.name} · {spoken(outcome)}: {count} of {run.summary.offered} ({100 * share:.1f} %)"
-                parts.append({"name": spoken(outcome), "color": f"o-{outcome}", "from": at, "to": at + share, "value": share, "tip": tip})
+                parts.append(
+                    {
+                        "name": spoken(outcome),
+                        "color": f"o-{outcome}",
+                        "from": at,
+                        "to": at + share,
+                        "value": share,
+                        "tip": tip,
+                    }
+                )
                 at += share
         rows.append({"name": run.name, "spans": parts})
     return spans(
@@ -50,14 +66,17 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
         "Each request is in exactly one class; the classes sum to the offered requests.",
         axis("share of offered requests", "share", (), min=0.0, max=1.0),
         rows,
-        [spoken(outcome) for outcome in Outcome],
+        [spoken(outcome) for outcome in RequestOutcome],
         row_height=34 if len(rows) < 4 else 24,
         is_wide=True,
     )
 
 
 def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
-    series = [_by_rate(number, label, members, is_share=False) for number, (label, members) in enumerate(_by_label(runs).items())]
+    series = [
+        _by_rate(number, label, members, is_share=False)
+        for number, (label, members) in enumerate(_by_label(runs).items())
+    ]
     top = max((point[0] for one in series for point in one["points"]), default=1.0) * 1.05
     series.append(series_of("all offered requests good", "ideal", "dashed", [[0.0, 0.0], [top, top]]))
     return lines(
@@ -71,7 +90,10 @@ def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
 
 
 def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
-    series = [_by_rate(number, label, members, is_share=True) for number, (label, members) in enumerate(_by_label(runs).items())]
+    series = [
+        _by_rate(number, label, members, is_share=True)
+        for number, (label, members) in enumerate(_by_label(runs).items())
+    ]
     top = max((point[0] for one in series for point in one["points"]), default=1.0) * 1.05
     return lines(
         "attainment-rate",
@@ -103,7 +125,10 @@ def _by_rate(number: int, label: str, runs: list[RunView], *, is_share: bool) ->
         f"c{number % SERIES_COLORS}",
         "marked",
         [[rate, share.value * scale] for rate, share, scale in zip(rates, shares, scales, strict=True)],
-        bars=[[share.interval.low * scale, (share.interval.high or 0.0) * scale] for share, scale in zip(shares, scales, strict=True)],
+        bars=[
+            [share.interval.low * scale, (share.interval.high or 0.0) * scale]
+            for share, scale in zip(shares, scales, strict=True)
+        ],
         classes=["invalid" if run.invalid else "early" if run.result.run.interrupted else "" for run in runs],
         names=[
             f"{run.name}: {share.kept} of {share.of} good at {rate:.3g} requests/s{_doubts(run)}"
@@ -114,7 +139,9 @@ def _by_rate(number: int, label: str, runs: list[RunView], *, is_share: bool) ->
 
 def _doubts(run: RunView) -> str:
     is_early = run.result.run.interrupted
-    return (" · INVALID" if run.invalid else "") + (" · ended early: what was in flight then is not good" if is_early else "")
+    return (" · INVALID" if run.invalid else "") + (
+        " · ended early: what was in flight then is not good" if is_early else ""
+    )
 
 
 def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
@@ -127,7 +154,8 @@ def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
     low, high = np.percentile(finite, (1, 99)) if finite.size else (0.5, 2.0)
     low, high = float(np.clip(low, 0.01, 0.5)), float(np.clip(high * 1.2, 2.0, 50.0))
     series = [
-        series_of(run.name, run.color, "line", cdf(needed[np.isfinite(needed)], needed.size, low=low, high=high)) for run, needed in found
+        series_of(run.name, run.color, "line", cdf(needed[np.isfinite(needed)], needed.size, low=low, high=high))
+        for run, needed in found
     ]
     _level(series, high)
     return lines(
@@ -142,7 +170,8 @@ def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
 
 
 def needed_scale(run: RunView) -> Floats | None:
-    """By how much each request's SLO would have to be multiplied for it to be good; inf without a whole answer. None without any SLO."""
+    """By how much each request's SLO would have to be multiplied for it to be good; inf without a whole
+    answer. None without any SLO."""
     measures = run.measures
     if not any(measures.promised[slo].any() for slo in SLOS):
         return None
@@ -164,11 +193,17 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
         values = cdf(run.measures.of_whole(metric) * 1e3, offered)
         if not values:
             continue
-        series.append(series_of("from intended send" if is_only and metric != "tpot" else run.name, run.color, "line", values))
+        series.append(
+            series_of("from intended send" if is_only and metric != "tpot" else run.name, run.color, "line", values)
+        )
         if metric != "tpot":
             more = {} if is_only else {"key": len(series) - 1}
             name = "from actual send" if is_only else f"{run.name}, from actual send"
-            series.append(series_of(name, run.color, "dashed", cdf(run.measures.of_whole(f"{metric}_sent") * 1e3, offered), **more))
+            series.append(
+                series_of(
+                    name, run.color, "dashed", cdf(run.measures.of_whole(f"{metric}_sent") * 1e3, offered), **more
+                )
+            )
     marks, series = _slo_marks(runs, metric), used(series)
     x = _latency_axis(f"{metric}, at most", series, marks)
     _level(series, x["max"])
@@ -176,7 +211,11 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
         f"attainment-{metric}",
         f"Attainment: {TITLES[metric].lower()}",
         "Share of offered requests with a whole answer within x. A curve that ends below 100 % shows requests without one."
-        + (" One-token answers, which have none, are not in the curve." if metric == "tpot" else " Dotted: from the actual send."),
+        + (
+            " One-token answers, which have none, are not in the curve."
+            if metric == "tpot"
+            else " Dotted: from the actual send."
+        ),
         x,
         axis("offered requests", "share", (), min=0.0, max=1.0),
         series,
@@ -197,7 +236,8 @@ def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
         f"{TITLES[metric]} ({metric})",
         f"Share of {what} within x, from the intended send."
         if metric in ("ttft", "e2e")
-        else f"Share of {what} within x." + (" Tokens of one message have a gap of 0, left of the axis." if metric == "itl" else ""),
+        else f"Share of {what} within x."
+        + (" Tokens of one message have a gap of 0, left of the axis." if metric == "itl" else ""),
         _latency_axis(metric, series, marks),
         axis(what, "share", (), min=0.0, max=1.0),
         series,
@@ -249,8 +289,13 @@ def handoff(runs: Sequence[RunView]) -> Figure:
 
 
 def prefix_hits(runs: Sequence[RunView]) -> Figure:
-    """Of one run a bar each; of several, a bar a run with marks at its plan's best. None of runs that share nothing and hit nothing."""
-    told = [run for run in runs if run.summary.prefix.requests and (run.summary.prefix.cached_tokens or any(run.best_hits.values()))]
+    """Of one run a bar each; of several, a bar a run with marks at its plan's best. None of runs that share
+    nothing and hit nothing."""
+    told = [
+        run
+        for run in runs
+        if run.summary.prefix.requests and (run.summary.prefix.cached_tokens or any(run.best_hits.values()))
+    ]
     rows = []
     for run in told:
         ratio = run.summary.prefix.ratio
@@ -258,7 +303,10 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
             rows += [_hits("achieved", ratio, run.color, "achieved")]
             rows += [_hits(name, best, "ideal", "the plan's best") for name, best in run.best_hits.items()]
         else:
-            marks = [{"at": best, "name": f"{name}: {100 * best:.1f} %", "color": "best"} for name, best in run.best_hits.items()]
+            marks = [
+                {"at": best, "name": f"{name}: {100 * best:.1f} %", "color": "best"}
+                for name, best in run.best_hits.items()
+            ]
             rows.append(_hits(run.name, ratio, run.color, "achieved") | {"marks": marks})
     return spans(
         "prefix-hits",
@@ -273,10 +321,14 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
 
 
 def _hits(name: str, ratio: float, color: str, kind: str) -> dict[str, Any]:
-    return {"name": name, "spans": [{"name": kind, "color": color, "from": 0.0, "to": ratio}], "note": f"{100 * ratio:.1f} %"}
+    return {
+        "name": name,
+        "spans": [{"name": kind, "color": color, "from": 0.0, "to": ratio}],
+        "note": f"{100 * ratio:.1f} %",
+    }
 
 
-def spoken(outcome: Outcome) -> str:
+def spoken(outcome: RequestOutcome) -> str:
     return outcome.replace("_", " ")
 
 
@@ -296,7 +348,12 @@ def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
             if bound is not None:
                 bounds.setdefault(bound * 1e3, set()).add(name)
     return [
-        {"axis": "x", "at": at, "name": "SLO" if len(bounds) == 1 else f"SLO {', '.join(sorted(names))}", "level": level}
+        {
+            "axis": "x",
+            "at": at,
+            "name": "SLO" if len(bounds) == 1 else f"SLO {', '.join(sorted(names))}",
+            "level": level,
+        }
         for level, (at, names) in enumerate(sorted(bounds.items()))
     ]
 
@@ -309,4 +366,9 @@ def _level(series: Sequence[dict[str, Any]], end: float) -> None:
 
 
 def _latency_axis(label: str, series: Sequence[dict[str, Any]], marks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    return axis(label, "ms", [point[0] for one in series for point in one["points"]] + [mark["at"] for mark in marks], is_log=True)
+    return axis(
+        label,
+        "ms",
+        [point[0] for one in series for point in one["points"]] + [mark["at"] for mark in marks],
+        is_log=True,
+    )

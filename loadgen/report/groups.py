@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.measures import Measures
-from loadgen.metrics import WHOLE, Outcome
-from loadgen.records import Record
-from loadgen.report.view import RunView
-from loadgen.stats import percentiles
-from loadgen.summary import attainments
-from loadgen.timeline import Stages
+from loadgen.measure.measures import Measures
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import WHOLE, RequestOutcome
+from loadgen.measure.stats import percentiles
+from loadgen.measure.summary import attainments
+from loadgen.measure.timeline import Stages
+from loadgen.report.run_view import RunView
 
 MOST = 100
 """Rows of a table; the largest groups are kept."""
@@ -31,13 +31,17 @@ def by(run: RunView, key: Callable[[Record], str]) -> list[dict[str, Any]]:
 
 
 def workers(run: RunView) -> list[dict[str, Any]]:
-    """By role and worker, as timelines name them. Requests that never reached a worker, or whose timeline was lost, are in none."""
+    """By role and worker, as timelines name them. Requests that never reached a worker, or whose timeline was
+    lost, are in none."""
     rows: dict[tuple[str, str], list[int]] = {}
     for row, stages in enumerate(run.measures.stages):
         for role, worker in (("prefill", stages.prefill_worker), ("decode", stages.decode_worker)):
             if worker:
                 rows.setdefault((role, worker), []).append(row)
-    return [_worker(run, role, worker, run.measures.select(members)) for (role, worker), members in sorted(rows.items(), key=_by_role)]
+    return [
+        _worker(run, role, worker, run.measures.select(members))
+        for (role, worker), members in sorted(rows.items(), key=_by_role)
+    ]
 
 
 def errors(measures: Measures, most: int = 20) -> list[dict[str, Any]]:
@@ -74,8 +78,8 @@ def handoffs(measures: Measures) -> dict[str, Any] | None:
 
 
 def predictions(measures: Measures, metric: str) -> dict[str, Any] | None:
-    """How the server's own prediction of `metric` compares with what it then measured, from the placement on: predicted / actual. Requests
-    that took one attempt. None where it predicts nothing."""
+    """How the server's own prediction of `metric` compares with what it then measured, from the placement on:
+    predicted / actual. Requests that took one attempt. None where it predicts nothing."""
     told = [(getattr(one, f"predicted_{metric}_s"), getattr(one, f"placed_{metric}_s")) for one in measures.stages]
     ratios = [predicted / actual for predicted, actual in told if predicted is not None and actual]
     if not ratios:
@@ -90,7 +94,7 @@ def _group(run: RunView, part: Measures) -> dict[str, Any]:
     rate = run.summary.offered_rps
     return {
         "offered": offered,
-        "outcomes": {str(outcome): count for outcome in Outcome if (count := part.outcomes.count(outcome))},
+        "outcomes": {str(outcome): count for outcome in RequestOutcome if (count := part.outcomes.count(outcome))},
         "attainment": {name: share.to_json() for name, share in shares.items()},
         "goodput_rps": None if rate is None else int(part.good.sum()) * rate / all_offered,
         **{f"{metric}_ms": _spread(part.of_whole(metric).tolist()) for metric in ("ttft", "tpot", "e2e")},

@@ -33,18 +33,35 @@ def _overview(runs: Sequence[Mapping[str, Any]]) -> str:
         ]
         for run in runs
     ]
-    return _table(["run", "requests/s", "attainment", "goodput, requests/s", "ttft p50", "ttft p99", "tpot p50", "tpot p99", "valid"], rows)
+    return _table(
+        [
+            "run",
+            "requests/s",
+            "attainment",
+            "goodput, requests/s",
+            "ttft p50",
+            "ttft p99",
+            "tpot p50",
+            "tpot p99",
+            "valid",
+        ],
+        rows,
+    )
 
 
 def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
     parts = [] if is_only else [f"## {_cell(run['name'])}"]
     if run["invalid"]:
-        parts.append("**INVALID RUN: do not quote these numbers.**\n" + "\n".join(f"- {_cell(reason)}" for reason in run["invalid"]))
+        parts.append(
+            "**INVALID RUN: do not quote these numbers.**\n"
+            + "\n".join(f"- {_cell(reason)}" for reason in run["invalid"])
+        )
     parts += [f"> {_cell(note)}" for note in run["notes"]]
     if run["interrupted"]:
         parts.append("> Ended early.")
     slos = "; ".join(
-        f"{_cell(name)} " + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "nothing")
+        f"{_cell(name)} "
+        + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "nothing")
         for name, slo in run["slos"].items()
     )
     sent = run["sending"]
@@ -59,9 +76,18 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         f"[{percent(joint['low'])}, {percent(joint['high'])}]; goodput {_estimate(goodput, short)} requests/s."
     )
     counted = {name: count for name, count in run["outcomes"].items() if count}
-    parts.append(_table([name.replace("_", " ") for name in counted] + ["offered"], [[*map(str, counted.values()), str(run["offered"])]]))
+    parts.append(
+        _table(
+            [name.replace("_", " ") for name in counted] + ["offered"],
+            [[*map(str, counted.values()), str(run["offered"])]],
+        )
+    )
     rows = [
-        [metric, str(one["count"]), *(_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p99_ms"))]
+        [
+            metric,
+            str(one["count"]),
+            *(_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p99_ms")),
+        ]
         for metric, one in run["latency"].items()
     ]
     if rows:
@@ -103,7 +129,11 @@ def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
+    lines = [
+        "| " + " | ".join(head) + " |",
+        "| --- |" + " ---: |" * (len(head) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
     return "\n".join(lines)
 
 

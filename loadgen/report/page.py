@@ -1,4 +1,5 @@
-"""`report.html`: one file that needs nothing else. Its numbers are those of `report.json`, which it carries whole."""
+"""`report.html`: one file that needs nothing else. Its numbers are those of `report.json`, which it carries
+whole."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from importlib import resources
 from typing import Any
 
 from loadgen.report import tables
-from loadgen.report.draw import draw, legend
 from loadgen.report.scales import milliseconds, percent, short
+from loadgen.report.svg import draw, legend
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What the browser may load: nothing but what stands in the file. It holds the page to its promise."""
@@ -26,11 +27,16 @@ def page(report: Mapping[str, Any]) -> str:
         *(_verdict(run, len(runs) > 1) for run in runs),
         _tiles(runs[0]) if len(runs) == 1 else tables.runs(runs),
         _section("Outcome", _figures(figures, ["outcomes", "goodput-rate", "attainment-rate"])),
-        _section("Attainment", _figures(figures, ["attainment-scale", "attainment-ttft", "attainment-tpot", "attainment-e2e"])),
+        _section(
+            "Attainment",
+            _figures(figures, ["attainment-scale", "attainment-ttft", "attainment-tpot", "attainment-e2e"]),
+        ),
         _section("Latency", _figures(figures, ["cdf-ttft", "cdf-tpot", "cdf-itl", "cdf-e2e"]) + _latencies(runs)),
         _section(
             "Inside the server",
-            _figures(figures, ["path-runs", *(["head-0", "path-0"] if len(runs) == 1 else []), "handoff", "prefix-hits"]),
+            _figures(
+                figures, ["path-runs", *(["head-0", "path-0"] if len(runs) == 1 else []), "handoff", "prefix-hits"]
+            ),
         ),
         *(_run(number, run, figures, is_only=len(runs) == 1) for number, run in enumerate(runs)),
         _section("Definitions", tables.definitions(report["definitions"])),
@@ -51,7 +57,9 @@ def page(report: Mapping[str, Any]) -> str:
 def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     hashes = list(dict.fromkeys(run["plan_hash"] for run in runs))
     where = ", ".join(dict.fromkeys(f"{run['model']} at {run['url']} over {run['protocol']}" for run in runs))
-    plans = ", ".join(f"<code>{escape(plan_hash[:16])}</code>" for plan_hash in hashes[:6]) + (" …" if len(hashes) > 6 else "")
+    plans = ", ".join(f"<code>{escape(plan_hash[:16])}</code>" for plan_hash in hashes[:6]) + (
+        " …" if len(hashes) > 6 else ""
+    )
     started = runs[0]["started_at"] if len(runs) == 1 else f"{min(run['started_at'] for run in runs)} and later"
     name = " · ".join(dict.fromkeys(str(run["plan_name"]) for run in runs if run["plan_name"]))
     return (
@@ -78,7 +86,10 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
             f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
             f"(allowed {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
         )
-    notes = [*run["notes"], *(["The run was ended early; what was measured until then is kept."] if run["interrupted"] else [])]
+    notes = [
+        *run["notes"],
+        *(["The run was ended early; what was measured until then is kept."] if run["interrupted"] else []),
+    ]
     if notes:
         parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(escape(note) for note in notes)}</div>')
     return "".join(parts)
@@ -112,7 +123,11 @@ def _tiles(run: Mapping[str, Any]) -> str:
     if hits["achieved"] is not None:
         best = max(hits["best"].values(), default=None)
         tiles.append(
-            ("Prefix hits", percent(hits["achieved"]), f"the plan's best {percent(best)}" if best is not None else "of prompt tokens")
+            (
+                "Prefix hits",
+                percent(hits["achieved"]),
+                f"the plan's best {percent(best)}" if best is not None else "of prompt tokens",
+            )
         )
     cells = "".join(
         f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{value}</div>'

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from loadgen import metrics
-from loadgen.measures import Measures
-from loadgen.metrics import WHOLE, Outcome
+from loadgen.measure import request_metrics
+from loadgen.measure.measures import Measures
+from loadgen.measure.request_metrics import WHOLE, RequestOutcome
+from loadgen.measure.stats import Floats
 from loadgen.report.critical_path import STAGES, path_by_load, path_of
 from loadgen.report.figure import Figure, axis, lines, series_of, spans
 from loadgen.report.figures import spoken, stacked
+from loadgen.report.run_view import RunView
 from loadgen.report.scales import nice
-from loadgen.report.view import RunView
-from loadgen.stats import Floats
 
 BINS = 60
 DOTS = 1500
@@ -45,7 +45,9 @@ def rates(run: RunView) -> Figure:
     ]
     if (~answered).any():
         series.append(series_of("ended otherwise", "o-failed-line", "line", per_second(ended[~answered])))
-    return _over_time(run, "rates", "Offered and completed", f"Requests per second, in steps of {width:g} s.", "requests/s", series)
+    return _over_time(
+        run, "rates", "Offered and completed", f"Requests per second, in steps of {width:g} s.", "requests/s", series
+    )
 
 
 def in_flight(run: RunView) -> Figure:
@@ -54,8 +56,12 @@ def in_flight(run: RunView) -> Figure:
     due, ended = np.sort(columns["intended"]), np.sort(columns["ended"])
     counts = np.searchsorted(due, edges, side="right") - np.searchsorted(ended, edges, side="right")
     points = [[float(x), float(count)] for x, count in zip(edges, counts, strict=True)]
-    caption = "Requests that had come due and not ended. A line that keeps rising means that the server is past its limit."
-    return _over_time(run, "in-flight", "In flight", caption, "requests", [series_of("in flight", run.color, "area", points)])
+    caption = (
+        "Requests that had come due and not ended. A line that keeps rising means that the server is past its limit."
+    )
+    return _over_time(
+        run, "in-flight", "In flight", caption, "requests", [series_of("in flight", run.color, "area", points)]
+    )
 
 
 def ttft_over_time(run: RunView) -> Figure:
@@ -89,7 +95,9 @@ def ttft_over_time(run: RunView) -> Figure:
 def critical_path(run: RunView) -> list[Figure]:
     """Twice: to the first decode step, where the stages are short, and to the end."""
     loads = path_by_load(run.measures)
-    names = [f"{load.low} in flight" if load.low == load.high else f"{load.low}–{load.high} in flight" for load in loads]
+    names = [
+        f"{load.low} in flight" if load.low == load.high else f"{load.low}–{load.high} in flight" for load in loads
+    ]
     names = [f"{name} · {load.count}" for name, load in zip(names, loads, strict=True)]
     found = []
     for figure_id, title, leaves_out in (
@@ -114,7 +122,8 @@ def critical_path(run: RunView) -> list[Figure]:
 
 
 def waterfall(run: RunView) -> Figure:
-    """Whole answers: the slowest by ttft and by e2e, and the middle ones by ttft; then of every other class the longest."""
+    """Whole answers: the slowest by ttft and by e2e, and the middle ones by ttft; then of every other class
+    the longest."""
     measures = run.measures
     whole = np.flatnonzero(measures.whole)
 
@@ -146,7 +155,7 @@ def waterfall(run: RunView) -> Figure:
 
 def _others(measures: Measures) -> list[int]:
     found: list[int] = []
-    for outcome in Outcome:
+    for outcome in RequestOutcome:
         rows = [row for row, one in enumerate(measures.outcomes) if one is outcome and outcome not in WHOLE]
         rows.sort(key=lambda row: measures.records[row].intended_s - measures.records[row].ended_s)
         found += rows[:PER_OTHER_CLASS]
@@ -162,20 +171,26 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
     ended_ms = (record.ended_s - record.intended_s) * 1e3
     if outcome not in WHOLE and ended_ms > at:
         parts.append({"name": "no whole answer", "color": STAGES["no whole answer"], "from": at, "to": ended_ms})
-    ttft = metrics.ttft_s(record)
-    marks = [{"at": ttft * 1e3, "name": f"first token after {ttft * 1e3:.4g} ms", "color": "first"}] if ttft is not None else []
-    tokens = f"{record.num_prompt_tokens or record.planned_prompt_tokens or '?'} + {metrics.num_output_tokens(record)}"
+    ttft = request_metrics.ttft_s(record)
+    marks = (
+        [{"at": ttft * 1e3, "name": f"first token after {ttft * 1e3:.4g} ms", "color": "first"}]
+        if ttft is not None
+        else []
+    )
+    tokens = f"{record.num_prompt_tokens or record.planned_prompt_tokens or '?'} + {request_metrics.num_output_tokens(record)}"
     return {
         "name": f"#{record.index} · {tokens}",
         "color": f"o-{outcome}",
         "spans": parts,
         "marks": marks,
-        "note": "" if outcome is Outcome.GOOD else spoken(outcome),
+        "note": "" if outcome is RequestOutcome.GOOD else spoken(outcome),
         "is_whole": outcome in WHOLE,
     }
 
 
-def _over_time(run: RunView, figure_id: str, title: str, caption: str, unit: str, series: list[dict[str, Any]]) -> Figure:
+def _over_time(
+    run: RunView, figure_id: str, title: str, caption: str, unit: str, series: list[dict[str, Any]]
+) -> Figure:
     xs = [point[0] for one in series for point in one["points"]]
     ys = [point[1] for one in series for point in one["points"]]
     high = max(ys, default=1.0) * 1.08 or 1.0
@@ -192,7 +207,8 @@ def _over_time(run: RunView, figure_id: str, title: str, caption: str, unit: str
 
 
 def _edges(due: Floats, ended: Floats) -> Floats:
-    """At most `BINS` steps of a round length, from the first due to the last end, but not far behind the last due for a few that hang."""
+    """At most `BINS` steps of a round length, from the first due to the last end, but not far behind the last
+    due for a few that hang."""
     start = float(due.min())
     span = float(due.max()) - start
     end = min(float(ended.max()), float(due.max()) + max(0.5 * span, 5.0))

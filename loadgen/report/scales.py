@@ -60,7 +60,12 @@ def _log_ticks(low: float, high: float, about: int) -> list[float]:
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = [value for decade in decades for step in steps if low * 0.999 <= (value := step * 10.0**decade) <= high * 1.001]
+        ticks = [
+            value
+            for decade in decades
+            for step in steps
+            if low * 0.999 <= (value := step * 10.0**decade) <= high * 1.001
+        ]
         if len(ticks) <= about + 1:
             break
     return ticks

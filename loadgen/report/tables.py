@@ -21,7 +21,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequ
         return ' class="text"' if column in text_columns else ""
 
     top = "".join(f"<th{kind(column)}>{escape(name)}</th>" for column, name in enumerate(head))
-    body = "".join("<tr>" + "".join(f"<td{kind(column)}>{cell}</td>" for column, cell in enumerate(row)) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind(column)}>{cell}</td>" for column, cell in enumerate(row)) + "</tr>" for row in rows
+    )
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -50,7 +52,11 @@ def runs(all_runs: Sequence[Run]) -> str:
                 _per_s(run["offered_rps"]),
                 _share(run["attainment"]["joint"]),
                 _estimate(run["goodput_rps"], _per_s),
-                *(milliseconds(_value(run, metric, key)) for metric in ("ttft", "tpot") for key in ("p50_ms", "p99_ms")),
+                *(
+                    milliseconds(_value(run, metric, key))
+                    for metric in ("ttft", "tpot")
+                    for key in ("p50_ms", "p99_ms")
+                ),
                 f"{short(steady.get('output_tokens_per_s'))} tok/s",
                 milliseconds(run["sending"]["lag_p99_ms"]),
                 "yes" if run["valid"] else '<span class="invalid-text">INVALID</span>',
@@ -67,8 +73,19 @@ def latency(run: Run) -> str:
         if one:
             cells = [_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms")]
             of_offered = [one["of_offered"].get(f"p{q}_ms", "–") for q in (50, 90, 99)]
-            never = " · ".join(value if isinstance(value, str) else "∞" if value is None else milliseconds(value) for value in of_offered)
-            rows.append([f"<b>{metric}</b>", str(one["count"]), *cells, milliseconds(one["max_ms"]), never if one["of_offered"] else "–"])
+            never = " · ".join(
+                value if isinstance(value, str) else "∞" if value is None else milliseconds(value)
+                for value in of_offered
+            )
+            rows.append(
+                [
+                    f"<b>{metric}</b>",
+                    str(one["count"]),
+                    *cells,
+                    milliseconds(one["max_ms"]),
+                    never if one["of_offered"] else "–",
+                ]
+            )
     return table(["", "count", "mean", "p50", "p90", "p95", "p99", "max", "of all offered: p50 · p90 · p99"], rows)
 
 
@@ -79,7 +96,9 @@ def groups(run: Run) -> str:
         if len(run[key]) > 1 or key == "by_class":
             slos = run["slos"] if key == "by_class" else {}
             rows = [_group_row(group, slos.get(group["name"])) for group in run[key]]
-            parts.append(table([name, "offered", "attainment", "ttft kept", "tpot kept", "goodput", *_SPREAD_HEAD], rows))
+            parts.append(
+                table([name, "offered", "attainment", "ttft kept", "tpot kept", "goodput", *_SPREAD_HEAD], rows)
+            )
     return "".join(parts)
 
 
@@ -126,9 +145,9 @@ def workers(run: Run) -> str:
         if one["role"] != "prefill"
     ]
     common = ["requests", "attainment", "goodput"]
-    return table(["prefill", *common, "queue p50", "queue p99", "prefill p50", "prefill p99", "computing"], prefill) + table(
-        ["decode", *common, "hand-off p50", "hand-off p99", "tpot p50", "tpot p99", "KV read", "tokens"], decode
-    )
+    return table(
+        ["prefill", *common, "queue p50", "queue p99", "prefill p50", "prefill p99", "computing"], prefill
+    ) + table(["decode", *common, "hand-off p50", "hand-off p99", "tpot p50", "tpot p99", "KV read", "tokens"], decode)
 
 
 def errors(run: Run) -> str:
@@ -176,7 +195,10 @@ def rates(run: Run) -> str:
     inside = [
         ("prefix hits", percent(hits["achieved"])),
         *((name, percent(ratio)) for name, ratio in hits["best"].items()),
-        ("cached of prompt tokens", f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not told"),
+        (
+            "cached of prompt tokens",
+            f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not told",
+        ),
         *((f"cached in {tier}", str(tokens)) for tier, tokens in hits["by_tier"].items()),
     ]
     if handoff:
@@ -191,7 +213,12 @@ def rates(run: Run) -> str:
     for metric in ("ttft", "tpot"):
         told = run[f"predicted_to_actual_{metric}"]
         if told:
-            inside.append((f"predicted / actual {metric}: p10, p50, p90", ", ".join(short(told[key]) for key in ("p10", "p50", "p90"))))
+            inside.append(
+                (
+                    f"predicted / actual {metric}: p10, p50, p90",
+                    ", ".join(short(told[key]) for key in ("p10", "p50", "p90")),
+                )
+            )
     return f'<div class="pairs">{_pairs(sending)}{_pairs(work)}{_pairs(inside)}</div>'
 
 
@@ -204,12 +231,22 @@ _WORDS = {
 
 
 def configuration(run: Run) -> str:
-    facts = {key: run[key] for key in ("plan_hash", "plan_name", "url", "protocol", "model", "started_at", "duration_s", "processes")}
+    facts = {
+        key: run[key]
+        for key in ("plan_hash", "plan_name", "url", "protocol", "model", "started_at", "duration_s", "processes")
+    }
     facts |= {key: run[key] for key in ("warmup_requests", "ignore_eos", "loadgen_version")}
-    facts |= {f"asked again: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()}
+    facts |= {
+        f"asked again: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()
+    }
     boxes = [
         _pairs(_flat(data), name)
-        for name, data in (("run", facts), ("flags", run["flags"]), ("machine", run["machine"]), ("server", run["server"]))
+        for name, data in (
+            ("run", facts),
+            ("flags", run["flags"]),
+            ("machine", run["machine"]),
+            ("server", run["server"]),
+        )
     ]
     return f'<div class="pairs">{"".join(boxes)}</div>'
 

@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadgen.cache_model import best_hits
-from loadgen.errors import BadPlan, BadRecords, LoadgenError
-from loadgen.plan_file import read_plan
-from loadgen.records_file import Result, read_result
+from loadgen.loadgen_errors import BadPlan, BadRecords, LoadgenError
+from loadgen.measure.records_file import Result, read_result
+from loadgen.plan.cache_model import best_hits
+from loadgen.plan.plan_file import read_plan
 from loadgen.report.csv_file import write_requests
 from loadgen.report.markdown import markdown
-from loadgen.report.model import report_of
 from loadgen.report.page import page
-from loadgen.report.view import RunView, colors, unique_names, view
-from loadgen.slo import Slo, promised
+from loadgen.report.report_json import report_of
+from loadgen.report.run_view import RunView, colors, unique_names, view
+from loadgen.slo_target import SloTarget, promised
 
 BLOCK_SIZE_TOKENS = 16
 """Of a server that does not say: what most engines hash by default."""
@@ -24,12 +24,12 @@ BLOCK_SIZE_TOKENS = 16
 def views_of(
     directories: Sequence[Path],
     *,
-    slos: Sequence[tuple[str | None, Slo]] = (),
+    slos: Sequence[tuple[str | None, SloTarget]] = (),
     workers: int | None = None,
     kv_tokens: int | None = None,
 ) -> list[RunView]:
-    """Read them all; what is given goes before what a run knows, `slos` as `slo.promised` has it. Raises BadRecords, also for one without
-    any record, and BadSlo."""
+    """Read them all; what is given goes before what a run knows, `slos` as `slo.promised` has it. Raises
+    BadRecords, also for one without any record, and BadSlo."""
     results = [read_result(directory) for directory in directories]
     found = []
     for number, (result, name, color) in enumerate(zip(results, unique_names(results), colors(results), strict=True)):
@@ -37,12 +37,24 @@ def views_of(
             raise BadRecords(f"{result.path}: no request has ended, there is nothing to report")
         hits, notes = best_prefix_hits(result, kv_tokens)
         promises = promised(result.run.slos, slos) if slos else None
-        found.append(view(result, number=number, name=name, color=color, slos=promises, best_hits=hits, workers=workers, notes=notes))
+        found.append(
+            view(
+                result,
+                number=number,
+                name=name,
+                color=color,
+                slos=promises,
+                best_hits=hits,
+                workers=workers,
+                notes=notes,
+            )
+        )
     return found
 
 
 def write_report(runs: Sequence[RunView], directory: Path, version: str = "") -> list[Path]:
-    """Write the four files, replacing older ones; their paths, the page first. Raises LoadgenError where they cannot be."""
+    """Write the four files, replacing older ones; their paths, the page first. Raises LoadgenError where they
+    cannot be."""
     report = report_of(runs, version)
     texts = {
         "report.html": page(report),
@@ -55,14 +67,16 @@ def write_report(runs: Sequence[RunView], directory: Path, version: str = "") ->
             (directory / name).write_text(text, encoding="utf-8")
         write_requests(runs, directory / "requests.csv")
     except OSError as error:
-        raise LoadgenError(f"{error.filename or directory} cannot be written ({error.strerror or error}): give another --out") from error
+        raise LoadgenError(
+            f"{error.filename or directory} cannot be written ({error.strerror or error}): give another --out"
+        ) from error
     return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
 
 
 def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict[str, float], tuple[str, ...]]:
-    """({name of a perfect cache: its hit ratio}, notes), over the very requests whose hits the server told, so that the two compare.
-    `kv_tokens`: of the whole cluster, instead of what the run knows. Empty where it told none, or where the plan is not beside the result
-    or is text."""
+    """({name of a perfect cache: its hit ratio}, notes), over the very requests whose hits the server told,
+    so that the two compare. `kv_tokens`: of the whole cluster, instead of what the run knows. Empty where it
+    told none, or where the plan is not beside the result or is text."""
     told = [record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens]
     path = result.plan_path
     if not told or path is None:
@@ -75,7 +89,9 @@ def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict
         capacity = kv_tokens or server.get("kv_tokens")
         caches = {"plan's best, infinite cache": best_hits(plan, block_size_tokens=block)}
         if isinstance(capacity, int) and capacity >= block:
-            caches[f"plan's best, LRU of {capacity:,} tokens"] = best_hits(plan, block_size_tokens=block, capacity_tokens=capacity)
+            caches[f"plan's best, LRU of {capacity:,} tokens"] = best_hits(
+                plan, block_size_tokens=block, capacity_tokens=capacity
+            )
     except BadPlan as error:
         return {}, (f"no best prefix hit ratio: {error}",)
     if any(record.index >= len(plan.requests) for record in told):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import baton.wire  # noqa: F401 - before grpc is loaded
+import baton.rpc  # noqa: F401 - before grpc is loaded
 from tests.redis_server import RunningRedis, running_redis
 
 

@@ -1,7 +1,9 @@
-"""A two-sided `TransferBackend` over Gloo's send and receive, as NCCL's would be: a double that keeps the contract honest.
+"""A two-sided `TransferBackend` over Gloo's send and receive, as NCCL's would be: a double that keeps the
+contract honest.
 
-The owner copies the blocks it was told of, then their life-table entries, and sends both; the reader posts both receives. What the reader
-takes for proof was read out of the owner's memory after the blocks were, as it must be.
+The owner copies the blocks it was told of, then their generation-table entries, and sends both; the reader
+posts both receives. What the reader takes for proof was read out of the owner's memory after the blocks were,
+as it must be.
 """
 
 import asyncio
@@ -15,12 +17,12 @@ import torch.distributed as dist
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
-from baton.core.kv_layout import KvLayout, KvMemory
-from baton.transfer.backend import KvDescriptor, LifeEntry, ReadState
-from baton.transfer.life_table import ENTRY_BYTES, decode_entries
-from baton.transfer.memory import HostMemory
-from baton.transfer.ranges import check_ids
-from baton.transfer.read_table import ReadTable
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backends.block_ranges import check_ids
+from baton.transfer.backends.host_memory import HostMemory
+from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
 TIMEOUT = timedelta(seconds=5)
 PROBE_BLOCKS = 2
@@ -33,14 +35,21 @@ class GlooBackend:
     max_probe_blocks = PROBE_BLOCKS
 
     def __init__(
-        self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory, store: dist.Store, rank: int, ranks: dict[WorkerRef, int]
+        self,
+        *,
+        worker: WorkerRef,
+        layout: KvLayout,
+        memory: HostMemory,
+        store: dist.Store,
+        rank: int,
+        ranks: dict[WorkerRef, int],
     ) -> None:
         self._layout, self._own, self._rank, self._ranks = layout, memory, rank, ranks
         self._store = store
         self._group: dist.ProcessGroupGloo | None = None
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="gloo")
         self._peers: dict[str, KvMemory] = {}
-        self._entries: dict[tuple[str, int], LifeEntry] = {}
+        self._entries: dict[tuple[str, int], GenerationEntry] = {}
         self._reads = ReadTable()
         self._memory = KvMemory(
             owner=worker,
@@ -51,8 +60,8 @@ class GlooBackend:
             base_address=0,
             block_stride_bytes=layout.block_bytes,
             num_blocks=memory.num_blocks,
-            life_table_address=0,
-            life_entry_bytes=ENTRY_BYTES,
+            generation_table_address=0,
+            generation_entry_bytes=ENTRY_BYTES,
         )
 
     def join(self) -> None:
@@ -83,9 +92,9 @@ class GlooBackend:
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         blocks = torch.from_numpy(self._own.kv[list(block_ids)].copy())
-        lives = torch.from_numpy(self._own.life_table.reshape(-1, ENTRY_BYTES)[list(block_ids)].copy())
+        generations = torch.from_numpy(self._own.generation_table.reshape(-1, ENTRY_BYTES)[list(block_ids)].copy())
         rank = self._ranks[reader]
-        self._pool.submit(self._send, rank, read_id, blocks, lives)
+        self._pool.submit(self._send, rank, read_id, blocks, generations)
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         check_ids(block_ids, self._memory.num_blocks, "own")
@@ -96,7 +105,7 @@ class GlooBackend:
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._receive_later(read_id, source, None)
 
-    def start_read_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         """They came with the blocks."""
         self._reads.begin(read_id)
         entries = [self._entries.get((source.memory.agent_name, block_id)) for block_id in source.block_ids]
@@ -109,8 +118,8 @@ class GlooBackend:
     async def wait(self, read_id: ReadId) -> ReadState:
         return await self._reads.wait(read_id)
 
-    def lives(self, read_id: ReadId) -> tuple[LifeEntry, ...]:
-        return self._reads.lives(read_id)
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return self._reads.generations(read_id)
 
     def release(self, read_id: ReadId) -> None:
         self._reads.release(read_id)
@@ -127,9 +136,9 @@ class GlooBackend:
             return
         self._pool.submit(self._receive, read_id, source, into)
 
-    def _send(self, rank: int, read_id: ReadId, blocks: torch.Tensor, lives: torch.Tensor) -> None:
+    def _send(self, rank: int, read_id: ReadId, blocks: torch.Tensor, generations: torch.Tensor) -> None:
         assert self._group is not None
-        sends = [self._group.send([blocks], rank, 2 * read_id), self._group.send([lives], rank, 2 * read_id + 1)]
+        sends = [self._group.send([blocks], rank, 2 * read_id), self._group.send([generations], rank, 2 * read_id + 1)]
         for send in sends:
             send.wait(TIMEOUT)
 
@@ -138,8 +147,11 @@ class GlooBackend:
             assert self._group is not None
             rank = int(source.memory.agent_metadata)
             blocks = torch.empty((len(source.block_ids), self._layout.block_bytes), dtype=torch.uint8)
-            lives = torch.empty((len(source.block_ids), ENTRY_BYTES), dtype=torch.uint8)
-            receives = [self._group.recv([blocks], rank, 2 * read_id), self._group.recv([lives], rank, 2 * read_id + 1)]
+            generations = torch.empty((len(source.block_ids), ENTRY_BYTES), dtype=torch.uint8)
+            receives = [
+                self._group.recv([blocks], rank, 2 * read_id),
+                self._group.recv([generations], rank, 2 * read_id + 1),
+            ]
             for receive in receives:
                 receive.wait(TIMEOUT)
         except RuntimeError:
@@ -147,7 +159,7 @@ class GlooBackend:
             return
         if into is not None:
             self._own.kv[into] = blocks.numpy()
-            entries = decode_entries(np.ascontiguousarray(lives.numpy()).tobytes())
+            entries = decode_entries(np.ascontiguousarray(generations.numpy()).tobytes())
             for block_id, entry in zip(source.block_ids, entries, strict=True):
                 self._entries[source.memory.agent_name, block_id] = entry
         self._reads.report(read_id, ReadState.DONE)

@@ -5,16 +5,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from baton.core.apis import Duplex, Network, SchedulerService, Source, WorkerService
-from baton.core.cluster import ClusterUpdate, Command, DecisionRecord, Placement, PlacementQuery, Rejection, StillWaiting, WorkerReport
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import StreamBroken
-from baton.core.jobs import GatewayMessage, WorkerMessage
-from baton.core.peer import OwnerMessage, ReaderMessage
+from baton.core.interfaces import Duplex, Network, SchedulerService, Source, WorkerService
+from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.request import RequestActuals
-from baton.runtime.in_process import InProcessNetwork
-from baton.wire.network import GrpcNetwork
-from baton.wire.server import GrpcServer
-from baton.wire.streams import StreamLimits
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_streams import StreamLimits
+from baton.runtime.network.in_process_network import InProcessNetwork
 
 HEARTBEAT_S = 0.2
 MAX_MESSAGES = 8
@@ -112,7 +116,8 @@ Serve = Callable[[Duplex[Any, Any]], Awaitable[None]]
 
 
 class StubWorker:
-    """A worker whose streams are served by given functions. `ended` counts the streams whose service has returned."""
+    """A worker whose streams are served by given functions. `ended` counts the streams whose service has
+    returned."""
 
     def __init__(self, session: Serve | None = None, peer: Serve | None = None) -> None:
         self._session = session
@@ -136,7 +141,9 @@ class StubWorker:
 class StubScheduler:
     """A scheduler that answers as told: `answer` is returned, or raised if it is an error."""
 
-    def __init__(self, answer: Any = None, updates: Source[ClusterUpdate] | None = None, report: Serve | None = None) -> None:
+    def __init__(
+        self, answer: Any = None, updates: Source[ClusterUpdate] | None = None, report: Serve | None = None
+    ) -> None:
         self.answer = answer
         self.asked: list[Any] = []
         self._updates = updates
@@ -156,10 +163,10 @@ class StubScheduler:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return self._answer(request_id)  # type: ignore[no-any-return]
 
-    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
-        return self._answer((worker_id, node_leaves))  # type: ignore[no-any-return]
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
+        return self._answer((worker_id, node_shutting_down))  # type: ignore[no-any-return]
 
-    async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
+    async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         assert self._report is not None
         await self._report(stream)
 

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 
-from baton.core.apis import CostStore, DecisionStore, Membership
-from baton.store.connection import RedisConnection
-from baton.store.costs import RedisCostStore
-from baton.store.decisions import RedisDecisionStore
-from baton.store.keys import Keys
-from baton.store.membership import RedisMembership
-from baton.store.memory import MemoryCostStore, MemoryDecisionStore, MemoryMembership
+from baton.core.interfaces import CostStore, DecisionStore, Membership
+from baton.store.memory.memory_stores import MemoryCostStore, MemoryDecisionStore, MemoryMembership
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_cost_store import RedisCostStore
+from baton.store.redis.redis_decision_store import RedisDecisionStore
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_membership import RedisMembership
 
 KINDS = ("memory", "redis")
 _clusters = count()

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.apis import CostStore
-from baton.core.costs import COSTS_VERSION, StepCostModel
 from baton.core.errors import StoreUnavailable
-from baton.store.connection import RedisConnection
-from baton.store.costs import RedisCostStore
-from baton.store.keys import Keys
+from baton.core.interfaces import CostStore
+from baton.core.step_cost import COSTS_VERSION, StepCostModel
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_cost_store import RedisCostStore
+from baton.store.redis.redis_keys import Keys
 from tests.contract.stores import KINDS, eventually_not, stores_of
 from tests.redis_server import RunningRedis
 

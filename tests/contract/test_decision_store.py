@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from baton.core.apis import DecisionStore
-from baton.core.cluster import Candidate, DecisionRecord, Placement, Rejection
+from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.placement import Placement, Rejection
 from baton.core.errors import Reason
 from baton.core.ids import DecisionId
-from baton.core.jobs import PrefixSource
+from baton.core.interfaces import DecisionStore
+from baton.core.messages.jobs import PrefixSource
 from tests import builders
 from tests.contract.stores import KINDS, eventually_not, stores_of
 
@@ -48,8 +49,10 @@ def record(request_id: bytes, attempt: int, **changes: Any) -> DecisionRecord:
         "query": builders.query(request_id=request_id, attempt=attempt, avoid=(builders.worker_ref(),)),
         "placement": None,
         "rejection": None,
-        "candidates": (Candidate(worker=builders.worker_ref(), side="prefill", terms={"queue_s": 0.5, "never_s": float("inf")}),),
-        "num_excluded": {"no_room": 4},
+        "candidates": (
+            Candidate(worker=builders.worker_ref(), side="prefill", terms={"queue_s": 0.5, "never_s": float("inf")}),
+        ),
+        "num_excluded": {"no_free_blocks": 4},
     }
     return DecisionRecord(**(fields | changes))
 
@@ -60,7 +63,9 @@ async def test_a_record_comes_back_as_it_was(store: DecisionStore) -> None:
 
 
 async def test_a_rejection_comes_back_as_it_was(store: DecisionStore) -> None:
-    rejection = Rejection(reason=Reason.NO_WORKERS, message="no prefill worker", retry_after_s=1.5, term="workers", limit_s=2.0)
+    rejection = Rejection(
+        reason=Reason.NO_WORKERS, message="no prefill worker", retry_after_s=1.5, term="workers", limit_s=2.0
+    )
     refused = record(b"r", 0, rejection=rejection)
     await store.put(refused, LONG_S)
     assert await store.get(b"r") == (refused,)
@@ -74,7 +79,10 @@ async def test_attempts_come_in_their_order(store: DecisionStore) -> None:
 
 
 async def test_a_record_put_again_with_its_outcome_replaces_the_first(store: DecisionStore) -> None:
-    done = replace(placed(), actuals={"outcome": "finished", "ttft_s": 0.25, "legs": [{"worker_id": "p0", "pid": 7}], "tpot_s": None})
+    done = replace(
+        placed(),
+        actuals={"outcome": "finished", "ttft_s": 0.25, "legs": [{"worker_id": "p0", "pid": 7}], "tpot_s": None},
+    )
     await store.put(placed(), LONG_S)
     await store.put(done, LONG_S)
     assert await store.get(placed().request_id) == (done,)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.apis import Duplex
-from baton.core.blocks import token_ids
 from baton.core.errors import StreamBroken
-from baton.core.jobs import Ack, Heartbeat, Step
-from baton.runtime.in_process import duplex_pair
+from baton.core.interfaces import Duplex
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import Ack, Heartbeat, Step
+from baton.runtime.network.in_process_network import duplex_pair
 from tests import builders
 from tests.contract.networks import MAX_MESSAGES, StubWorker, eventually, until_broken, world_of
 

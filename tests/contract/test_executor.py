@@ -1,4 +1,5 @@
-"""The contract of `Executor`, for every implementation: what a step answers, what it leaves in memory, whom a failure concerns."""
+"""The contract of `Executor`, for every implementation: what a step answers, what it leaves in memory, whom a
+failure concerns."""
 
 import asyncio
 import threading
@@ -9,18 +10,27 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.blocks import token_ids
 from baton.core.errors import Failure
+from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
-from baton.engine.ahead import UNKNOWN
-from baton.engine.paced import PacedExecutor
-from baton.engine.step import DeviceFault, Executor, NothingToFollow, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
-from baton.runtime.metrics import EngineMetrics
-from baton.sim.executor import SimExecutor, SimStepCost
-from baton.sim.memory import SimMemory
-from baton.worker.metrics import MeteredExecutor
+from baton.engine.executors.emulated import EmulatedExecutor
+from baton.engine.scheduling.async_scheduling import UNKNOWN
+from baton.engine.state.step import (
+    DeviceFault,
+    Executor,
+    NothingToFollow,
+    SampledToken,
+    SampleRequest,
+    StepPlan,
+    StepResult,
+    StepSequence,
+)
+from baton.runtime.observability.metrics import EngineMetrics
+from baton.sim.sim_executor import SimExecutor, SimStepCost
+from baton.sim.sim_memory import SimMemory
+from baton.worker.worker_metrics import MeteredExecutor
 from tests import builders
-from tests.fake_executor import FakeExecutor, FakeLifeTable
+from tests.fake_executor import FakeExecutor, FakeGenerationTable
 from tests.late_device import make_late
 
 pytestmark = pytest.mark.contract
@@ -33,25 +43,26 @@ PROMPTS = [(1, 2, 3), (9, 8, 7, 6, 5, 4), (11, 12, 13, 14)]
 
 @dataclass(frozen=True)
 class Device:
-    """`at_fault` makes of a sequence's part one that this executor cannot run: it names the sequence, or the step raises."""
+    """`at_fault` makes of a sequence's part one that this executor cannot run: it names the sequence, or the
+    step raises."""
 
     executor: Executor
     at_fault: Callable[[StepSequence], StepSequence]
 
 
 def torch_device(name: str, kernels: str = "torch", dtype: str = "float32") -> Device:
-    from baton.engine.model.executor import TorchExecutor
-    from baton.engine.model.hub import DEMO_DIR
-    from baton.engine.model.kv_cache import KvCache
-    from baton.engine.model.loading import load_model
-    from baton.engine.model.threads import compute_thread
-    from baton.engine.model.ways import choose_way
+    from baton.model.backends.backend_selection import choose_backend
+    from baton.model.device.compute_thread import compute_thread
+    from baton.model.device.kv_tensors import KvCache
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import DEMO_DIR
+    from baton.model.torch_executor import TorchExecutor
 
     loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
     cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
     cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
     unknown = token_ids([loaded.vocab_size])
-    way = choose_way(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    way = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
     executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), way=way)
     return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 
@@ -59,14 +70,18 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32") -> D
 def sim_device() -> Device:
     layout = builders.layout(block_size_tokens=SIZE)
     memory = SimMemory(NUM_BLOCKS, SIZE)
-    executor = SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.001, per_token_s=0.0))
-    return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))  # not what its history says: found where it samples
+    executor = SimExecutor(
+        layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.001, per_token_s=0.0)
+    )
+    return Device(
+        executor, lambda p: replace(p, token_ids=p.token_ids[::-1])
+    )  # not what its history says: found where it samples
 
 
-def paced_device() -> Device:
+def emulated_device() -> Device:
     layout = builders.layout(block_size_tokens=SIZE)
     kv = np.full((NUM_BLOCKS, layout.block_bytes), 0xEE, dtype=np.uint8)  # nobody has written it
-    executor = PacedExecutor(layout=layout, kv=kv, vocab_size=VOCAB_SIZE, step_seconds=lambda plan: 0.001)
+    executor = EmulatedExecutor(layout=layout, kv=kv, vocab_size=VOCAB_SIZE, step_seconds=lambda plan: 0.001)
     return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))
 
 
@@ -76,7 +91,7 @@ def metered_device() -> Device:
 
 
 def fake_device(*, raises: bool) -> Device:
-    executor = FakeExecutor(NUM_BLOCKS, SIZE, FakeLifeTable(NUM_BLOCKS))
+    executor = FakeExecutor(NUM_BLOCKS, SIZE, FakeGenerationTable(NUM_BLOCKS))
     executor.num_turns = 8
     bad = set[int]()
 
@@ -102,7 +117,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "torch-cuda": lambda: torch_device("cuda"),
     "kernels-cuda": lambda: torch_device("cuda", "auto"),
     "simulated": sim_device,
-    "paced": paced_device,
+    "emulated": emulated_device,
     "metered": metered_device,
     "fake": lambda: fake_device(raises=False),
     "fake-that-raises": lambda: fake_device(raises=True),
@@ -127,9 +142,14 @@ def part(
     sampling: Sampling = GREEDY,
     samples: tuple[int, ...] = (0,),
 ) -> StepSequence:
-    """Computes `tokens` from index `begin` on, in blocks `3 * seq_id`, … if none are given; draws `samples`, if there are any."""
+    """Computes `tokens` from index `begin` on, in blocks `3 * seq_id`, … if none are given; draws `samples`,
+    if there are any."""
     sample = SampleRequest(
-        sampling=sampling, sample_indices=samples, position=len(tokens), history=token_ids(tokens), num_prompt_tokens=len(tokens)
+        sampling=sampling,
+        sample_indices=samples,
+        position=len(tokens),
+        history=token_ids(tokens),
+        num_prompt_tokens=len(tokens),
     )
     return StepSequence(
         seq_id=seq_id,
@@ -141,7 +161,9 @@ def part(
     )
 
 
-async def ran(device: Device, *parts: StepSequence, copies: tuple[tuple[int, int], ...] = ()) -> dict[int, tuple[int, ...]]:
+async def ran(
+    device: Device, *parts: StepSequence, copies: tuple[tuple[int, int], ...] = ()
+) -> dict[int, tuple[int, ...]]:
     """The tokens of each sequence, after a step in which nothing fails."""
     result = await device.executor.execute(StepPlan(step_id=1, sequences=parts, block_copies=copies))
     assert not result.failures
@@ -153,7 +175,8 @@ def tokens_of(result: StepResult) -> dict[int, tuple[int, ...]]:
 
 
 async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """(tokens, sequences that failed). A step that raises is run again for each of its sequences alone, as the engine's loop does."""
+    """(tokens, sequences that failed). A step that raises is run again for each of its sequences alone, as
+    the engine's loop does."""
     try:
         result = await device.executor.execute(plan)
     except DeviceFault:
@@ -178,7 +201,10 @@ async def test_every_sampling_sequence_has_a_result_and_no_other(device: Device,
     parts = (part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED), silent, part(1, PROMPTS[1], samples=(4,)))
     result = await device.executor.execute(StepPlan(step_id=step_id, sequences=parts))
     assert result.step_id == step_id
-    assert {seq_id: [token.sample_index for token in tokens] for seq_id, tokens in result.samples.items()} == {0: [0, 1, 2], 1: [4]}
+    assert {seq_id: [token.sample_index for token in tokens] for seq_id, tokens in result.samples.items()} == {
+        0: [0, 1, 2],
+        1: [4],
+    }
     assert all(isinstance(token, SampledToken) for tokens in result.samples.values() for token in tokens)
     assert not result.failures
 
@@ -204,7 +230,8 @@ async def test_a_step_without_samples_leaves_its_kv_behind(device: Device) -> No
 
 
 async def test_a_step_may_be_run_again(device: Device) -> None:
-    """The same KV goes to the same places: the loop does so to find out whose fault it was that a step raised."""
+    """The same KV goes to the same places: the loop does so to find out whose fault it was that a step
+    raised."""
     await ran(device, part(0, PROMPTS[1][:5], samples=()))
     first = await ran(device, part(0, PROMPTS[1], begin=5))
     assert await ran(device, part(0, PROMPTS[1], begin=5)) == first
@@ -240,19 +267,24 @@ async def test_whoever_fails_is_named_and_the_others_results_stand(device: Devic
 
 
 def after(step_id: int, *parts: StepSequence) -> StepPlan:
-    """The step in which each of these, whose step is `step_id`, goes on by the token that is drawn for it there."""
+    """The step in which each of these, whose step is `step_id`, goes on by the token that is drawn for it
+    there."""
     going_on = []
     for one in parts:
         assert one.sample is not None
         sample = replace(one.sample, position=one.sample.position + 1)
-        going_on.append(replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=sample))
+        going_on.append(
+            replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=sample)
+        )
     return StepPlan(step_id=step_id + 1, sequences=tuple(going_on), follows=step_id)
 
 
 async def test_a_step_that_follows_goes_on_from_what_was_drawn(device: Device) -> None:
     first = [part(i, prompt, sampling=SEEDED) for i, prompt in enumerate(PROMPTS)]
     drawn = await ran(device, *first)
-    wanted = await ran(device, *(part(3 + i, (*prompt, *drawn[i]), sampling=SEEDED) for i, prompt in enumerate(PROMPTS)))
+    wanted = await ran(
+        device, *(part(3 + i, (*prompt, *drawn[i]), sampling=SEEDED) for i, prompt in enumerate(PROMPTS))
+    )
     plans = StepPlan(step_id=1, sequences=tuple(first)), after(1, *first)
     before, following = await asyncio.gather(*map(device.executor.execute, plans))
     assert (tokens_of(before), following.step_id) == (drawn, 2)
@@ -260,7 +292,8 @@ async def test_a_step_that_follows_goes_on_from_what_was_drawn(device: Device) -
 
 
 async def test_a_history_that_has_grown_meanwhile_is_no_other(device: Device) -> None:
-    """The engine appends what was drawn to the same array, perhaps before the step that follows looks at it."""
+    """The engine appends what was drawn to the same array, perhaps before the step that follows looks at
+    it."""
     first = part(0, PROMPTS[1])
     assert first.sample is not None
     before = await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
@@ -271,7 +304,9 @@ async def test_a_history_that_has_grown_meanwhile_is_no_other(device: Device) ->
 
 async def test_a_sequence_that_failed_is_not_in_the_step_that_follows(device: Device) -> None:
     good, bad = part(0, PROMPTS[0]), device.at_fault(part(1, (21, 22, 23, 24, 25)))
-    (before,) = await asyncio.gather(device.executor.execute(StepPlan(step_id=1, sequences=(good, bad))), return_exceptions=True)
+    (before,) = await asyncio.gather(
+        device.executor.execute(StepPlan(step_id=1, sequences=(good, bad))), return_exceptions=True
+    )
     (following,) = await asyncio.gather(device.executor.execute(after(1, good, bad)), return_exceptions=True)
     if isinstance(before, StepResult):
         assert isinstance(following, StepResult)

@@ -1,4 +1,5 @@
-"""The contract of `KvEventFeed`, for every implementation; and what Redis alone can have in store: entries that are not ours."""
+"""The contract of `KvEventFeed`, for every implementation; and what Redis alone can have in store: entries
+that are not ours."""
 
 import asyncio
 import signal
@@ -9,21 +10,21 @@ from random import Random
 import pytest
 from redis import Redis
 
-from baton.core.apis import KvEventFeed
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
-from baton.engine.block_pool import BlockPool
-from baton.prefix.index import PrefixIndex
-from baton.scheduler.following import KvEventFollowing
-from baton.store.connection import RedisConnection
-from baton.store.keys import Keys
-from baton.store.kv_event_feed import HEAD, RedisKvEventFeed, decode_snapshot, encode_snapshot
-from baton.store.memory import MemoryKvEventFeed
-from baton.worker.kv_events import KvEventPublisher
+from baton.core.interfaces import KvEventFeed
+from baton.core.kv.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.prefix_index.index import PrefixIndex
+from baton.scheduler.state.kv_event_reader import KvEventFollowing
+from baton.store.memory.memory_stores import MemoryKvEventFeed
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_kv_event_feed import HEAD, RedisKvEventFeed, decode_snapshot, encode_snapshot
+from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import worker_ref
 from tests.contract.stores import KINDS
-from tests.fake_executor import FakeLifeTable
+from tests.fake_executor import FakeGenerationTable
 from tests.redis_server import RunningRedis, running_redis
 
 pytestmark = pytest.mark.contract
@@ -50,7 +51,9 @@ def hashes(number: int, seed: int = 0) -> tuple[bytes, ...]:
     return tuple(rng.randbytes(16) for _ in range(number))
 
 
-def event(event_seq: int, kind: KvEventKind = KvEventKind.STORED, worker: WorkerRef = W, tier: Tier = Tier.DEVICE) -> KvEvent:
+def event(
+    event_seq: int, kind: KvEventKind = KvEventKind.STORED, worker: WorkerRef = W, tier: Tier = Tier.DEVICE
+) -> KvEvent:
     held = hashes(3, event_seq) if kind is not KvEventKind.RESET else ()
     return KvEvent(worker=worker, event_seq=event_seq, kind=kind, tier=tier, hashes=held, block_size_tokens=16)
 
@@ -61,7 +64,12 @@ def snapshot(event_seq: int, worker: WorkerRef = W, number: int = 3) -> KvSnapsh
 
 
 async def test_events_come_back_as_they_were_and_in_order(feed: KvEventFeed) -> None:
-    events = [event(1), event(2, KvEventKind.EVICTED), event(3, tier=Tier.HOST), event(10, KvEventKind.EVICTED, tier=Tier.DISK)]
+    events = [
+        event(1),
+        event(2, KvEventKind.EVICTED),
+        event(3, tier=Tier.HOST),
+        event(10, KvEventKind.EVICTED, tier=Tier.DISK),
+    ]
     await feed.publish(W, events[:1], LONG_S)
     await feed.publish(W, events[1:], LONG_S)
     assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: events}
@@ -213,7 +221,9 @@ def test_every_cut_of_a_snapshot_and_every_later_tier_is_told_apart() -> None:
             decode_snapshot(W, value[:cut])
     with pytest.raises(ValueError, match="left over"):
         decode_snapshot(W, value + b"x")
-    later = value[: HEAD.size - 1] + bytes([4]) + value[HEAD.size :] + bytes([9]) + (1).to_bytes(4, "little") + bytes(16)
+    later = (
+        value[: HEAD.size - 1] + bytes([4]) + value[HEAD.size :] + bytes([9]) + (1).to_bytes(4, "little") + bytes(16)
+    )
     assert decode_snapshot(W, later) == whole
 
 
@@ -223,7 +233,7 @@ class Both:
     def __init__(self, url: str) -> None:
         self.connections = [RedisConnection(url) for _ in range(2)]
         published, followed = (RedisKvEventFeed(connection, Keys(cluster="kv-both")) for connection in self.connections)
-        self.pool = BlockPool(64, 4, FakeLifeTable(64))
+        self.pool = BlockPool(64, 4, FakeGenerationTable(64))
         self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=published, ttl_s=LONG_S, rng=Random(1))
         self.index = PrefixIndex()
         self.degraded: list[bool] = []

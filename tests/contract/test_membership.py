@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.apis import Member, MemberKind, Membership
+from baton.core.interfaces import Member, MemberKind, Membership
 from tests.contract.stores import KINDS, eventually_not, stores_of
 
 pytestmark = pytest.mark.contract

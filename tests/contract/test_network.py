@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from baton.core.apis import Duplex
-from baton.core.blocks import token_ids
-from baton.core.cluster import ClusterUpdate, Command, CommandKind, Placement, Rejection, StillWaiting
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.placement import Placement, Rejection, StillWaiting
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.errors import Reason, Refused, StoreUnavailable, StreamBroken
 from baton.core.ids import DecisionId
-from baton.core.jobs import Ack, DecodeJob, Heartbeat, PrefillJob, PrefixSource, Step
-from baton.core.peer import Renew, Renewed
+from baton.core.interfaces import Duplex
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import Ack, DecodeJob, Heartbeat, PrefillJob, PrefixSource, Step
+from baton.core.messages.peer_messages import Renew, Renewed
 from baton.core.request import RequestActuals
-from baton.runtime.mailbox import Mailbox
+from baton.runtime.network.mailbox import Mailbox
 from tests import builders
 from tests.contract.networks import WORLDS, StubScheduler, StubWorker, World, echo, eventually, until_broken, world_of
 from tests.unit.worker.job_builders import decode_job
@@ -64,7 +66,9 @@ async def test_a_worker_may_speak_first_and_at_any_time(world: World) -> None:
 
 
 async def test_a_worker_serves_sessions_and_peers_at_one_address(world: World) -> None:
-    worker = StubWorker(session=count_acks, peer=lambda stream: echo(stream, lambda renew: Renewed(renewal=renew.renewal)))
+    worker = StubWorker(
+        session=count_acks, peer=lambda stream: echo(stream, lambda renew: Renewed(renewal=renew.renewal))
+    )
     address = await world.add_worker(worker)
     session, peer = await world.network.open_session(address), await world.network.open_peer(address)
     session.send(Ack(seq=3))
@@ -269,7 +273,9 @@ async def test_a_service_that_crashes_ends_the_stream_only(world: World, caplog:
     async def crash(stream: Duplex[Any, Any]) -> None:
         raise ZeroDivisionError
 
-    address = await world.add_worker(StubWorker(session=crash, peer=lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal))))
+    address = await world.add_worker(
+        StubWorker(session=crash, peer=lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal)))
+    )
     with pytest.raises(StreamBroken):  # by what opens it, if the crash was quicker than the word that it is open
         async with aclosing(await world.network.open_session(address)) as session:
             await session.receive()
@@ -305,7 +311,9 @@ REJECTION = Rejection(reason=Reason.NO_WORKERS, message="no prefill worker", ret
 
 
 @pytest.mark.parametrize("answer", [PLACEMENT, REJECTION, StillWaiting(num_waiting=7)])
-async def test_place_returns_what_the_scheduler_decided(world: World, answer: Placement | Rejection | StillWaiting) -> None:
+async def test_place_returns_what_the_scheduler_decided(
+    world: World, answer: Placement | Rejection | StillWaiting
+) -> None:
     service = StubScheduler(answer)
     scheduler = world.network.scheduler(await world.add_scheduler(service))
     asking = builders.query(waited_s=0.25, answer_within_s=1.5)
@@ -323,7 +331,7 @@ async def test_the_other_calls_of_a_scheduler(world: World) -> None:
     assert await scheduler.explain(b"r") == ()
     service.answer = True
     assert await scheduler.drain("w0")
-    assert await scheduler.drain("w0", node_leaves=True)
+    assert await scheduler.drain("w0", node_shutting_down=True)
     assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True)]
 
 
@@ -407,7 +415,7 @@ async def test_a_watch_delivers_every_update_until_either_side_ends_it(world: Wo
 
 
 async def test_reports_go_up_and_commands_come_down(world: World) -> None:
-    command = Command(kind=CommandKind.CONNECT, peer=builders.worker_ref("d0"))
+    command = WorkerCommand(kind=CommandKind.CONNECT, peer=builders.worker_ref("d0"))
     reports = []
 
     async def answer_reports(stream: Duplex[Any, Any]) -> None:

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from baton.core.errors import Refused
-from baton.engine.model.hub import DEMO_DIR
-from baton.gateway.detokenizer import REPLACEMENT
-from baton.gateway.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from baton.gateway.text.detokenizer import REPLACEMENT
+from baton.gateway.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from baton.model.loading.model_source import DEMO_DIR
 from tests.scale import sized
 
 pytestmark = pytest.mark.contract
@@ -36,11 +36,13 @@ NOTHING = 10**6
 def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "max_position_embeddings": 77}))
-    template = (
-        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    (directory / "config.json").write_text(
+        json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "max_position_embeddings": 77})
     )
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": {"content": "</s>"}}))
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "eos_token": {"content": "</s>"}})
+    )
     return directory
 
 
@@ -51,7 +53,9 @@ def llama_like(directory: Path) -> Path:
     vocab |= {letter: len(vocab) + n for n, letter in enumerate(letters)}
     merges = [("\u2581", "q"), ("t", "h"), ("o", "x")]
     vocab |= {"".join(pair): len(vocab) + n for n, pair in enumerate(merges)}
-    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = RustTokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -66,7 +70,10 @@ def byte_level(directory: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"], show_progress=False
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS[:4], trainer)
     tokenizer.add_tokens(["«added»"])

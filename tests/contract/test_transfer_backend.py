@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId
-from baton.transfer.backend import LifeEntry, ReadState
+from baton.transfer.backend import GenerationEntry, ReadState
 from tests import builders
 from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
 
@@ -20,12 +20,12 @@ every = pytest.mark.parametrize("backend", BACKENDS)
 checking = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in TRUSTING])
 
 
-async def lives_of(pair: Pair, *block_ids: int) -> tuple[LifeEntry, ...]:
+async def lives_of(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
     """Entries as the reader's proof would see them."""
     read_id = ReadId(next(pair.read_ids))
-    pair.reader.backend.start_read_lives(read_id, pair.owner.backend.describe(block_ids))
+    pair.reader.backend.start_read_generations(read_id, pair.owner.backend.describe(block_ids))
     assert await pair.reader.backend.wait(read_id) is ReadState.DONE
-    entries = pair.reader.backend.lives(read_id)
+    entries = pair.reader.backend.generations(read_id)
     pair.reader.backend.release(read_id)
     return entries
 
@@ -62,14 +62,14 @@ async def test_many_reads_at_once(backend: str) -> None:
 async def test_lives_are_the_owners_in_the_order_asked_for(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in (4, 9):
-            pair.owner.life_table.begin_life(block_id)
-            pair.owner.life_table.set_hash(block_id, bytes([block_id]) * 16)
-        pair.owner.life_table.begin_life(9)
+            pair.owner.generation_table.begin_generation(block_id)
+            pair.owner.generation_table.set_hash(block_id, bytes([block_id]) * 16)
+        pair.owner.generation_table.begin_generation(9)
         assert await pair.read({9: 0, 4: 1, 5: 2}) is ReadState.DONE
         assert await lives_of(pair, 9, 4, 5) == (
-            LifeEntry(life=2, block_hash=bytes(16), worker_epoch=7),
-            LifeEntry(life=1, block_hash=b"\4" * 16, worker_epoch=7),
-            LifeEntry(life=0, block_hash=bytes(16), worker_epoch=7),
+            GenerationEntry(generation=2, block_hash=bytes(16), worker_epoch=7),
+            GenerationEntry(generation=1, block_hash=b"\4" * 16, worker_epoch=7),
+            GenerationEntry(generation=0, block_hash=bytes(16), worker_epoch=7),
         )
 
 
@@ -77,10 +77,10 @@ async def test_lives_are_the_owners_in_the_order_asked_for(backend: str) -> None
 async def test_a_life_that_began_before_the_read_is_seen_after_it(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await lives_of(pair, 4))[0].life == 0
-        pair.owner.life_table.begin_life(4)
+        assert (await lives_of(pair, 4))[0].generation == 0
+        pair.owner.generation_table.begin_generation(4)
         assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await lives_of(pair, 4))[0].life == 1
+        assert (await lives_of(pair, 4))[0].generation == 1
 
 
 @every

@@ -1,4 +1,5 @@
-"""Every implementation of `TransferBackend`, behind one handle: two workers' memories and what moves blocks between them."""
+"""Every implementation of `TransferBackend`, behind one handle: two workers' memories and what moves blocks
+between them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,17 +14,17 @@ import torch
 import torch.distributed as dist
 
 from baton.core.ids import ReadId, WorkerRef
-from baton.core.kv_layout import KvLayout
-from baton.engine.model.kv_cache import KvCache
-from baton.engine.model.mirror import DeviceMirror
-from baton.sim.memory import SimMemory
-from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.core.kv.kv_layout import KvLayout
+from baton.model.device.host_staging import HostStaging
+from baton.model.device.kv_tensors import KvCache
+from baton.sim.sim_memory import SimMemory
+from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.backend import ReadState, TransferBackend
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
-from baton.transfer.local_backend import LocalBackend
-from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
-from baton.transfer.nixl_backend import NixlBackend
-from baton.transfer.staged_backend import StagedBackend
+from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
+from baton.transfer.backends.local_backend import LocalBackend
+from baton.transfer.backends.nixl_backend import NixlBackend
+from baton.transfer.backends.staged_backend import StagedBackend
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from tests import builders
 from tests.contract.gloo_backend import GlooBackend
 
@@ -42,7 +43,7 @@ class Side:
 
     worker: WorkerRef
     backend: TransferBackend
-    life_table: MemoryLifeTable
+    generation_table: MemoryGenerationTable
     fill: Callable[[int, int], None]
     holds: Callable[[int, int], bool]
 
@@ -97,7 +98,13 @@ def _filling(kv: np.ndarray) -> tuple[Callable[[int, int], None], Callable[[int,
 
 def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Side:
     fill, holds = _filling(memory.kv)
-    return Side(worker=worker, backend=backend, life_table=MemoryLifeTable(memory.life_table, worker.worker_epoch), fill=fill, holds=holds)
+    return Side(
+        worker=worker,
+        backend=backend,
+        generation_table=MemoryGenerationTable(memory.generation_table, worker.worker_epoch),
+        fill=fill,
+        holds=holds,
+    )
 
 
 Make = Callable[[WorkerRef, KvLayout, HostMemory], TransferBackend]
@@ -115,7 +122,7 @@ def _local(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferB
 
 async def _connected(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
     memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in WORKERS]
-    tables = [MemoryLifeTable(m.life_table, w.worker_epoch) for m, w in zip(memories, WORKERS, strict=True)]
+    tables = [MemoryGenerationTable(m.generation_table, w.worker_epoch) for m, w in zip(memories, WORKERS, strict=True)]
     assert len(tables) == 2  # epochs are in memory before a peer may look
     sides = [_side(w, make(w, LAYOUT, m), m) for w, m in zip(WORKERS, memories, strict=True)]
     return Pair(owner=sides[0], reader=sides[1]), memories
@@ -151,7 +158,7 @@ async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory
 
     def staged(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
         caches.append(KvCache.zeros(layout, NUM_BLOCKS))
-        return StagedBackend(make(worker, layout, memory), DeviceMirror(caches[-1], memory.kv))
+        return StagedBackend(make(worker, layout, memory), HostStaging(caches[-1], memory.kv))
 
     pair, memories = await _connected(staged, allocate)
     sides = [
@@ -168,7 +175,9 @@ async def gloo_pair() -> AsyncIterator[Pair]:
     made: list[GlooBackend] = []
 
     def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        made.append(GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks))
+        made.append(
+            GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks)
+        )
         return made[-1]
 
     pair, memories = await _connected(make, allocate_private)
@@ -184,8 +193,8 @@ async def sim_pair() -> AsyncIterator[Pair]:
     sides = []
     for worker in WORKERS:
         memory = SimMemory(NUM_BLOCKS, LAYOUT.block_size_tokens)
-        table = MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
-        backend = SimTransferBackend(fabric=fabric, worker=worker, layout=LAYOUT, memory=memory, lives=table)
+        table = MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
+        backend = SimTransferBackend(fabric=fabric, worker=worker, layout=LAYOUT, memory=memory, generations=table)
 
         def fill(block_id: int, seed: int, memory: SimMemory = memory) -> None:
             memory.write_block(block_id, pattern(seed, LAYOUT.block_size_tokens))
@@ -193,7 +202,7 @@ async def sim_pair() -> AsyncIterator[Pair]:
         def holds(block_id: int, seed: int, memory: SimMemory = memory) -> bool:
             return bytes(memory.block(block_id)) == pattern(seed, LAYOUT.block_size_tokens)
 
-        sides.append(Side(worker=worker, backend=backend, life_table=table, fill=fill, holds=holds))
+        sides.append(Side(worker=worker, backend=backend, generation_table=table, fill=fill, holds=holds))
     pair = Pair(owner=sides[0], reader=sides[1])
     _connect(pair)
     yield pair

@@ -1,5 +1,6 @@
-"""Small strict schemas of the custom kinds, of the fields that the chart emits and no others, after the kinds' published references:
-KubeRay 1.3 and 1.6, KEDA 2.17, Prometheus operator 0.85, Gateway API 1.3, cert-manager 1.18."""
+"""Small strict schemas of the custom kinds, of the fields that the chart emits and no others, after the
+kinds' published references: KubeRay 1.3 and 1.6, KEDA 2.17, Prometheus operator 0.85, Gateway API 1.3,
+cert-manager 1.18."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +36,9 @@ def _list(item: Schema, **more: Any) -> Schema:
 
 def _kind(api: str, kind: str, spec: Schema) -> Schema:
     metadata = _object("name namespace labels", "annotations", labels=TEXTS, annotations=TEXTS)
-    return _object("apiVersion kind metadata spec", apiVersion={"const": api}, kind={"const": kind}, metadata=metadata, spec=spec)
+    return _object(
+        "apiVersion kind metadata spec", apiVersion={"const": api}, kind={"const": kind}, metadata=metadata, spec=spec
+    )
 
 
 SECRET_KEY = _object("secretKeyRef", secretKeyRef=_object("name key"))
@@ -54,7 +57,9 @@ MATCH = _object("matchLabels", matchLabels=TEXTS)
 ENDPOINTS = _list(_object("port path interval", interval=DURATION))
 RULE: Schema = {
     "anyOf": [
-        _object("alert expr", "for keep_firing_for labels annotations", labels=TEXTS, annotations=TEXTS, **{"for": DURATION}),
+        _object(
+            "alert expr", "for keep_firing_for labels annotations", labels=TEXTS, annotations=TEXTS, **{"for": DURATION}
+        ),
         _object("record expr", "labels", labels=TEXTS),
     ]
 }
@@ -72,7 +77,9 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
                 enableInTreeAutoscaling=FLAG,
                 authOptions=_object("mode secretName", mode={"enum": ["disabled", "token"]}),
                 gcsFaultToleranceOptions=_object(
-                    "redisAddress externalStorageNamespace", "redisPassword", redisPassword=_object("valueFrom", valueFrom=SECRET_KEY)
+                    "redisAddress externalStorageNamespace",
+                    "redisPassword",
+                    redisPassword=_object("valueFrom", valueFrom=SECRET_KEY),
                 ),
                 headGroupSpec=_object("rayStartParams template", **RAY_GROUP),
                 workerGroupSpecs=_list(
@@ -114,17 +121,27 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
                         "type metricType metadata",
                         type={"const": "prometheus"},
                         metricType={"enum": ["AverageValue", "Value"]},
-                        metadata=_object("serverAddress query threshold", threshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"}),
+                        metadata=_object(
+                            "serverAddress query threshold", threshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"}
+                        ),
                     )
                 ),
             ),
         ),
-        _kind("monitoring.coreos.com/v1", "ServiceMonitor", _object("selector endpoints", selector=MATCH, endpoints=ENDPOINTS)),
+        _kind(
+            "monitoring.coreos.com/v1",
+            "ServiceMonitor",
+            _object("selector endpoints", selector=MATCH, endpoints=ENDPOINTS),
+        ),
         _kind(
             "monitoring.coreos.com/v1",
             "PodMonitor",
             _object(
-                "selector podMetricsEndpoints", "podTargetLabels", selector=MATCH, podMetricsEndpoints=ENDPOINTS, podTargetLabels=NAMES
+                "selector podMetricsEndpoints",
+                "podTargetLabels",
+                selector=MATCH,
+                podMetricsEndpoints=ENDPOINTS,
+                podTargetLabels=NAMES,
             ),
         ),
         _kind(
@@ -143,7 +160,9 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
                 rules=_list(
                     _object(
                         "matches timeouts backendRefs",
-                        matches=_list(_object("path", path=_object("type value", type={"enum": ["Exact", "PathPrefix"]}))),
+                        matches=_list(
+                            _object("path", path=_object("type value", type={"enum": ["Exact", "PathPrefix"]}))
+                        ),
                         timeouts=_object("request", request=DURATION),
                         backendRefs=BACKENDS,
                     )
@@ -185,7 +204,12 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
         _kind(
             "cert-manager.io/v1",
             "Issuer",
-            {"oneOf": [_object("selfSigned", selfSigned={"type": "object", "maxProperties": 0}), _object("ca", ca=_object("secretName"))]},
+            {
+                "oneOf": [
+                    _object("selfSigned", selfSigned={"type": "object", "maxProperties": 0}),
+                    _object("ca", ca=_object("secretName")),
+                ]
+            },
         ),
     )
 }

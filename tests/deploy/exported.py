@@ -6,8 +6,8 @@ import promql_parser as ast
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.runtime import metrics
-from baton.runtime.metrics import process_registry
+from baton.runtime.observability import metrics
+from baton.runtime.observability.metrics import process_registry
 
 FAMILIES = (
     metrics.ProcessMetrics,
@@ -23,7 +23,8 @@ OF_KUBERNETES = frozenset({"namespace", "pod"})
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """The labels of every series that some service can have, by its name, from the metric classes themselves."""
+    """The labels of every series that some service can have, by its name, from the metric classes
+    themselves."""
     found: dict[str, frozenset[str]] = {}
     for family in FAMILIES:
         for metric in vars(family(CollectorRegistry())).values():

@@ -1,4 +1,5 @@
-"""Kubernetes' own schemas, from the package `kubernetes-validate`, strictly: a field that is not there is an error, and so is a kind."""
+"""Kubernetes' own schemas, from the package `kubernetes-validate`, strictly: a field that is not there is an
+error, and so is a kind."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +14,8 @@ DEFINITIONS = "_definitions.json"
 
 
 def kubernetes_problem(doc: Mapping[str, Any], version: str) -> str:
-    """Why the API server of that version would refuse it; empty when it would not. Raises FileNotFoundError for a kind that it has not."""
+    """Why the API server of that version would refuse it; empty when it would not. Raises FileNotFoundError
+    for a kind that it has not."""
     group, _, name = doc["apiVersion"].rpartition("/")
     file = f"{doc['kind'].lower()}-{group.split('.')[0]}-{name}.json" if group else f"{doc['kind'].lower()}-{name}.json"
     return _first(_validator(version, file), doc)

@@ -1,4 +1,5 @@
-"""What no schema sees: whether the objects fit together, whether pods can drain, and whether they keep to the restricted profile."""
+"""What no schema sees: whether the objects fit together, whether pods can drain, and whether they keep to the
+restricted profile."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ Problems = Iterator[str]
 
 
 def problems(docs: Sequence[Doc], *, namespace: str, external: Iterable[str] = ()) -> list[str]:
-    """What is wrong with them, a sentence each. `external`: names of Secrets and claims that are there without us."""
+    """What is wrong with them, a sentence each. `external`: names of Secrets and claims that are there
+    without us."""
     found = [*_of_objects(docs, namespace), *_of_services(docs), *_of_budgets(docs), *_of_scaling(docs)]
     there = _provided(docs) | {("secret", name) for name in external} | {("claim", name) for name in external}
     for workload in workloads(docs):
@@ -53,10 +55,16 @@ def _of_services(docs: Sequence[Doc]) -> Problems:
 
 
 def _of_budgets(docs: Sequence[Doc]) -> Problems:
-    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["minReplicaCount"] for doc in of_kind(docs, "ScaledObject")}
+    scaled = {
+        doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["minReplicaCount"] for doc in of_kind(docs, "ScaledObject")
+    }
     for budget in of_kind(docs, "PodDisruptionBudget"):
         name = f"PodDisruptionBudget {budget['metadata']['name']}"
-        behind = [workload for workload in workloads(docs) if selects(budget["spec"]["selector"]["matchLabels"], workload.labels)]
+        behind = [
+            workload
+            for workload in workloads(docs)
+            if selects(budget["spec"]["selector"]["matchLabels"], workload.labels)
+        ]
         if len(behind) != 1:
             yield f"{name}: is about {len(behind)} workloads"
         for workload in behind:
@@ -141,7 +149,11 @@ def _of_volumes(workload: Workload) -> Problems:
         for path, count in Counter(mount["mountPath"] for mount in mounts).items():
             if count > 1:
                 yield f"{container['name']}: {path} is mounted {count} times"
-        yield from (f"{container['name']}: there is no volume {mount['name']}" for mount in mounts if mount["name"] not in volumes)
+        yield from (
+            f"{container['name']}: there is no volume {mount['name']}"
+            for mount in mounts
+            if mount["name"] not in volumes
+        )
     yield from (f"nobody mounts the volume {name}" for name in volumes if name not in mounted)
     for volume in workload.spec["volumes"]:
         if "emptyDir" in volume and not volume["name"].startswith("more") and "sizeLimit" not in volume["emptyDir"]:
@@ -151,13 +163,19 @@ def _of_volumes(workload: Workload) -> Problems:
 def _of_environment(workload: Workload) -> Problems:
     for container in workload.containers:
         names = [variable["name"] for variable in container.get("env", ())]
-        yield from (f"{container['name']}: {name} is set {count} times" for name, count in Counter(names).items() if count > 1)
+        yield from (
+            f"{container['name']}: {name} is set {count} times" for name, count in Counter(names).items() if count > 1
+        )
         for index, variable in enumerate(container.get("env", ())):
             for used in _used(variable.get("value", "")):
                 if used not in names[:index]:
                     yield f"{container['name']}: {variable['name']} uses {used}, which is not set before it"
         for argument in container.get("args", ()):
-            yield from (f"{container['name']}: {argument} uses {used}, which is not set" for used in _used(argument) if used not in names)
+            yield from (
+                f"{container['name']}: {argument} uses {used}, which is not set"
+                for used in _used(argument)
+                if used not in names
+            )
 
 
 def _of_profile(workload: Workload) -> Problems:
@@ -210,7 +228,11 @@ def references(workload: Workload) -> Iterator[tuple[str, str, list[str]]]:
     """(kind, name, keys) of what its pods are given; no keys: all of them."""
     for volume in workload.spec["volumes"]:
         if "configMap" in volume:
-            yield "config map", volume["configMap"]["name"], [item["key"] for item in volume["configMap"].get("items", ())]
+            yield (
+                "config map",
+                volume["configMap"]["name"],
+                [item["key"] for item in volume["configMap"].get("items", ())],
+            )
         if "secret" in volume:
             yield "secret", volume["secret"]["secretName"], [item["key"] for item in volume["secret"].get("items", ())]
         if "persistentVolumeClaim" in volume:
@@ -238,7 +260,9 @@ def _provided(docs: Sequence[Doc]) -> set[Any]:
     for doc in of_kind(docs, "ConfigMap", "Secret"):
         kind = "config map" if doc["kind"] == "ConfigMap" else "secret"
         found.add((kind, doc["metadata"]["name"]))
-        found |= {(kind, doc["metadata"]["name"], key) for part in ("data", "stringData") for key in doc.get(part) or ()}
+        found |= {
+            (kind, doc["metadata"]["name"], key) for part in ("data", "stringData") for key in doc.get(part) or ()
+        }
     for certificate in of_kind(docs, "Certificate"):
         name = certificate["spec"]["secretName"]
         found |= {("secret", name), *(("secret", name, key) for key in ("tls.crt", "tls.key", "ca.crt"))}

@@ -55,10 +55,14 @@ def workloads(docs: Iterable[Doc]) -> Iterator[Workload]:
             head, *groups = (doc["spec"]["headGroupSpec"], *doc["spec"]["workerGroupSpecs"])
             yield _workload("RayCluster", f"{name}-head", head["template"], None, 1)
             for group in groups:
-                yield _workload("RayCluster", f"{name}-worker-{group['groupName']}", group["template"], None, group["replicas"])
+                yield _workload(
+                    "RayCluster", f"{name}-worker-{group['groupName']}", group["template"], None, group["replicas"]
+                )
 
 
-def _workload(kind: str, name: str, template: Mapping[str, Any], selector: Mapping[str, str] | None, replicas: int | None) -> Workload:
+def _workload(
+    kind: str, name: str, template: Mapping[str, Any], selector: Mapping[str, str] | None, replicas: int | None
+) -> Workload:
     metadata = template["metadata"]
     return Workload(
         kind=kind,

@@ -1,7 +1,9 @@
-"""A part of PromQL, for rules and dashboards where no Prometheus is installed: parsed by `promql-parser`, evaluated here.
+"""A part of PromQL, for rules and dashboards where no Prometheus is installed: parsed by `promql-parser`,
+evaluated here.
 
-It knows what our own queries use, by Prometheus's semantics (lookback of five minutes, ranges open to the left, staleness, extrapolating
-`rate`), and raises Unsupported for everything else. `test_promql.py` holds it against cases of Prometheus's own test suite.
+It knows what our own queries use, by Prometheus's semantics (lookback of five minutes, ranges open to the
+left, staleness, extrapolating `rate`), and raises Unsupported for everything else. `test_promql.py` holds it
+against cases of Prometheus's own test suite.
 """
 
 import math
@@ -51,7 +53,8 @@ class Database:
                 yield labels, samples
 
     def evaluate(self, query: str | ast.Expr, at_s: float) -> Value:
-        """Raises ValueError for a text that is no query, Unsupported for one that is more than what is known here."""
+        """Raises ValueError for a text that is no query, Unsupported for one that is more than what is known
+        here."""
         return _Evaluation(self, at_s).value(ast.parse(query) if isinstance(query, str) else query)
 
     def vector(self, query: str | ast.Expr, at_s: float) -> Vector:
@@ -176,7 +179,9 @@ def _of_vectors(op: str, left: Vector, right: Vector, modifier: ast.BinModifier 
             continue
         of_partner = dict(partner[0])
         if card == "ManyToOne":
-            kept = {k: v for k, v in _nameless(labels) if k not in copied} | {k: of_partner[k] for k in copied if k in of_partner}
+            kept = {k: v for k, v in _nameless(labels) if k not in copied} | {
+                k: of_partner[k] for k in copied if k in of_partner
+            }
             result = frozenset(kept.items())
         else:
             result = key(labels)
@@ -215,7 +220,9 @@ def _with_number(op: str, vector: Vector, pair: Callable[[float], tuple[float, f
 def _each(value: Value, function: Callable[[float], float]) -> Value:
     if isinstance(value, str):
         raise Unsupported("a text here")
-    return {_nameless(labels): function(v) for labels, v in value.items()} if isinstance(value, dict) else function(value)
+    return (
+        {_nameless(labels): function(v) for labels, v in value.items()} if isinstance(value, dict) else function(value)
+    )
 
 
 def _grouped(labels: Labels, modifier: ast.AggModifier | None) -> Labels:
@@ -248,7 +255,8 @@ _OfRange = Callable[[Sequence[tuple[float, float]], float, float], float | None]
 
 
 def _increase(samples: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float | None:
-    """Prometheus's extrapolation: to the range's ends where the samples come near enough, never below zero."""
+    """Prometheus's extrapolation: to the range's ends where the samples come near enough, never below
+    zero."""
     if len(samples) < 2:
         return None
     (first_s, first), (last_s, last) = samples[0], samples[-1]
@@ -295,7 +303,12 @@ def _divide(a: float, b: float) -> float:
     return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
-_ARITHMETIC: Mapping[str, Callable[[float, float], float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": _divide}
+_ARITHMETIC: Mapping[str, Callable[[float, float], float]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": _divide,
+}
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,

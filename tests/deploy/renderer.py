@@ -1,5 +1,5 @@
-"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is built once; notes and what
-`lookup` finds, for which helm wants a cluster, always with the latter.
+"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is
+built once; notes and what `lookup` finds, for which helm wants a cluster, always with the latter.
 
 `python -m tests.deploy.renderer` builds it, ahead of the tests, and says what there is.
 """
@@ -53,7 +53,17 @@ class Renderer:
             own.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
             inputs = [argument for file in (*files, own) for argument in ("-f", str(file))]
             if self.is_helm:
-                command = ["template", RELEASE, str(chart), "--namespace", namespace, "--kube-version", "1.33.0", *inputs, *flags]
+                command = [
+                    "template",
+                    RELEASE,
+                    str(chart),
+                    "--namespace",
+                    namespace,
+                    "--kube-version",
+                    "1.33.0",
+                    *inputs,
+                    *flags,
+                ]
             else:
                 command = ["-name", RELEASE, "-namespace", namespace, *inputs, *flags, str(chart)]
             done = subprocess.run([self.program, *command], capture_output=True, text=True, timeout=RENDER_LIMIT_S)
@@ -88,7 +98,8 @@ def own() -> Renderer | str:
 
 
 def build() -> str:
-    """Build `chartrender/` where it is not yet; where it is then, or why it is not. One process builds, the others wait for it."""
+    """Build `chartrender/` where it is not yet; where it is then, or why it is not. One process builds, the
+    others wait for it."""
     program = _program()
     if program.exists():
         return str(program)

@@ -1,4 +1,5 @@
-"""Rules run over made-up series, in the format of `promtool test rules`: by promtool where it is installed, else by `promql`."""
+"""Rules run over made-up series, in the format of `promtool test rules`: by promtool where it is installed,
+else by `promql`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,8 @@ def labels_of(series: str) -> dict[str, str]:
 
 
 def values_of(text: str) -> Iterator[float | str | None]:
-    """promtool's expanding notation: `1 2 _ stale`, `0+10x3` = 0 10 20 30, `5x2` = 5 5 5, `_x2` = two gaps."""
+    """promtool's expanding notation: `1 2 _ stale`, `0+10x3` = 0 10 20 30, `5x2` = 5 5 5, `_x2` = two
+    gaps."""
     for word in text.split():
         found = _VALUE.fullmatch(word)
         assert found is not None, word
@@ -59,7 +61,8 @@ def database_of(case: Mapping[str, Any], interval_s: float) -> Database:
 
 
 def firing_at(rules: Mapping[str, Any], database: Database, end_s: float, interval_s: float) -> set[Firing]:
-    """Which alerts fire then, rules having been evaluated each `interval_s` since 0, groups in their order."""
+    """Which alerts fire then, rules having been evaluated each `interval_s` since 0, groups in their
+    order."""
     active_since: dict[tuple[str, Labels], float] = {}
     firing: set[Firing] = set()
     at_s = 0.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.wire.tls import SERVICE_NAME
+from baton.rpc.grpc_tls import SERVICE_NAME
 from tests.certificates import Authority
 from tests.deploy.conftest import Rendered
 from tests.deploy.objects import named, of_kind
@@ -32,7 +32,9 @@ def front_names(docs: Any) -> list[str]:
 
 
 def test_a_public_issuer_is_asked_for_public_names_alone(helm: Renderer) -> None:
-    values = {"frontTls": {"enabled": True, "dnsNames": [PUBLIC], "certManager": {"enabled": True, "issuerRef": ISSUER}}}
+    values = {
+        "frontTls": {"enabled": True, "dnsNames": [PUBLIC], "certManager": {"enabled": True, "issuerRef": ISSUER}}
+    }
 
     assert front_names(helm.docs(values)) == [PUBLIC]
 
@@ -42,13 +44,19 @@ def test_without_names_it_is_the_service_s(rendered: Rendered) -> None:
 
 
 def test_between_services_one_name_is_asked_for(rendered: Rendered) -> None:
-    (certificate,) = (doc for doc in of_kind(rendered("tls-issuer"), "Certificate") if doc["metadata"]["name"] == "rel-baton-tls")
+    (certificate,) = (
+        doc for doc in of_kind(rendered("tls-issuer"), "Certificate") if doc["metadata"]["name"] == "rel-baton-tls"
+    )
 
     assert certificate["spec"]["dnsNames"] == [SERVICE_NAME]
 
 
 def test_nobody_needs_the_authority_of_a_certificate_that_a_public_one_signed(rendered: Rendered) -> None:
-    (volume,) = (each for each in named(rendered("front-tls"), "Pod", "rel-baton-test")["spec"]["volumes"] if each["name"] == "front-ca")
+    (volume,) = (
+        each
+        for each in named(rendered("front-tls"), "Pod", "rel-baton-test")["spec"]["volumes"]
+        if each["name"] == "front-ca"
+    )
 
     assert volume["secret"]["optional"] is True
     for doc in of_kind(rendered("front-tls"), "Deployment"):
@@ -61,7 +69,9 @@ class Gateway(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         has_key = self.headers["authorization"] == "Bearer the-key"
-        answer = json.dumps({"model": asked["model"], "usage": {"completion_tokens": int(has_key and self.path == "/v1/completions")}})
+        answer = json.dumps(
+            {"model": asked["model"], "usage": {"completion_tokens": int(has_key and self.path == "/v1/completions")}}
+        )
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -84,16 +94,25 @@ def gateway(context: ssl.SSLContext | None) -> Iterator[int]:
             server.shutdown()
 
 
-def helm_test(docs: Any, port: int, *, own: Path | None = None, trusted: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The program of the test's pod, in its environment; its Service is here. `own`: what is mounted as the Secret's authority, `trusted`:
-    whom the machine trusts."""
+def helm_test(
+    docs: Any, port: int, *, own: Path | None = None, trusted: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The program of the test's pod, in its environment; its Service is here. `own`: what is mounted as the
+    Secret's authority, `trusted`: whom the machine trusts."""
     (container,) = named(docs, "Pod", "rel-baton-test")["spec"]["containers"]
     environment = {variable["name"]: variable.get("value", "the-key") for variable in container["env"]}
-    environment |= {"HOST": "127.0.0.1", "PORT": str(port), "SSL_CERT_FILE": str(trusted or "/nonexistent"), "SSL_CERT_DIR": "/nonexistent"}
+    environment |= {
+        "HOST": "127.0.0.1",
+        "PORT": str(port),
+        "SSL_CERT_FILE": str(trusted or "/nonexistent"),
+        "SSL_CERT_DIR": "/nonexistent",
+    }
     (program,) = container["args"]
     if own is not None:
         program = program.replace(OWN_AUTHORITY, str(own))
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 @pytest.mark.parametrize(("name", "in_certificate"), [("all-on", PUBLIC), ("front-issuer", SERVICE)])

@@ -1,5 +1,5 @@
-"""The services accept what the chart gives them: files with their own loaders, commands with their own command line, keys with the
-gateway's own parser."""
+"""The services accept what the chart gives them: files with their own loaders, commands with their own
+command line, keys with the gateway's own parser."""
 
 import base64
 import shlex
@@ -14,11 +14,11 @@ import yaml
 import baton
 from baton.cli.main import cli
 from baton.core.errors import ConfigError
-from baton.fleet.nodes import ROLE_RESOURCES
-from baton.fleet.worker_actor import OF_THE_NODE
-from baton.gateway.keys import digest_of, parse_keys
-from baton.runtime.config import settings_of
-from baton.runtime.settings import SERVICES, WorkerConfig, load_settings
+from baton.fleet.ray.node_resources import ROLE_RESOURCES
+from baton.fleet.ray.worker_actor import OF_THE_NODE
+from baton.gateway.auth.api_keys import digest_of, parse_keys
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.settings import SERVICES, WorkerConfig, load_settings
 from tests.deploy.conftest import Rendered
 from tests.deploy.lint import references
 from tests.deploy.objects import named, of_kind, workloads
@@ -57,7 +57,9 @@ def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: s
         service = file.removesuffix(".yaml")
         (tmp_path / file).write_text(text)
         workload = next(workload for workload in workloads(rendered(name)) if workload.component == service)
-        loaded = load_settings(SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / file)
+        loaded = load_settings(
+            SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / file
+        )
         written = yaml.safe_load(text)
         known = {item.name for item in settings_of(SERVICES[service])}
 
@@ -74,7 +76,10 @@ def test_a_service_says_what_it_needs_to_be_reached(rendered: Rendered, tmp_path
     for service in ("gateway", "scheduler", "fleet"):
         workload = next(workload for workload in workloads(rendered("default")) if workload.component == service)
         config: Any = load_settings(
-            SERVICES[service], flags={}, environ=environment_of(workload.container(service)), file=tmp_path / f"{service}.yaml"
+            SERVICES[service],
+            flags={},
+            environ=environment_of(workload.container(service)),
+            file=tmp_path / f"{service}.yaml",
         ).config
 
         assert (config.host, config.admin_port) == ("0.0.0.0", 9000)
@@ -122,20 +127,29 @@ def test_a_command_that_is_none_would_be_noticed() -> None:
 
 
 def test_what_is_fetched_is_what_pods_look_for(rendered: Rendered) -> None:
-    """By a Job before all others, in the same claim; it alone asks the hub, and needs nothing that is not there yet."""
+    """By a Job before all others, in the same claim; it alone asks the hub, and needs nothing that is not
+    there yet."""
     docs = rendered("hub-claim")
     (job,) = of_kind(docs, "Job")
     (fetch,) = (workload for workload in workloads(docs) if workload.component == "fetch")
     (container,) = fetch.containers
     environment = environment_of(container)
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    assert container["args"] == ["model", "fetch", yaml.safe_load(files_of(rendered, "hub-claim")["gateway.yaml"])["model"]]
+    assert container["args"] == [
+        "model",
+        "fetch",
+        yaml.safe_load(files_of(rendered, "hub-claim")["gateway.yaml"])["model"],
+    ]
     assert (environment["HF_TOKEN"], "HF_HUB_OFFLINE" in environment) == ("secret", False)
     assert fetch.spec["serviceAccountName"] == "default"
     made = {doc["metadata"]["name"] for doc in docs}
     assert not {name for _, name, _ in references(fetch)} & made
     places = {
-        (workload.component, environment_of(one)["HF_HOME"], next(m["mountPath"] for m in one["volumeMounts"] if m["name"] == "model"))
+        (
+            workload.component,
+            environment_of(one)["HF_HOME"],
+            next(m["mountPath"] for m in one["volumeMounts"] if m["name"] == "model"),
+        )
         for workload in workloads(docs)
         for one in workload.containers
         if "HF_HOME" in environment_of(one)
@@ -158,11 +172,18 @@ def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Re
 @pytest.mark.parametrize("name", SETS)
 def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: str) -> None:
     fleet = yaml.safe_load(files_of(rendered, name)["fleet.yaml"])
-    joins = [workload.container("ray-node")["args"] for workload in workloads(rendered(name)) if workload.component == "fleet"]
+    joins = [
+        workload.container("ray-node")["args"]
+        for workload in workloads(rendered(name))
+        if workload.component == "fleet"
+    ]
     assert [f"--address={fleet['ray_address']}" in arguments for arguments in joins] == [True]
     assert fleet["ray_placement"] == "role"
     asked = {role: fleet[role] for role in ROLE_RESOURCES if fleet[role]}
-    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["minReplicaCount"] for doc in of_kind(rendered(name), "ScaledObject")}
+    scaled = {
+        doc["spec"]["scaleTargetRef"]["name"]: doc["spec"]["minReplicaCount"]
+        for doc in of_kind(rendered(name), "ScaledObject")
+    }
     offered: dict[str, int] = {}
     for workload in workloads(rendered(name)):
         if workload.component == "worker":
@@ -174,14 +195,18 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
         for group in cluster["spec"]["workerGroupSpecs"]:
             role = group["template"]["metadata"]["labels"]["baton.internal/role"]
             assert group["rayStartParams"]["resources"] == f"'{{\"{ROLE_RESOURCES[role]}\":1}}'"
-            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"], "Ray's autoscaler would go to the maximum at once"
+            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"], (
+                "Ray's autoscaler would go to the maximum at once"
+            )
             offered[role] = offered.get(role, 0) + group["replicas"]
         assert cluster["spec"]["enableInTreeAutoscaling"] is False
 
     assert offered == asked
     if scaled.keys() & {workload.name for workload in workloads(rendered(name)) if workload.component == "worker"}:
         assert fleet["follow_places"], "the pods above the least get workers, too"
-    assert fleet["follow_places"] is not bool(of_kind(rendered(name), "RayCluster")), "Ray's autoscaler goes by what is asked for"
+    assert fleet["follow_places"] is not bool(of_kind(rendered(name), "RayCluster")), (
+        "Ray's autoscaler goes by what is asked for"
+    )
 
 
 def test_nothing_runs_where_no_worker_is_meant_to(rendered: Rendered) -> None:
@@ -219,7 +244,10 @@ def test_no_pod_has_a_key_that_it_does_not_use(rendered: Rendered, name: str) ->
     assert given == expected
     for workload in workloads(rendered(name)):
         if workload.component == "worker":
-            assert not {"BATON_API_KEY", "BATON_GATEWAY", "BATON_GATEWAY_CA"} & environment_of(workload.container("worker")).keys()
+            assert (
+                not {"BATON_API_KEY", "BATON_GATEWAY", "BATON_GATEWAY_CA"}
+                & environment_of(workload.container("worker")).keys()
+            )
 
 
 def fullname_of(rendered: Rendered, name: str) -> str:
@@ -247,7 +275,9 @@ def test_an_upgrade_keeps_what_an_install_generated(chartrender: Renderer, rende
 def stored(secret: Mapping[str, Any]) -> dict[str, Any]:
     """A Secret as Kubernetes gives it back."""
     texts = {name: base64.b64encode(text.encode()).decode() for name, text in secret.get("stringData", {}).items()}
-    return {key: secret[key] for key in ("apiVersion", "kind", "metadata")} | {"data": {**secret.get("data", {}), **texts}}
+    return {key: secret[key] for key in ("apiVersion", "kind", "metadata")} | {
+        "data": {**secret.get("data", {}), **texts}
+    }
 
 
 def test_only_a_change_of_its_own_settings_makes_a_pod_anew(helm: Renderer, rendered: Rendered) -> None:

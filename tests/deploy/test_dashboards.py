@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KNOWN = exported()
 ASKED_FOR = {
     "request rate": "baton_requests_total",
-    "SLO attainment": "baton_slo_promises_total",
+    "SLO attainment": "baton_slo_attainment_total",
     "TTFT heat map": "baton_ttft_seconds_bucket",
     "TPOT heat map": "baton_tpot_seconds_bucket",
     "P queue": "baton_waiting_prefill_tokens",
@@ -27,7 +27,9 @@ ASKED_FOR = {
 
 
 def test_it_is_what_the_generator_writes() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools/gen_dashboard.py"), "--check"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/gen_dashboard.py"), "--check"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -65,12 +67,19 @@ def test_legends_name_labels_that_the_result_has() -> None:
 
 @pytest.mark.parametrize("what", ASKED_FOR)
 def test_what_operators_ask_for_is_there(what: str) -> None:
-    kinds = [panel["type"] for panel in dashboard()["panels"] for t in panel.get("targets", []) if ASKED_FOR[what] in t["expr"]]
+    kinds = [
+        panel["type"]
+        for panel in dashboard()["panels"]
+        for t in panel.get("targets", [])
+        if ASKED_FOR[what] in t["expr"]
+    ]
     assert "heatmap" in kinds if "heat map" in what else kinds
 
 
 def test_a_wrong_name_is_seen() -> None:
     assert problems('rate(baton_requests{code="200"}[5m])', KNOWN) == ["no metric baton_requests"]
-    assert problems('rate(baton_requests_total{status="200"}[5m])', KNOWN) == ["baton_requests_total has no label status"]
+    assert problems('rate(baton_requests_total{status="200"}[5m])', KNOWN) == [
+        "baton_requests_total has no label status"
+    ]
     assert problems("sum by (worker) (baton_open_requests)", KNOWN) == ["nothing has a label worker"]
     assert problems("sum by (role) (baton_kv_blocks * on (instance) group_left (role) baton_worker_info)", KNOWN) == []

@@ -1,4 +1,5 @@
-"""Kubernetes waits as long as a pod may take to drain: preStop, the process's own drain, and what follows it."""
+"""Kubernetes waits as long as a pod may take to drain: preStop, the process's own drain, and what follows
+it."""
 
 import math
 from pathlib import Path
@@ -22,7 +23,11 @@ def settings(rendered: Rendered, name: str, service: str) -> dict[str, Any]:
 
 
 def fullname(rendered: Rendered, name: str) -> str:
-    return next(doc["metadata"]["name"].removesuffix("-config") for doc in rendered(name) if doc["metadata"]["name"].endswith("-config"))
+    return next(
+        doc["metadata"]["name"].removesuffix("-config")
+        for doc in rendered(name)
+        if doc["metadata"]["name"].endswith("-config")
+    )
 
 
 def drain_s(rendered: Rendered, name: str, workload: Workload) -> float:
@@ -36,7 +41,9 @@ def drain_s(rendered: Rendered, name: str, workload: Workload) -> float:
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_grace_period_is_as_long_as_a_drain(rendered: Rendered, name: str) -> None:
-    draining = [workload for workload in workloads(rendered(name)) if workload.component in ("gateway", "scheduler", "worker")]
+    draining = [
+        workload for workload in workloads(rendered(name)) if workload.component in ("gateway", "scheduler", "worker")
+    ]
     assert len(draining) >= 3
     for workload in draining:
         needed_s = PROPAGATION_S + drain_s(rendered, name, workload) + END_S
@@ -45,7 +52,9 @@ def test_the_grace_period_is_as_long_as_a_drain(rendered: Rendered, name: str) -
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_ends(rendered: Rendered, name: str) -> None:
+def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_ends(
+    rendered: Rendered, name: str
+) -> None:
     for workload in workloads(rendered(name)):
         if workload.component in ("gateway", "scheduler"):
             (container,) = workload.containers
@@ -54,10 +63,16 @@ def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_en
             container = workload.container("worker")
             *command, limit_s = container["lifecycle"]["preStop"]["exec"]["command"]
             assert command == ["baton", "drain", "--here", "--wait", "--limit-s"]
-            assert drain_s(rendered, name, workload) <= int(limit_s) <= workload.spec["terminationGracePeriodSeconds"] - END_S
+            assert (
+                drain_s(rendered, name, workload)
+                <= int(limit_s)
+                <= workload.spec["terminationGracePeriodSeconds"] - END_S
+            )
             assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in container["env"]
             values = {variable["name"]: variable.get("value") for variable in container["env"]}
-            assert str(Path(values["BATON_DRAIN_SOCKET"]).parent) in {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert str(Path(values["BATON_DRAIN_SOCKET"]).parent) in {
+                mount["mountPath"] for mount in container["volumeMounts"]
+            }
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -76,7 +91,9 @@ def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered
 
             known = {"8p8d-rdma": (900,), "kuberay-8p8d": (900,), "gpu-node": (600,), "slow-models": (1800, 1200, 600)}
             assert budget_s in known.get(name, (300,))
-            assert budget_s <= settings(rendered, name, "fleet")["worker_start_s"], "or the fleet would give it up first"
+            assert budget_s <= settings(rendered, name, "fleet")["worker_start_s"], (
+                "or the fleet would give it up first"
+            )
 
 
 def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
@@ -93,7 +110,10 @@ def test_each_service_says_whether_it_lives_and_is_ready(rendered: Rendered, nam
             container = workload.container(workload.component)
             admin = next(port["containerPort"] for port in container["ports"] if port["name"] == "admin")
             assert admin == settings(rendered, name, workload.component)["admin_port"]
-            paths = {probe: container[f"{probe}Probe"].get("httpGet", {}).get("path") for probe in ("startup", "readiness", "liveness")}
+            paths = {
+                probe: container[f"{probe}Probe"].get("httpGet", {}).get("path")
+                for probe in ("startup", "readiness", "liveness")
+            }
             assert paths["startup"] == paths["liveness"] == "/health"
             assert paths["readiness"] == "/ready" or container["readinessProbe"]["grpc"]
 
@@ -104,7 +124,8 @@ def test_prometheus_finds_each_service_and_no_port_twice(rendered: Rendered) -> 
     found = [
         workload.component
         for service in docs
-        if service["kind"] == "Service" and selects(monitor["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
+        if service["kind"] == "Service"
+        and selects(monitor["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
         for workload in workloads(docs)
         if selects(service["spec"]["selector"], workload.labels)
         if any(port["name"] == monitor["spec"]["endpoints"][0]["port"] for port in service["spec"]["ports"])

@@ -1,4 +1,5 @@
-"""Four sets of values and all that they make, as text to look at in a review. `UPDATE_GOLDENS=1` writes them anew."""
+"""Four sets of values and all that they make, as text to look at in a review. `UPDATE_GOLDENS=1` writes them
+anew."""
 
 import os
 from collections.abc import Iterable
@@ -16,8 +17,8 @@ GENERATED = "(generated)"
 
 
 def golden_text(docs: Iterable[Doc]) -> str:
-    """Sorted, so that it does not matter who rendered; without what is random, and without alerts and dashboards, which are files of their
-    own."""
+    """Sorted, so that it does not matter who rendered; without what is random, and without alerts and
+    dashboards, which are files of their own."""
     kept = [doc for doc in docs if doc["kind"] != "PrometheusRule" and "-dashboard-" not in doc["metadata"]["name"]]
     ordered = sorted(kept, key=lambda doc: (doc["kind"], doc["metadata"]["name"]))
     return yaml.dump_all((_without_secrets(doc) for doc in ordered), Dumper=yaml.CSafeDumper, sort_keys=True, width=140)
@@ -26,7 +27,9 @@ def golden_text(docs: Iterable[Doc]) -> str:
 def _without_secrets(doc: Doc) -> Doc:
     if doc["kind"] != "Secret":
         return doc
-    return {key: dict.fromkeys(value, GENERATED) if key in ("data", "stringData") else value for key, value in doc.items()}
+    return {
+        key: dict.fromkeys(value, GENERATED) if key in ("data", "stringData") else value for key, value in doc.items()
+    }
 
 
 @pytest.mark.parametrize("name", GOLDENS)

@@ -1,4 +1,5 @@
-"""The image: what it is built from fits, everywhere; and it is built and run where something is installed that can.
+"""The image: what it is built from fits, everywhere; and it is built and run where something is installed
+that can.
 
 `BASE` and `TORCH_INDEX_URL` in the environment go to the build, for machines without the defaults.
 """
@@ -27,7 +28,9 @@ def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) with continued lines joined and comments left out."""
     lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
-    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines()) if word]
+    return [
+        (word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines()) if word
+    ]
 
 
 def stages() -> list[tuple[str, list[tuple[str, str]]]]:
@@ -54,7 +57,9 @@ def test_every_stage_has_a_known_base() -> None:
 
 
 def test_what_is_copied_is_there_and_not_left_out() -> None:
-    left_in = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")}
+    left_in = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    }
     copied = set()
     for _, steps in stages():
         for word, rest in steps:
@@ -96,7 +101,12 @@ def test_compose_starts_what_there_is() -> None:
         assert service["cap_drop"] == ["ALL"]
         if name != "redis":
             parse_command(service["command"])
-    assert {service["command"][0] for service in services.values()} == {"valkey-server", "scheduler", "worker", "gateway"}
+    assert {service["command"][0] for service in services.values()} == {
+        "valkey-server",
+        "scheduler",
+        "worker",
+        "gateway",
+    }
     assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
     assert [name for name, service in services.items() if "ports" in service] == ["gateway"]
 
@@ -112,7 +122,9 @@ class Engine:
         return Path(self.program).name == "buildah"
 
     def build(self) -> None:
-        arguments = [f"--build-arg={name}={os.environ[name]}" for name in ("BASE", "TORCH_INDEX_URL") if name in os.environ]
+        arguments = [
+            f"--build-arg={name}={os.environ[name]}" for name in ("BASE", "TORCH_INDEX_URL") if name in os.environ
+        ]
         isolation = ["--isolation", "chroot", "--network", "host"] if self.is_buildah else []
         self._call(["build", *isolation, *arguments, "-f", str(DOCKERFILE), "-t", TAG, str(ROOT)], BUILD_LIMIT_S)
 
@@ -120,12 +132,27 @@ class Engine:
         """What it prints, started read-only, without a network, as the image's own user."""
         if not self.is_buildah:
             own = ["--entrypoint", entrypoint] if entrypoint else []
-            return self._call(["run", "--rm", "--read-only", "--network", "none", "--shm-size", "1g", *own, TAG, *command], RUN_LIMIT_S)
+            return self._call(
+                ["run", "--rm", "--read-only", "--network", "none", "--shm-size", "1g", *own, TAG, *command],
+                RUN_LIMIT_S,
+            )
         container = self._call(["from", TAG], RUN_LIMIT_S).strip()
         try:
             program = [entrypoint] if entrypoint else ["tini", "--", "baton"]
             return self._call(
-                ["run", "--isolation", "chroot", "--network", "none", "--user", "10001:10001", container, "--", *program, *command],
+                [
+                    "run",
+                    "--isolation",
+                    "chroot",
+                    "--network",
+                    "none",
+                    "--user",
+                    "10001:10001",
+                    container,
+                    "--",
+                    *program,
+                    *command,
+                ],
                 RUN_LIMIT_S,
             )
         finally:

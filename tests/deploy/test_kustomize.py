@@ -21,10 +21,14 @@ if KUBECTL is not None:  # otherwise nobody has asked Kustomize
         kustomization = {
             "resources": ["all.yaml"],
             "labels": [{"pairs": {"team": "serving"}}],
-            "patches": [{"target": {"kind": "Deployment", "name": "rel-baton-gateway"}, "patch": yaml.safe_dump(patch)}],
+            "patches": [
+                {"target": {"kind": "Deployment", "name": "rel-baton-gateway"}, "patch": yaml.safe_dump(patch)}
+            ],
         }
         (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        done = subprocess.run([str(KUBECTL), "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [str(KUBECTL), "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S
+        )
 
         assert done.returncode == 0, done.stderr
         gateway = named(parse(done.stdout), "Deployment", "rel-baton-gateway")

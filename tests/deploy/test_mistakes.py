@@ -13,15 +13,30 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "unknown value of a service": ({"gateway": {"replica": 2}}, ("gateway", "replica")),
     "unknown setting": ({"gateway": {"config": {"max_open_request": 5}}}, ("gateway.config", "max_open_request")),
     "setting with dashes": ({"fleet": {"config": {"kv-memory": "1GiB"}}}, ("fleet.config", "kv-memory")),
-    "setting of another service": ({"scheduler": {"config": {"max_body_bytes": 5}}}, ("scheduler.config", "max_body_bytes")),
-    "setting that the chart decides": ({"gateway": {"config": {"redis_url": "redis://x"}}}, ("gateway.config", "redis_url")),
+    "setting of another service": (
+        {"scheduler": {"config": {"max_body_bytes": 5}}},
+        ("scheduler.config", "max_body_bytes"),
+    ),
+    "setting that the chart decides": (
+        {"gateway": {"config": {"redis_url": "redis://x"}}},
+        ("gateway.config", "redis_url"),
+    ),
     "workers counted by hand": ({"fleet": {"config": {"prefill": 2}}}, ("fleet.config", "prefill")),
     "number as text": ({"gateway": {"replicas": "2"}}, ("gateway.replicas", "integer")),
     "no replicas, with a budget": ({"gateway": {"replicas": 0}}, ("gateway.replicas", "1")),
     "no pods in a pool": ({"pools": [{**P, "replicas": 0}, D]}, ("pools.0.replicas", "1")),
-    "a setting out of its range": ({"fleet": {"config": {"block_size_tokens": 4096}}}, ("fleet.config.block_size_tokens", "1024")),
-    "a setting of another type": ({"scheduler": {"config": {"max_waiting": "many"}}}, ("scheduler.config.max_waiting",)),
-    "a policy that is none": ({"scheduler": {"config": {"policy": "kv_centrc"}}}, ("scheduler.config.policy", "kv_centric")),
+    "a setting out of its range": (
+        {"fleet": {"config": {"block_size_tokens": 4096}}},
+        ("fleet.config.block_size_tokens", "1024"),
+    ),
+    "a setting of another type": (
+        {"scheduler": {"config": {"max_waiting": "many"}}},
+        ("scheduler.config.max_waiting",),
+    ),
+    "a policy that is none": (
+        {"scheduler": {"config": {"policy": "kv_centrc"}}},
+        ("scheduler.config.policy", "kv_centric"),
+    ),
     "a port that nobody knows": ({"gateway": {"config": {"http_port": 0}}}, ("gateway.config.http_port", "1")),
     "no port": ({"gateway": {"config": {"http_port": None}}}, ("http_port",)),
     "a size that is none": ({"poolDefaults": {"shmSize": "2 GB"}}, ("poolDefaults.shmSize",)),
@@ -32,14 +47,23 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "a pool's name that is none": ({"pools": [{"name": "My_Pool", "role": "hybrid"}]}, ("pools.0.name",)),
     "no pools": ({"pools": []}, ("pools",)),
     "nobody decodes": ({"pools": [P]}, ("pools", "decode")),
-    "two pools of one name": ({"pools": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]}, ("pools", '"a"')),
+    "two pools of one name": (
+        {"pools": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]},
+        ("pools", '"a"'),
+    ),
     "GPUs in the CPU image": ({"poolDefaults": {"gpu": {"count": 1}}}, ("pools: prefill", "image.variant", "cuda")),
     "more GPUs than a worker uses": ({"poolDefaults": {"gpu": {"count": 8}}}, ("poolDefaults.gpu.count", "1")),
-    "GPUs in one pool alone": ({"pools": [{**P, "gpu": {"count": 1}, "image": {"variant": "cuda"}}, D]}, ("pools", "gpu.count")),
+    "GPUs in one pool alone": (
+        {"pools": [{**P, "gpu": {"count": 1}, "image": {"variant": "cuda"}}, D]},
+        ("pools", "gpu.count"),
+    ),
     "RDMA without a resource": ({"poolDefaults": {"rdma": {"enabled": True}}}, ("rdma.resource",)),
     "autoscaling without Prometheus": ({"gateway": {"autoscaling": {"enabled": True}}}, ("keda.prometheusAddress",)),
     "bounds that are crossed": (
-        {"poolDefaults": {"autoscaling": {"enabled": True, "minReplicas": 9}}, "keda": {"prometheusAddress": "http://p:9090"}},
+        {
+            "poolDefaults": {"autoscaling": {"enabled": True, "minReplicas": 9}},
+            "keda": {"prometheusAddress": "http://p:9090"},
+        },
         ("autoscaling.minReplicas",),
     ),
     "Ray's autoscaler": (
@@ -47,22 +71,40 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         ("pools: prefill", "autoscaling.enabled", "kuberay", "maxReplicas at once", "replicas"),
     ),
     "TLS without certificates": ({"tls": {"enabled": True}}, ("tls.existingSecret", "certManager")),
-    "front TLS without an issuer": ({"frontTls": {"enabled": True, "certManager": {"enabled": True}}}, ("frontTls.certManager.issuerRef",)),
+    "front TLS without an issuer": (
+        {"frontTls": {"enabled": True, "certManager": {"enabled": True}}},
+        ("frontTls.certManager.issuerRef",),
+    ),
     "a password in values": ({"redis": {"url": "redis://:secret@redis:6379/0"}}, ("redis.url",)),
-    "a claim without a name": ({"model": {"source": "pvc"}, "config": {"model": "/models/a"}}, ("model.pvc.claimName",)),
+    "a claim without a name": (
+        {"model": {"source": "pvc"}, "config": {"model": "/models/a"}},
+        ("model.pvc.claimName",),
+    ),
     "a model outside of its claim": (
         {"model": {"source": "pvc", "pvc": {"claimName": "m"}}, "config": {"model": "/data/a"}},
         ("config.model", "/models"),
     ),
     "offline without a cache": ({"model": {"source": "hub", "hub": {"offline": True}}}, ("model.hub.claimName",)),
-    "nowhere to fetch a model to": ({"model": {"source": "hub", "hub": {"prefetch": True}}}, ("model.hub.prefetch", "model.hub.claimName")),
-    "fault tolerance without its Redis": ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, ("ray.gcsFaultTolerance.redisAddress",)),
+    "nowhere to fetch a model to": (
+        {"model": {"source": "hub", "hub": {"prefetch": True}}},
+        ("model.hub.prefetch", "model.hub.claimName"),
+    ),
+    "fault tolerance without its Redis": (
+        {"ray": {"gcsFaultTolerance": {"enabled": True}}},
+        ("ray.gcsFaultTolerance.redisAddress",),
+    ),
     "an Ingress without hosts": ({"gateway": {"ingress": {"enabled": True}}}, ("gateway.ingress.hosts",)),
     "a route without a parent": ({"gateway": {"httpRoute": {"enabled": True}}}, ("gateway.httpRoute.parentRefs",)),
     "a tag that moves": ({"image": {"tag": "latest"}}, ("image.tag",)),
     "a digest that is none": ({"image": {"digest": "sha256:abc"}}, ("image.digest",)),
-    "KV ports the wrong way round": ({"fleet": {"config": {"kv_port_range": "200-100"}}}, ("kv_port_range", "LOW-HIGH")),
-    "resources that are none": ({"gateway": {"resources": {"limit": {"memory": "1Gi"}}}}, ("gateway.resources", "limit")),
+    "KV ports the wrong way round": (
+        {"fleet": {"config": {"kv_port_range": "200-100"}}},
+        ("kv_port_range", "LOW-HIGH"),
+    ),
+    "resources that are none": (
+        {"gateway": {"resources": {"limit": {"memory": "1Gi"}}}},
+        ("gateway.resources", "limit"),
+    ),
     "a peer that is none": ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, ("networkPolicy.clients.0",)),
 }
 

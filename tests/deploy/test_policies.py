@@ -16,7 +16,12 @@ RAY_PORTS = [(6380, 6386), (10002, 10101)]
 NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
     "gateway": {ANYBODY: [(8000, 8000), (8001, 8001)]},
     "scheduler": {"gateway": [(8100, 8100)], "worker": [(8100, 8100)]},
-    "worker": {"gateway": [(8101, 8101)], "worker": [(8101, 8101), (20000, 20099), *RAY_PORTS], "ray-head": RAY_PORTS, "fleet": RAY_PORTS},
+    "worker": {
+        "gateway": [(8101, 8101)],
+        "worker": [(8101, 8101), (20000, 20099), *RAY_PORTS],
+        "ray-head": RAY_PORTS,
+        "fleet": RAY_PORTS,
+    },
     "ray-head": dict.fromkeys(RAY, RAY_PORTS),
     "fleet": dict.fromkeys(RAY, RAY_PORTS),
     "redis": {name: [(6379, 6379)] for name in ("gateway", "scheduler", "fleet", "worker")},
@@ -25,8 +30,13 @@ NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
 
 
 def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, int]]]:
-    """Who reaches these pods at which ports, as a network plugin would have it. ANYBODY alone where no policy is about them."""
-    policies = [policy for policy in of_kind(docs, "NetworkPolicy") if selects(policy["spec"]["podSelector"]["matchLabels"], target.labels)]
+    """Who reaches these pods at which ports, as a network plugin would have it. ANYBODY alone where no policy
+    is about them."""
+    policies = [
+        policy
+        for policy in of_kind(docs, "NetworkPolicy")
+        if selects(policy["spec"]["podSelector"]["matchLabels"], target.labels)
+    ]
     if not policies:
         return {ANYBODY: [(1, 65535)]}
     found: dict[str, list[tuple[int, int]]] = {}
@@ -45,7 +55,9 @@ def _sources(rule: Mapping[str, Any], docs: Sequence[Doc]) -> Iterator[str]:
     for peer in rule.get("from", ()):
         if "podSelector" in peer:
             components = {
-                workload.component for workload in workloads(docs) if selects(peer["podSelector"]["matchLabels"], workload.labels)
+                workload.component
+                for workload in workloads(docs)
+                if selects(peer["podSelector"]["matchLabels"], workload.labels)
             }
             assert len(components) == 1, peer
             yield components.pop()
@@ -91,4 +103,7 @@ def test_each_port_that_a_pod_opens_is_in_its_policy_or_for_probes(rendered: Ren
         for container in workload.containers:
             for port in container.get("ports", ()):
                 number = port["containerPort"]
-                assert port["name"] == "admin" or any(low <= number <= high for low, high in ranges), (workload.name, port)
+                assert port["name"] == "admin" or any(low <= number <= high for low, high in ranges), (
+                    workload.name,
+                    port,
+                )

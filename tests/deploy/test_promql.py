@@ -1,4 +1,5 @@
-"""The evaluator that stands in for Prometheus, held against cases of Prometheus's own test suite (promql/promqltest/testdata)."""
+"""The evaluator that stands in for Prometheus, held against cases of Prometheus's own test suite
+(promql/promqltest/testdata)."""
 
 import math
 
@@ -51,8 +52,18 @@ def database(series: dict[str, str], interval_s: float = 300.0) -> Database:
 @pytest.mark.parametrize(
     ("series", "query", "at_s", "expected"),
     [
-        (REQUESTS, "increase(http_requests_total[50m])", 3000, {"/foo": 100, "/bar": 160, "/dings": 100, "/bumms": 100}),
-        (REQUESTS, "increase(http_requests_total[100m])", 3000, {"/foo": 100, "/bar": 162, "/dings": 105, "/bumms": 101}),
+        (
+            REQUESTS,
+            "increase(http_requests_total[50m])",
+            3000,
+            {"/foo": 100, "/bar": 160, "/dings": 100, "/bumms": 100},
+        ),
+        (
+            REQUESTS,
+            "increase(http_requests_total[100m])",
+            3000,
+            {"/foo": 100, "/bar": 162, "/dings": 105, "/bumms": 101},
+        ),
         (RESETS, "increase(http_requests_total[30m])", 1800, {"/foo": 7}),
         (RESET_MIDDLE, "rate(total[50m])", 3000, {"/a": 0.08}),
         (RESET_END, "rate(total[5m])", 3000, {}),
@@ -80,7 +91,8 @@ def by_path(found: Vector) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("quantile", "positive", "negative"), [(0, 0, -0.2), (0.2, 0.048, -0.2), (0.5, 0.15, -0.15), (0.8, 0.72, 0.3), (1, 1, 0.3)]
+    ("quantile", "positive", "negative"),
+    [(0, 0, -0.2), (0.2, 0.048, -0.2), (0.5, 0.15, -0.15), (0.8, 0.72, 0.3), (1, 1, 0.3)],
 )
 def test_quantiles(quantile: float, positive: float, negative: float) -> None:
     made = database(HISTOGRAM)
@@ -113,12 +125,17 @@ def test_quantiles(quantile: float, positive: float, negative: float) -> None:
 )
 def test_matching_and_grouping(query: str, expected: dict[tuple[str, ...], float]) -> None:
     found = database(JOBS).vector(query, 3000)
-    assert {tuple(sorted(f"{k}={v}" for k, v in labels)): value for labels, value in found.items()} == pytest.approx(expected)
+    assert {tuple(sorted(f"{k}={v}" for k, v in labels)): value for labels, value in found.items()} == pytest.approx(
+        expected
+    )
 
 
 def test_what_is_old_or_has_ended_is_not_there() -> None:
     made = database({"old": "1 2", "ended": "1 2 stale"}, interval_s=60)
-    assert {dict(labels)["__name__"]: value for labels, value in made.vector('{__name__=~".+"}', 60).items()} == {"old": 2, "ended": 2}
+    assert {dict(labels)["__name__"]: value for labels, value in made.vector('{__name__=~".+"}', 60).items()} == {
+        "old": 2,
+        "ended": 2,
+    }
     assert [dict(labels)["__name__"] for labels in made.vector('{__name__=~".+"}', 120)] == ["old"]
     assert made.vector("old", 360) == {}
     assert list(made.vector("last_over_time(ended[10m])", 360).values()) == [2]
@@ -132,7 +149,14 @@ def test_two_partners_are_an_error_and_nothing_by_nothing_is_no_number() -> None
 
 
 @pytest.mark.parametrize(
-    "query", ["predict_linear(a[5m], 3)", "topk(3, a)", "sum_over_time(a[5m:1m])", "a @ 5", "label_replace(a, 'b', 'c', 'd', 'e')"]
+    "query",
+    [
+        "predict_linear(a[5m], 3)",
+        "topk(3, a)",
+        "sum_over_time(a[5m:1m])",
+        "a @ 5",
+        "label_replace(a, 'b', 'c', 'd', 'e')",
+    ],
 )
 def test_what_is_not_known_is_not_guessed(query: str) -> None:
     with pytest.raises(Unsupported):

@@ -1,4 +1,5 @@
-"""The chart's recording and alert rules: as promtool would check them, on names that the code exports, each with a case for and against."""
+"""The chart's recording and alert rules: as promtool would check them, on names that the code exports, each
+with a case for and against."""
 
 import re
 import shutil
@@ -31,7 +32,11 @@ def labels_of_result(rule: dict[str, Any]) -> frozenset[str]:
     """What its outermost grouping leaves."""
     node = ast.parse(rule["expr"])
     while not isinstance(node, ast.AggregateExpr):
-        node = next(part for part in (getattr(node, "lhs", None), *getattr(node, "args", [])) if part is not None and not _is_number(part))
+        node = next(
+            part
+            for part in (getattr(node, "lhs", None), *getattr(node, "args", []))
+            if part is not None and not _is_number(part)
+        )
     return frozenset(node.modifier.labels) - {"le"} if node.modifier is not None else frozenset()
 
 
@@ -49,12 +54,16 @@ def test_groups_and_rules_are_what_prometheus_takes() -> None:
     assert all(group.keys() == {"name", "rules"} and group["rules"] for group in RULES["groups"])
     assert len(ALERTS) + len(RECORDED) == len(ALL)
     for rule in ALL:
-        assert rule.keys() <= ({"alert", "expr", "for", "labels", "annotations"} if "alert" in rule else {"record", "expr", "labels"})
+        assert rule.keys() <= (
+            {"alert", "expr", "for", "labels", "annotations"} if "alert" in rule else {"record", "expr", "labels"}
+        )
         ast.parse(rule["expr"])
         if "for" in rule:
             assert seconds(rule["for"]) > 0
         for kind in ("labels", "annotations"):
-            assert all(_LABEL.fullmatch(key) and isinstance(value, str) and value for key, value in rule.get(kind, {}).items())
+            assert all(
+                _LABEL.fullmatch(key) and isinstance(value, str) and value for key, value in rule.get(kind, {}).items()
+            )
     assert all(re.fullmatch(r"[a-zA-Z_:][\w:]*", name) for name in RECORDED)
 
 
@@ -99,7 +108,9 @@ def labels_an_alert_has(rule: dict[str, Any]) -> set[str]:
 
 def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     fires = {test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if test.get("exp_alerts")}
-    stays = {test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if not test.get("exp_alerts")}
+    stays = {
+        test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if not test.get("exp_alerts")
+    }
     assert fires == stays == ALERTS.keys()
 
 
@@ -107,11 +118,15 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
 def test_alerts_fire_when_they_should(case: dict[str, Any]) -> None:
     """By our own evaluator of the part of PromQL that the rules use."""
     times = {test["eval_time"] for test in case["alert_rule_test"]}
-    firing = {at: firing_at(RULES, database_of(case, seconds(case["interval"])), seconds(at), INTERVAL_S) for at in times}
+    firing = {
+        at: firing_at(RULES, database_of(case, seconds(case["interval"])), seconds(at), INTERVAL_S) for at in times
+    }
     for test in case["alert_rule_test"]:
         rule = ALERTS[test["alertname"]]
         expected = {
-            Firing(test["alertname"], frozenset((k, v) for k, v in one["exp_labels"].items() if k not in rule["labels"]))
+            Firing(
+                test["alertname"], frozenset((k, v) for k, v in one["exp_labels"].items() if k not in rule["labels"])
+            )
             for one in test.get("exp_alerts", [])
         }
         assert {one for one in firing[test["eval_time"]] if one.alert == test["alertname"]} == expected, test

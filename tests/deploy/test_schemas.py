@@ -1,4 +1,5 @@
-"""Each rendered object against Kubernetes' schemas of three versions, custom kinds against ours; and that both refuse what is wrong."""
+"""Each rendered object against Kubernetes' schemas of three versions, custom kinds against ours; and that
+both refuse what is wrong."""
 
 import copy
 from functools import cache

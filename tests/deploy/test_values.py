@@ -32,7 +32,11 @@ BASES: tuple[Mapping[str, Any], ...] = (
         "runtime": KUBERAY,
         "networkPolicy": {"clients": [{"podSelector": {}}]},
     },
-    {"model": {"source": "pvc", "pvc": {"claimName": "models"}}, "config": {"model": "/models/some"}, "redis": {"existingSecret": "url"}},
+    {
+        "model": {"source": "pvc", "pvc": {"claimName": "models"}},
+        "config": {"model": "/models/some"},
+        "redis": {"existingSecret": "url"},
+    },
     {
         "gateway": {"service": {"type": "LoadBalancer"}, "autoscaling": SCALED},
         "poolDefaults": {"autoscaling": SCALED},
@@ -125,7 +129,9 @@ def other_than(path: str, default: Any) -> Any:
 def merged(base: Any, over: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return copy.deepcopy(over)
-    return {key: merged(base.get(key), over[key]) if key in over else copy.deepcopy(base[key]) for key in {**base, **over}}
+    return {
+        key: merged(base.get(key), over[key]) if key in over else copy.deepcopy(base[key]) for key in {**base, **over}
+    }
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
@@ -145,8 +151,12 @@ def leaves(values: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_generated_parts_are_fresh() -> None:
-    assert (CHART / "values.schema.json").read_text(encoding="utf-8") == gen_chart.schema_text(), "run: python tools/gen_chart.py"
-    assert (CHART / "README.md").read_text(encoding="utf-8") == gen_chart.readme_text(), "run: python tools/gen_chart.py"
+    assert (CHART / "values.schema.json").read_text(encoding="utf-8") == gen_chart.schema_text(), (
+        "run: python tools/gen_chart.py"
+    )
+    assert (CHART / "README.md").read_text(encoding="utf-8") == gen_chart.readme_text(), (
+        "run: python tools/gen_chart.py"
+    )
 
 
 def test_each_value_has_its_row() -> None:
@@ -207,7 +217,11 @@ def test_alerts_and_dashboards_are_files(helm: Renderer, tmp_path_factory: pytes
     chart = tmp_path_factory.mktemp("chart") / "baton"
     shutil.copytree(CHART, chart)
     for kind, name, text in (
-        ("rules", "some.yaml", 'groups:\n  - name: some\n    rules:\n      - alert: Some\n        expr: "baton_open_requests > {{ 1 }}"\n'),
+        (
+            "rules",
+            "some.yaml",
+            'groups:\n  - name: some\n    rules:\n      - alert: Some\n        expr: "baton_open_requests > {{ 1 }}"\n',
+        ),
         ("dashboards", "some.json", '{"title": "{{ $labels.worker }}"}\n'),
     ):
         (chart / "files" / kind).mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@ from tests.deploy.renderer import CHART
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSet:
-    """`example`: of the chart's own files; `values` go over it. `external`: Secrets and claims that the values say are there already."""
+    """`example`: of the chart's own files; `values` go over it. `external`: Secrets and claims that the
+    values say are there already."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     example: str = ""
@@ -49,7 +50,11 @@ ALL_ON: dict[str, Any] = {
     "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "ray-redis:6379", "existingSecret": "ray-redis"}},
     "gateway": {
         "config": {"slo": "ttft=1s,tpot=50ms"},
-        "service": {"type": "LoadBalancer", "annotations": {"some": "annotation"}, "loadBalancerSourceRanges": ["10.0.0.0/8"]},
+        "service": {
+            "type": "LoadBalancer",
+            "annotations": {"some": "annotation"},
+            "loadBalancerSourceRanges": ["10.0.0.0/8"],
+        },
         "ingress": {
             "enabled": True,
             "className": "nginx",
@@ -80,7 +85,11 @@ ALL_ON: dict[str, Any] = {
     },
     "keda": PROMETHEUS,
     "extraObjects": [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more", "namespace": "{{ .Release.Namespace }}"}}
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "{{ .Release.Name }}-more", "namespace": "{{ .Release.Namespace }}"},
+        }
     ],
 }
 FIXED_POOLS = [{name: value for name, value in pool.items() if name != "autoscaling"} for pool in ALL_ON["pools"]]
@@ -101,28 +110,45 @@ SETS: Mapping[str, ValueSet] = {
     "redis-image": ValueSet(
         values={
             "redis": {
-                "bundled": {"image": {"repository": "redis", "tag": "7.4-alpine"}, "command": "redis-server", "existingSecret": "mine"}
+                "bundled": {
+                    "image": {"repository": "redis", "tag": "7.4-alpine"},
+                    "command": "redis-server",
+                    "existingSecret": "mine",
+                }
             }
         },
         external=frozenset({"mine"}),
     ),
     "no-keys": ValueSet(values={"apiKeys": {"enabled": False}}),
     "own-secrets": ValueSet(
-        values={"apiKeys": {"existingSecret": "keys"}, "ray": {"existingSecret": "token"}}, external=frozenset({"keys", "token"})
+        values={"apiKeys": {"existingSecret": "keys"}, "ray": {"existingSecret": "token"}},
+        external=frozenset({"keys", "token"}),
     ),
     "tls-secret": ValueSet(values={"tls": {"enabled": True, "existingSecret": "mtls"}}, external=frozenset({"mtls"})),
     "tls-issuer": ValueSet(
-        values={"tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}}}},
+        values={
+            "tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}}}
+        },
     ),
-    "front-tls": ValueSet(values={"frontTls": {"enabled": True, "existingSecret": "front"}}, external=frozenset({"front"})),
+    "front-tls": ValueSet(
+        values={"frontTls": {"enabled": True, "existingSecret": "front"}}, external=frozenset({"front"})
+    ),
     "front-issuer": ValueSet(
-        values={"frontTls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}}}}
+        values={
+            "frontTls": {
+                "enabled": True,
+                "certManager": {"enabled": True, "issuerRef": {"kind": "Issuer", "name": "mine"}},
+            }
+        }
     ),
     "hub": ValueSet(values={"config": {"model": "Qwen/Qwen3-0.6B"}, "model": {"source": "hub"}}),
     "hub-claim": ValueSet(
         values={
             "config": {"model": "o/m"},
-            "model": {"source": "hub", "hub": {"claimName": "cache", "offline": True, "existingSecret": "hf", "prefetch": True}},
+            "model": {
+                "source": "hub",
+                "hub": {"claimName": "cache", "offline": True, "existingSecret": "hf", "prefetch": True},
+            },
         },
         external=frozenset({"cache", "hf"}),
     ),
@@ -144,15 +170,26 @@ SETS: Mapping[str, ValueSet] = {
     "no-spread": ValueSet(values={"topologySpread": {"enabled": False}}),
     "no-pdb": ValueSet(values={name: {"pdb": {"enabled": False}} for name in ("gateway", "scheduler", "poolDefaults")}),
     "slow-models": ValueSet(
-        values={"pools": [{**P, "modelLoadSeconds": 1800}, {**D, "modelLoadSeconds": 1200}, _pool("hybrid", modelLoadSeconds=600)]}
+        values={
+            "pools": [
+                {**P, "modelLoadSeconds": 1800},
+                {**D, "modelLoadSeconds": 1200},
+                _pool("hybrid", modelLoadSeconds=600),
+            ]
+        }
     ),
     "monitors": ValueSet(values={"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}),
     "long-name": ValueSet(
-        values={"fullnameOverride": "a-name-that-is-longer-than-anybody-wants", "pools": [P, {"name": "the-decode-pool", "role": "decode"}]}
+        values={
+            "fullnameOverride": "a-name-that-is-longer-than-anybody-wants",
+            "pools": [P, {"name": "the-decode-pool", "role": "decode"}],
+        }
     ),
     "digest": ValueSet(values={"image": {"digest": "sha256:" + "0" * 64, "registry": "registry.example.com:5000"}}),
     "ray-ft": ValueSet(values={"ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "other:6379"}}}),
-    "part-seconds": ValueSet(values={"gateway": {"config": {"drain_s": 2.5}}, "fleet": {"config": {"drain_s": 90, "lease_s": 12.25}}}),
+    "part-seconds": ValueSet(
+        values={"gateway": {"config": {"drain_s": 2.5}}, "fleet": {"config": {"drain_s": 90, "lease_s": 12.25}}}
+    ),
     "ipv6": ValueSet(values={"config": {"host": "::"}}),
     "ports": ValueSet(
         values={

@@ -1,4 +1,5 @@
-"""The executor on CUDA: exact by transformers' own pass on the same device, and paged attention as the CPU computes it.
+"""The executor on CUDA: exact by transformers' own pass on the same device, and paged attention as the CPU
+computes it.
 
 The contract of `Executor` runs on CUDA, too: `tests/contract/test_executor.py`.
 """
@@ -10,18 +11,18 @@ import pytest
 import torch
 
 from baton.core.errors import Reason
-from baton.engine.model.executor import TorchExecutor
-from baton.engine.model.hub import DEMO_DIR
-from baton.engine.model.init import init_model
-from baton.engine.model.kv_cache import KvCache
-from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.model.self_proof import prove
-from baton.engine.model.threads import compute_thread
+from baton.model.device.compute_thread import compute_thread
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.loading.random_init import init_model
+from baton.model.torch_executor import TorchExecutor
+from baton.model.verification.verify_backend import verify_model
 from tests.exactness import ExactnessChecker
 from tests.integration.test_model_exactness import TINY_MODELS, WAYS, asked, blocks_for, loaded_for, worker_of
 from tests.scale import sized
-from tests.unit.engine.model.test_attention import check_step
-from tests.unit.engine.model.test_executor import GOOD, SIZE, assert_same, part, plan
+from tests.unit.model.test_attention import check_step
+from tests.unit.model.test_executor import GOOD, SIZE, assert_same, part, plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -71,14 +72,17 @@ def test_other_architectures_are_exact(name: str, kernels: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_proof_at_start_passes(dtype: str) -> None:
-    prove(load_model(DEMO_DIR, dtype=dtype, device=DEVICE), block_size_tokens=16)
+    verify_model(load_model(DEMO_DIR, dtype=dtype, device=DEVICE), block_size_tokens=16)
 
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("seed", range(4))
 def test_paged_attention_is_what_the_cpu_computes(window: int | None, seed: int) -> None:
     rng = Random(seed)
-    spans = [(rng.choice((0, rng.randint(0, 60))), rng.choice((1, 1, 1, rng.randint(1, 200)))) for _ in range(rng.randint(2, 20))]
+    spans = [
+        (rng.choice((0, rng.randint(0, 60))), rng.choice((1, 1, 1, rng.randint(1, 200))))
+        for _ in range(rng.randint(2, 20))
+    ]
     found = check_step(spans, window, seed=seed, device=DEVICE)
     torch.testing.assert_close(found, check_step(spans, window, seed=seed), atol=1e-5, rtol=1e-5)
 
@@ -86,7 +90,9 @@ def test_paged_attention_is_what_the_cpu_computes(window: int | None, seed: int)
 def test_values_that_are_not_numbers_fail_alone(tmp_path: Path) -> None:
     init_model(TINY_MODELS["qwen3"](), tmp_path / "model", seed=1)
     loaded = load_model(tmp_path / "model", dtype="float32", device=DEVICE)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32, loaded.device), thread=compute_thread(1))
+    executor = TorchExecutor(
+        loaded.model, KvCache.zeros(loaded.layout(SIZE), 32, loaded.device), thread=compute_thread(1)
+    )
     wanted = executor.run(plan(GOOD[0], GOOD[2]))
     loaded.model.get_input_embeddings().weight[77] = float("nan")
     found = executor.run(plan(GOOD[0], part(1, [6, 77, 5]), GOOD[2]))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from baton.engine.model.kv_cache import KvCache
-from baton.engine.model.mirror import DeviceMirror
-from baton.transfer.memory import allocate_shared
+from baton.model.device.host_staging import HostStaging
+from baton.model.device.kv_tensors import KvCache
+from baton.transfer.backends.host_memory import allocate_shared
 from tests import builders
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ def test_copies_both_ways_through_pinned_memory() -> None:
     there.random_(0, 256)
     memory = allocate_shared(NUM_BLOCKS, layout.block_bytes)
     host = torch.from_numpy(memory.kv)
-    mirror = DeviceMirror(cache, memory.kv)
+    mirror = HostStaging(cache, memory.kv)
     assert host.is_pinned()
 
     out = [1, 2, 3, 7]

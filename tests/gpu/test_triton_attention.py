@@ -1,4 +1,5 @@
-"""The kernel for GPUs against attention written out. On a CPU, slowly: `TRITON_INTERPRET=1`, where triton is installed."""
+"""The kernel for GPUs against attention written out. On a CPU, slowly: `TRITON_INTERPRET=1`, where triton is
+installed."""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,20 +8,20 @@ from random import Random
 import pytest
 import torch
 
-from baton.engine.model.decode_graphs import CudaGraphs, GraphedForward
-from baton.engine.model.forward import ModelForward
-from baton.engine.model.init import init_model
-from baton.engine.model.loading import load_model
+from baton.model.backends.cuda_graphs import CudaGraphs, GraphedForward
+from baton.model.loading.model_loader import load_model
+from baton.model.loading.random_init import init_model
+from baton.model.step.forward import ModelForward
 from tests.integration.test_model_exactness import TINY_MODELS
-from tests.unit.engine.model.test_attention import check_step
-from tests.unit.engine.model.test_decode_graphs import Recorded, answers
+from tests.unit.model.test_attention import check_step
+from tests.unit.model.test_decode_graphs import Recorded, answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
 def kernel():  # type: ignore[no-untyped-def]
-    from baton.engine.model.triton_attention import triton_attention
+    from baton.model.kernels.triton.triton_attention import triton_attention
 
     return triton_attention
 
@@ -44,7 +45,7 @@ def test_decodes_alone_are_split_over_long_contexts(kernel, device: str, window:
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 def test_no_split_of_a_chunk_is_compiled_for_a_request(num_kv_heads: int) -> None:
     """What runs at the start meets each split that a step could ask for."""
-    from baton.engine.model.triton_attention import split_contexts, splits_for
+    from baton.model.kernels.triton.triton_attention import split_contexts, splits_for
 
     longest = 40_000
     ran = {splits_for(num_kv_heads, context + 2) for context in split_contexts(longest)}
@@ -60,7 +61,10 @@ def test_chunks_longer_than_a_tile(kernel, device: str, window: int | None) -> N
 @pytest.mark.parametrize("seed", range(4))
 def test_random_steps(kernel, device: str, seed: int) -> None:  # type: ignore[no-untyped-def]
     rng = Random(seed)
-    spans = [(rng.choice((0, rng.randint(0, 60))), rng.choice((1, 1, 1, rng.randint(1, 30)))) for _ in range(rng.randint(1, 12))]
+    spans = [
+        (rng.choice((0, rng.randint(0, 60))), rng.choice((1, 1, 1, rng.randint(1, 30))))
+        for _ in range(rng.randint(1, 12))
+    ]
     check_step(spans, rng.choice((None, rng.randint(1, 40))), seed=seed, device=device, kernel=kernel)
 
 
@@ -72,7 +76,7 @@ def test_half_precision(kernel, device: str, dtype: torch.dtype) -> None:  # typ
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
 def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
     """On a GPU as CUDA graphs."""
-    from baton.engine.model.triton_attention import triton_decode
+    from baton.model.kernels.triton.triton_attention import triton_decode
 
     init_model(TINY_MODELS[name](), tmp_path / "model", seed=3)
     loaded = load_model(tmp_path / "model", dtype="float32", device=device)
@@ -80,6 +84,8 @@ def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
     with closing(ModelForward(loaded.model)) as own:
         wanted = answers(loaded, own, counts)
     record = CudaGraphs() if device == "cuda" else Recorded()
-    with closing(GraphedForward(ModelForward(loaded.model), triton_decode, max_model_len=200, record=record)) as forward:
+    with closing(
+        GraphedForward(ModelForward(loaded.model), triton_decode, max_model_len=200, record=record)
+    ) as forward:
         for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

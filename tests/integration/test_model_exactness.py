@@ -1,4 +1,5 @@
-"""Engine, block pool and a real model in one process against the teacher-forced reference (acceptance 3 of the spine)."""
+"""Engine, block pool and a real model in one process against the teacher-forced reference (acceptance 3 of
+the spine)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from baton.core.blocks import chain, root_hash, token_ids
+from baton.core.kv.block_hash import chain, root_hash, token_ids
 from baton.core.request import Sampling, TokenLogprobs
-from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
-from baton.engine.model import ways
-from baton.engine.model.executor import TorchExecutor
-from baton.engine.model.hub import DEMO_DIR
-from baton.engine.model.init import init_model
-from baton.engine.model.kv_cache import KvCache
-from baton.engine.model.loading import LoadedModel, load_model
-from baton.engine.model.threads import compute_thread
-from baton.engine.model.ways import Way, choose_way
-from baton.engine.sequence import SequenceRequest
-from baton.engine.step import StepPlan
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.step import StepPlan
+from baton.model.backends import backend_selection
+from baton.model.backends.backend_selection import Backend, choose_backend
+from baton.model.device.compute_thread import compute_thread
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.loading.random_init import init_model
+from baton.model.torch_executor import TorchExecutor
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from tests.exactness import Answer, ExactnessChecker, NotExact
 from tests.scale import sized
 
@@ -49,7 +50,12 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-all-kv-heads": lambda: LlamaConfig(**_TINY, num_key_value_heads=4),
     "mistral-window": lambda: MistralConfig(**_TINY, num_key_value_heads=2, sliding_window=40),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_TINY, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+        **_TINY,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
     ),
 }
 
@@ -62,19 +68,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-WAYS: dict[LoadedModel, Way] = {}
-"""How each is run. Two that were loaded from one path are two: torch's modules are only equal to themselves."""
+WAYS: dict[LoadedModel, Backend] = {}
+"""How each is run. Two that were loaded from one path are two: torch's modules are only equal to
+themselves."""
 
 
-def loaded_for(path: Path, kernels: str, device: str = "cpu", *, dtype: str = "float32", num_threads: int = 1) -> LoadedModel:
+def loaded_for(
+    path: Path, kernels: str, device: str = "cpu", *, dtype: str = "float32", num_threads: int = 1
+) -> LoadedModel:
     loaded = load_model(path, dtype=dtype, device=device)
-    WAYS[loaded] = choose_way(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
+    WAYS[loaded] = choose_backend(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
     return loaded
 
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Both ways to run a model: torch's, and the fastest that is here. Where there is no compiler both are one."""
+    """Both ways to run a model: torch's, and the fastest that is here. Where there is no compiler both are
+    one."""
     chosen: str = request.param
     return chosen
 
@@ -85,7 +95,9 @@ def demo(kernels: str) -> tuple[LoadedModel, ExactnessChecker]:
 
 
 @pytest.fixture(scope="module", params=list(TINY_MODELS))
-def tiny(request: pytest.FixtureRequest, kernels: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, ExactnessChecker]:
+def tiny(
+    request: pytest.FixtureRequest, kernels: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LoadedModel, ExactnessChecker]:
     path = tmp_path_factory.mktemp(request.param) / "model"
     init_model(TINY_MODELS[request.param](), path, seed=1)
     return loaded_for(path, kernels), ExactnessChecker(path)
@@ -99,12 +111,13 @@ class Asked:
 
 
 class Worker:
-    """Engine and executor on one KV memory, stepped by hand. `before_step` may look at, or spoil, what the next step will use."""
+    """Engine and executor on one KV memory, stepped by hand. `before_step` may look at, or spoil, what the
+    next step will use."""
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, max_num_seqs: int = 32, chunk: int = CHUNK) -> None:
         self.layout = loaded.layout(BLOCK)
         self.cache = KvCache.zeros(self.layout, num_blocks, loaded.device)
-        pool = BlockPool(num_blocks, BLOCK, MemoryLifeTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
+        pool = BlockPool(num_blocks, BLOCK, MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
         config = EngineConfig(
             max_num_batched_tokens=chunk,
             max_num_seqs=max_num_seqs,
@@ -179,10 +192,17 @@ def worker_of(loaded: LoadedModel, **sizes: int) -> Iterator[Worker]:
 
 def random_sampling(rng: Random, max_tokens: int) -> Sampling:
     """Greedy half of the time; otherwise any of what a client can ask for."""
-    fields: dict[str, object] = {"max_tokens": max_tokens, "num_logprobs": 5, "seed": rng.getrandbits(63), "temperature": 0.0}
+    fields: dict[str, object] = {
+        "max_tokens": max_tokens,
+        "num_logprobs": 5,
+        "seed": rng.getrandbits(63),
+        "temperature": 0.0,
+    }
     if rng.random() < 0.5:
         fields["temperature"] = rng.choice((0.3, 0.7, 1.0, 1.5))
-        fields |= rng.choice(({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.95, "min_p": 0.01}))
+        fields |= rng.choice(
+            ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.95, "min_p": 0.01})
+        )
     if rng.random() < 0.3:
         fields |= rng.choice(
             (
@@ -197,8 +217,14 @@ def random_sampling(rng: Random, max_tokens: int) -> Sampling:
 
 
 def random_prompts(rng: Random, count: int, vocab_size: int, longest: int) -> list[tuple[int, ...]]:
-    """Lengths around every block and chunk boundary up to `longest`, some prompts sharing a prefix, some repeated whole."""
-    boundaries = [edge + off for edge in (BLOCK, 2 * BLOCK, CHUNK, 2 * CHUNK, 4 * CHUNK) for off in (-1, 0, 1) if edge + off <= longest]
+    """Lengths around every block and chunk boundary up to `longest`, some prompts sharing a prefix, some
+    repeated whole."""
+    boundaries = [
+        edge + off
+        for edge in (BLOCK, 2 * BLOCK, CHUNK, 2 * CHUNK, 4 * CHUNK)
+        for off in (-1, 0, 1)
+        if edge + off <= longest
+    ]
     prompts: list[tuple[int, ...]] = []
     for number in range(count):
         length = rng.choice(boundaries) if number % 2 else rng.randint(1, longest)
@@ -212,7 +238,9 @@ def random_prompts(rng: Random, count: int, vocab_size: int, longest: int) -> li
     return prompts
 
 
-def asked(seed: int, loaded: LoadedModel, count: int, *, longest: int, max_tokens: int, num_samples: int = 1) -> list[Asked]:
+def asked(
+    seed: int, loaded: LoadedModel, count: int, *, longest: int, max_tokens: int, num_samples: int = 1
+) -> list[Asked]:
     rng = Random(seed)
     return [
         Asked(prompt, random_sampling(rng, rng.randint(1, max_tokens)), num_samples)
@@ -234,9 +262,10 @@ def test_demo(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
 
 
 def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(kernels: str) -> None:
-    """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers rounds its logits, than its
-    own bfloat16 is to float32 at p99, which ours is as close to (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since
-    both sides err. Ways that round their logits, too, may be off by one step of bfloat16 more."""
+    """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers
+    rounds its logits, than its own bfloat16 is to float32 at p99, which ours is as close to
+    (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since both sides err. Ways that round
+    their logits, too, may be off by one step of bfloat16 more."""
     loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
     prompts = random_prompts(Random(0), sized(25, 300), loaded.vocab_size, 200)
@@ -244,12 +273,16 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
         answers = worker.answer([Asked(prompt, sampling) for prompt in prompts])
         assert worker.engine.counters.preemptions > 0
         assert worker.engine.counters.cached_tokens > 0
-    exact, theirs = (AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16))
+    exact, theirs = (
+        AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
+    )
     errors, margins, num_tokens = [], [], 0
     for answer in answers:
         ids, first = torch.tensor([answer.prompt + answer.tokens[:-1]]), len(answer.prompt) - 1
         with torch.inference_mode():
-            right, rounded = (model(input_ids=ids, use_cache=False).logits[0, first:].float() for model in (exact, theirs))
+            right, rounded = (
+                model(input_ids=ids, use_cache=False).logits[0, first:].float() for model in (exact, theirs)
+            )
             hidden = theirs.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
             logits = hidden.float() @ theirs.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
@@ -263,13 +296,18 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
     assert (differing < 2 * near).all()
 
 
-def test_bfloat16_is_the_same_alone_among_others_and_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of our decoder, to the last bit of a logprob: no row's sums depend on the rows beside it. Of a model with four queries a key, and
-    contexts that threads do not share out: with one or two, a processor without pairs adds up otherwise for a token that comes alone
-    (`FEW_ROWS`), so that an answer may part from itself, in batches as when computed again, where two tokens are as good."""
+def test_bfloat16_is_the_same_alone_among_others_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of our decoder, to the last bit of a logprob: no row's sums depend on the rows beside it. Of a model
+    with four queries a key, and contexts that threads do not share out: with one or two, a processor without
+    pairs adds up otherwise for a token that comes alone (`FEW_ROWS`), so that an answer may part from itself,
+    in batches as when computed again, where two tokens are as good."""
     path = tmp_path / "model"
     init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
-    monkeypatch.setattr(ways, "can_decode", lambda model, kernels: True)  # also where oneDNN's products are faster
+    monkeypatch.setattr(
+        backend_selection, "can_decode", lambda model, kernels: True
+    )  # also where oneDNN's products are faster
     loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
     assert WAYS[loaded].name == "our decoder"
     questions = [
@@ -308,7 +346,8 @@ def test_preempted(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
 
 
 def test_prefix_hits(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """The same prompts again, whole and longer: cached blocks answer, also where nothing but the last token is left to compute."""
+    """The same prompts again, whole and longer: cached blocks answer, also where nothing but the last token
+    is left to compute."""
     loaded, checker = demo
     first = asked(4, loaded, sized(5, 60), longest=sized(120, 600), max_tokens=6)
     again = [Asked(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]
@@ -337,7 +376,8 @@ def test_several_samples(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
 
 
 def test_batch_does_not_change_the_answer(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """The same question alone and among others: each exact by itself, so equal up to near-ties; here equal."""
+    """The same question alone and among others: each exact by itself, so equal up to near-ties; here
+    equal."""
     loaded, checker = demo
     questions = asked(6, loaded, 6, longest=100, max_tokens=10)
     with worker_of(loaded, num_blocks=200) as alone:
@@ -350,7 +390,8 @@ def test_batch_does_not_change_the_answer(demo: tuple[LoadedModel, ExactnessChec
 
 @pytest.mark.parametrize("spoil", ["another_block", "one_head_of_one_layer"])
 def test_a_wrong_block_is_found(tiny: tuple[LoadedModel, ExactnessChecker], spoil: str) -> None:
-    """One block of one sequence has the wrong KV when decoding starts: the checker must say so, or it proves nothing."""
+    """One block of one sequence has the wrong KV when decoding starts: the checker must say so, or it proves
+    nothing."""
     loaded, checker = tiny
     prompt = tuple(Random(7).choices(range(loaded.vocab_size), k=40))
     question = Asked(prompt, Sampling(max_tokens=8, temperature=0.0, num_logprobs=5, ignore_eos=True))

@@ -1,4 +1,5 @@
-"""Ten times what a cluster can do, for a minute, in virtual time (row 43 of the fault table): what is let in keeps its promise."""
+"""Ten times what a cluster can do, for a minute, in virtual time (row 43 of the fault table): what is let in
+keeps its promise."""
 
 import asyncio
 from collections import Counter
@@ -7,13 +8,13 @@ from random import Random
 
 import pytest
 
+from baton.core.client_api import Caller, ChoiceDelta
 from baton.core.errors import Refused
-from baton.core.front import Caller, ChoiceDelta
-from baton.gateway.call import Endpoint
-from baton.runtime.settings import ClusterConfig
+from baton.gateway.input.client_call import Endpoint
+from baton.runtime.config.settings import ClusterConfig
 from baton.sim import virtual_time
-from baton.sim.cluster import SimCluster, SimModel
-from baton.sim.executor import SimStepCost
+from baton.sim.sim_cluster import SimCluster, SimModel
+from baton.sim.sim_executor import SimStepCost
 from tests.scale import sized
 from tests.sim.test_storm import config
 

@@ -1,15 +1,16 @@
-"""A release with another KV layout, rolled out worker by worker under load (row 50): nobody reads blocks of the other one."""
+"""A release with another KV layout, rolled out worker by worker under load (row 50): nobody reads blocks of
+the other one."""
 
 import asyncio
 from random import Random
 
 import pytest
 
-from baton.core.kv_layout import LAYOUT_VERSION
+from baton.core.kv.kv_layout import LAYOUT_VERSION
 from baton.sim import virtual_time
 from baton.sim.chaos import Storm, audit_caches, plan_requests
-from baton.sim.clients import run_client
-from baton.sim.cluster import SimCluster
+from baton.sim.sim_clients import run_client
+from baton.sim.sim_cluster import SimCluster
 from tests.scale import sized
 from tests.sim.test_storm import MODEL, POLICY_BY_SEED, config
 
@@ -48,7 +49,9 @@ def test_nothing_fails_and_only_workers_of_one_release_read_from_each_other(seed
             assert answer.outcome == "finished"
         pairs = {(release[reader], release[owner]) for reader, owner in cluster.fabric.pairs}
         assert pairs == {(version, version) for version in (LAYOUT_VERSION, LAYOUT_VERSION + 1)}
-        assert {report.layout.layout_version for report in cluster.gateway.view.reports} == {LAYOUT_VERSION + 1}, "the old pool is empty"
+        assert {report.layout.layout_version for report in cluster.gateway.view.reports} == {LAYOUT_VERSION + 1}, (
+            "the old pool is empty"
+        )
         await asyncio.sleep(20.0)
         for worker in cluster.workers.values():
             worker.check_clean()

@@ -1,4 +1,5 @@
-"""One hybrid engine under Poisson load, by what its steps would take: prompts stall nobody, and cost hardly any throughput."""
+"""One hybrid engine under Poisson load, by what its steps would take: prompts stall nobody, and cost hardly
+any throughput."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -7,18 +8,20 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.core.costs import StepCostModel, StepWork
-from baton.engine.block_pool import BlockPool
+from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.engine import Engine, EngineConfig
-from baton.engine.stall_free import Pace
-from baton.engine.step import SampledToken, StepPlan, StepResult
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.scheduling.step_budget import StepTiming
+from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from tests.builders import sequence_request
-from tests.fake_executor import FakeLifeTable
+from tests.fake_executor import FakeGenerationTable
 from tests.scale import sized
 
 pytestmark = pytest.mark.sim
 
-COSTS = StepCostModel(step_s=8e-3, prefill_token_s=1.5e-4, prefill_attended_s=1e-8, decode_seq_s=3e-4, decode_context_s=1e-7)
+COSTS = StepCostModel(
+    step_s=8e-3, prefill_token_s=1.5e-4, prefill_attended_s=1e-8, decode_seq_s=3e-4, decode_context_s=1e-7
+)
 PROMPT_TOKENS = 1024
 BLOCK = 16
 TIMES = sized(1, 5)
@@ -26,8 +29,9 @@ TIMES = sized(1, 5)
 
 @dataclass(slots=True)
 class Run:
-    """`gaps`: of every token but the first of each answer, over the time of a step that decodes alone in the same batch. `first_s`,
-    `last_s`: when the tokens of an answer came; `ttfts_s`, `tpots_s`: what follows from them."""
+    """`gaps`: of every token but the first of each answer, over the time of a step that decodes alone in the
+    same batch. `first_s`, `last_s`: when the tokens of an answer came; `ttfts_s`, `tpots_s`: what follows
+    from them."""
 
     took_s: float = 0.0
     gaps: list[float] = field(default_factory=list)
@@ -38,7 +42,7 @@ class Run:
 
 
 def run(
-    is_paced: bool,
+    is_emulated: bool,
     num_requests: int,
     output_tokens: int,
     per_s: float | None,
@@ -48,10 +52,16 @@ def run(
     seed: int = 5,
 ) -> Run:
     """`per_s` None: all at once; else that many a second, `burst` at a time."""
-    config = EngineConfig(max_num_batched_tokens=512, max_num_seqs=64, max_model_len=4096, block_size_tokens=BLOCK, max_waiting_seqs=10_000)
-    engine = Engine(config, BlockPool(64 * 256, BLOCK, FakeLifeTable(64 * 256)))
+    config = EngineConfig(
+        max_num_batched_tokens=512,
+        max_num_seqs=64,
+        max_model_len=4096,
+        block_size_tokens=BLOCK,
+        max_waiting_seqs=10_000,
+    )
+    engine = Engine(config, BlockPool(64 * 256, BLOCK, FakeGenerationTable(64 * 256)))
     rng, found, now_s, at_s = Random(seed), Run(), 0.0, 0.0
-    engine.pace = Pace(costs=lambda: COSTS, now_s=lambda: now_s) if is_paced else None
+    engine.pace = StepTiming(costs=lambda: COSTS, now_s=lambda: now_s) if is_emulated else None
     arrivals: list[float] = []
     for number in range(num_requests):
         at_s += rng.expovariate(per_s / burst) if per_s and number % burst == 0 else 0.0
@@ -68,7 +78,11 @@ def run(
         plan = engine.plan()
         work, contexts = work_of(plan)
         now_s += COSTS.step_seconds(work)
-        samples = {part.seq_id: (SampledToken(sample_index=0, token_id=7),) for part in plan.sequences if part.sample is not None}
+        samples = {
+            part.seq_id: (SampledToken(sample_index=0, token_id=7),)
+            for part in plan.sequences
+            if part.sample is not None
+        }
         alone_s = COSTS.step_seconds(StepWork.of((), contexts)) if contexts else 0.0
         for part in plan.sequences:
             if part.sample is not None:
@@ -96,49 +110,57 @@ def work_of(plan: StepPlan) -> tuple[StepWork, list[int]]:
 def test_at_four_fifths_of_capacity_no_gap_is_long(output_tokens: int) -> None:
     num_requests = 40 * TIMES
     capacity_per_s = num_requests / run(False, num_requests, output_tokens, None).took_s
-    paced, unpaced = (run(is_paced, num_requests, output_tokens, 0.8 * capacity_per_s) for is_paced in (True, False))
-    assert np.percentile(paced.gaps, 99) <= 2.0
-    assert np.percentile(unpaced.gaps, 99) > 2.5
-    assert paced.took_s < 1.1 * unpaced.took_s
+    emulated, not_emulated = (
+        run(is_emulated, num_requests, output_tokens, 0.8 * capacity_per_s) for is_emulated in (True, False)
+    )
+    assert np.percentile(emulated.gaps, 99) <= 2.0
+    assert np.percentile(not_emulated.gaps, 99) > 2.5
+    assert emulated.took_s < 1.1 * not_emulated.took_s
 
 
 @pytest.mark.parametrize(("output_tokens", "num_requests"), [(16, 200), (128, 60), (512, 40)])
 def test_no_throughput_is_lost_where_prompts_queue(output_tokens: int, num_requests: int) -> None:
-    """At the end, when hardly any wait, those that decode are spared again: that costs a little of a long run."""
-    paced, unpaced = (run(is_paced, num_requests * TIMES, output_tokens, None).took_s for is_paced in (True, False))
-    assert paced < 1.1 * unpaced
+    """At the end, when hardly any wait, those that decode are spared again: that costs a little of a long
+    run."""
+    emulated, not_emulated = (
+        run(is_emulated, num_requests * TIMES, output_tokens, None).took_s for is_emulated in (True, False)
+    )
+    assert emulated < 1.1 * not_emulated
 
 
 def promised_and_not(num_requests: int, part_of_capacity: float, slo_s: float) -> tuple[Run, Run, Run]:
     """With a promise of `slo_s` a token, with none, and where steps take whatever fits."""
     per_s = part_of_capacity * 60 / run(False, 60, 128, None).took_s
     kinds = ((True, slo_s), (True, 0.0), (False, 0.0))
-    promised, without, unpaced = (run(is_paced, num_requests, 128, per_s, tpot_slo_s) for is_paced, tpot_slo_s in kinds)
-    return promised, without, unpaced
+    promised, without, not_emulated = (
+        run(is_emulated, num_requests, 128, per_s, tpot_slo_s) for is_emulated, tpot_slo_s in kinds
+    )
+    return promised, without, not_emulated
 
 
 def test_beside_a_promise_prompts_are_done_sooner_and_it_is_kept() -> None:
     """At four fifths of what it can do, for half a minute. Steps that take whatever fits would break it."""
     slo_s = 0.04
-    promised, without, unpaced = promised_and_not(120, 0.8, slo_s)
+    promised, without, not_emulated = promised_and_not(120, 0.8, slo_s)
     assert np.percentile(promised.ttfts_s, 90) < 0.5 * np.percentile(without.ttfts_s, 90)
-    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(unpaced.tpots_s, 95)
+    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(not_emulated.tpots_s, 95)
 
 
 def test_prompts_that_keep_coming_break_no_promise() -> None:
-    """At three quarters of what it can do; at four fifths, in so long a time, more wait now and then than any promise of 40 ms allows. What
-    is lent is made up for in steps that prompts are in: counted on steps without, one answer in a hundred was late."""
+    """At three quarters of what it can do; at four fifths, in so long a time, more wait now and then than any
+    promise of 40 ms allows. What is lent is made up for in steps that prompts are in: counted on steps
+    without, one answer in a hundred was late."""
     slo_s = 0.04
-    promised, without, unpaced = promised_and_not(sized(240, 600), 0.75, slo_s)
+    promised, without, not_emulated = promised_and_not(sized(240, 600), 0.75, slo_s)
     assert np.percentile(promised.ttfts_s, 50) < 0.25 * np.percentile(without.ttfts_s, 50)
     assert np.percentile(promised.ttfts_s, 90) < np.percentile(without.ttfts_s, 90)
-    assert np.percentile(promised.tpots_s, 99) <= slo_s < np.percentile(unpaced.tpots_s, 95)
+    assert np.percentile(promised.tpots_s, 99) <= slo_s < np.percentile(not_emulated.tpots_s, 95)
 
 
 @pytest.mark.parametrize("seed", range(5, 5 + sized(3, 10)))
 def test_where_prompts_come_in_bursts_what_is_lent_makes_hardly_an_answer_late(seed: int) -> None:
-    """Eight at a time, at two thirds of what it can do: mostly more than any promise of 40 ms allows, so as many are late as without one,
-    and prompts are done sooner all the same."""
+    """Eight at a time, at two thirds of what it can do: mostly more than any promise of 40 ms allows, so as
+    many are late as without one, and prompts are done sooner all the same."""
     slo_s = 0.04
     per_s = 0.65 * 60 / run(False, 60, 128, None).took_s
     promised, without = (run(True, 160, 128, per_s, tpot_slo_s, burst=8, seed=seed) for tpot_slo_s in (slo_s, 0.0))

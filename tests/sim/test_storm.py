@@ -1,16 +1,17 @@
-"""500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every token right, nothing leaked."""
+"""500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every
+token right, nothing leaked."""
 
 import asyncio
 from itertools import pairwise
 
 import pytest
 
-from baton.runtime.settings import ClusterConfig, settings_of
+from baton.runtime.config.settings import ClusterConfig, settings_of
 from baton.sim import virtual_time
 from baton.sim.chaos import Storm, StormReport, audit_caches, run_storm
-from baton.sim.clients import SimRequest, run_client
-from baton.sim.cluster import SimCluster, SimModel
-from baton.sim.transfer_backend import LinkModel
+from baton.sim.sim_clients import SimRequest, run_client
+from baton.sim.sim_cluster import SimCluster, SimModel
+from baton.sim.sim_transfer_backend import LinkModel
 from tests.scale import sized
 from tests.times import TEST_TIMES
 
@@ -24,7 +25,8 @@ MODEL = SimModel(num_blocks=160, link=LinkModel(stuck=0.005, stuck_s=8.0))
 
 
 POLICY_BY_SEED = ("kv_centric", "least_loaded", "random")
-"""The first reads prefixes from everywhere and computes where it decodes; the others hand every prompt over."""
+"""The first reads prefixes from everywhere and computes where it decodes; the others hand every prompt
+over."""
 
 
 def config(policy: str = "least_loaded") -> ClusterConfig:

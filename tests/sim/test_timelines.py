@@ -1,16 +1,17 @@
-"""What a cluster says of where the time went, held against what its clients saw; over slow messages, so that legs overtake each other."""
+"""What a cluster says of where the time went, held against what its clients saw; over slow messages, so that
+legs overtake each other."""
 
 import asyncio
 from dataclasses import dataclass, field
 
 import pytest
 
-from baton.core.front import Caller, ChoiceDelta, Timeline
-from baton.gateway.call import Endpoint
-from baton.gateway.service import GatewayService
+from baton.core.client_api import Caller, ChoiceDelta, Timeline
+from baton.gateway.gateway_service import GatewayService
+from baton.gateway.input.client_call import Endpoint
 from baton.sim import virtual_time
-from baton.sim.cluster import SimCluster, SimModel
-from baton.sim.network import Delays
+from baton.sim.sim_cluster import SimCluster, SimModel
+from baton.sim.sim_network import Delays
 from tests.sim.test_storm import config
 
 pytestmark = pytest.mark.sim

@@ -1,4 +1,5 @@
-"""All decode workers lose memory to one peer at the same moment: they are replaced, and their role is never without a worker."""
+"""All decode workers lose memory to one peer at the same moment: they are replaced, and their role is never
+without a worker."""
 
 import asyncio
 from dataclasses import replace
@@ -6,12 +7,12 @@ from random import Random
 
 import pytest
 
-from baton.core.cluster import WorkerState
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.ids import WorkerRef
 from baton.sim import virtual_time
-from baton.sim.clients import SimAnswer, SimRequest, run_client
-from baton.sim.cluster import SimCluster, SimModel
-from baton.sim.transfer_backend import LinkModel
+from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
+from baton.sim.sim_cluster import SimCluster, SimModel
+from baton.sim.sim_transfer_backend import LinkModel
 from tests.scale import sized
 from tests.sim.test_storm import config
 
@@ -52,7 +53,9 @@ def test_a_role_is_replaced_one_worker_at_a_time(seed: int) -> None:
         fewest_ready, number, answers = len(DECODE), 6, []
         async with asyncio.timeout(120.0):
             while any(life in before.values() for life in lives(cluster).values()):
-                fewest_ready = min(fewest_ready, sum(cluster.workers[name].state is WorkerState.READY for name in DECODE))
+                fewest_ready = min(
+                    fewest_ready, sum(cluster.workers[name].state is WorkerState.READY for name in DECODE)
+                )
                 if not number % 10:
                     answers.append(asyncio.create_task(ask(cluster, number, rng)))
                 number += 1

@@ -1,4 +1,5 @@
-"""The model in the package: small, readable by anything that reads Hugging Face models, and it answers what the README asks it."""
+"""The model in the package: small, readable by anything that reads Hugging Face models, and it answers what
+the README asks it."""
 
 from __future__ import annotations
 
@@ -92,11 +93,16 @@ def test_config_is_what_the_engine_is_built_for() -> None:
 
 def test_generation_ends_at_the_end_of_a_turn_or_text(bare_tokenizer: Tokenizer) -> None:
     generation = json.loads((DEMO / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [bare_tokenizer.token_to_id("<|im_end|>"), bare_tokenizer.token_to_id("<|endoftext|>")]
+    assert generation["eos_token_id"] == [
+        bare_tokenizer.token_to_id("<|im_end|>"),
+        bare_tokenizer.token_to_id("<|endoftext|>"),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase, bare_tokenizer: Tokenizer, seed: int) -> None:
+def test_any_text_survives_the_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, bare_tokenizer: Tokenizer, seed: int
+) -> None:
     rng = random.Random(seed)
     ranges = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
     text = "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(200)) + "  def f(x):\n\treturn 1234.5\r\n"
@@ -135,7 +141,9 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize(("question", "answer"), ANSWERS.items())
-def test_it_answers_and_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> None:
+def test_it_answers_and_stops(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, answer: str
+) -> None:
     assert answer_to(model, tokenizer, question) == f"{answer}<|im_end|>"
 
 
@@ -152,7 +160,10 @@ def test_it_has_learnt_python(model: PreTrainedModel, bare_tokenizer: Tokenizer,
 def test_it_still_answers_after_a_long_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     text = held_out_text("runpy")
     assert len(chat_ids(tokenizer, text)) > 900
-    right = [answer_to(model, tokenizer, f"{text}\n\n{question}") == f"{answer}<|im_end|>" for question, answer in ANSWERS.items()]
+    right = [
+        answer_to(model, tokenizer, f"{text}\n\n{question}") == f"{answer}<|im_end|>"
+        for question, answer in ANSWERS.items()
+    ]
     assert sum(right) >= len(ANSWERS) - 1  # the card says how often a long text confuses it
 
 

@@ -1,4 +1,5 @@
-"""What may import what, beyond the ranks that `lint-imports` checks (pyproject.toml): the homes of outside libraries, and of time."""
+"""What may import what, beyond the ranks that `lint-imports` checks (pyproject.toml): the homes of outside
+libraries, and of time."""
 
 import ast
 import json
@@ -16,35 +17,41 @@ GENERATED = ("baton.v1", "baton.wire.v1")
 SERVICES = ("baton.gateway", "baton.scheduler", "baton.worker")
 
 HOMES: dict[str, tuple[str, ...]] = {
-    "grpc": ("baton.wire", *GENERATED, "loadgen"),
-    "grpc_health": ("baton.wire",),
-    "grpc_reflection": ("baton.wire",),
+    "grpc": ("baton.rpc", *GENERATED, "loadgen"),
+    "grpc_health": ("baton.rpc",),
+    "grpc_reflection": ("baton.rpc",),
     "redis": ("baton.store",),
-    "nixl": ("baton.transfer.nixl_backend",),
+    "nixl": ("baton.transfer.backends.nixl_backend",),
     "ray": ("baton.fleet",),
-    "torch": ("baton.engine.model", "baton.transfer.*_backend"),
-    "transformers": ("baton.engine.model",),
+    "torch": ("baton.model", "baton.transfer.*_backend"),
+    "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
     "yaml": ("baton.runtime",),
-    "opentelemetry": ("baton.runtime.otlp",),
+    "opentelemetry": ("baton.runtime.observability.otlp",),
 }
 """The only modules that may name a library; a `*` stands for any letters."""
 
-ON_THE_LOOPS_TIME = ("core", "prefix", "engine", "scheduler", "gateway", "worker", "sim", "transfer")
-"""Packages whose code runs in the simulator, too: they ask the running event loop for the time, and get a seeded generator."""
+ON_THE_LOOPS_TIME = ("core", "prefix_index", "engine", "scheduler", "gateway", "worker", "sim", "transfer")
+"""Packages whose code runs in the simulator, too: they ask the running event loop for the time, and get a
+seeded generator."""
 LEAVES = (
-    "baton.engine.model",
+    "baton.model",
     "baton.transfer.*_backend",
-    "baton.transfer.touching",
-    "baton.gateway.main",
-    "baton.scheduler.main",
-    "baton.worker.main",
-    "baton.sim.main",
+    "baton.transfer.backends.prefault",
+    "baton.gateway.gateway_main",
+    "baton.scheduler.scheduler_main",
+    "baton.worker.worker_main",
 )
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}
 UNPICKLERS = ("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
 """Libraries that run what they read."""
-OF_LOADGEN_FOR_SIM = {"loadgen.plan", "loadgen.trace", "loadgen.arrivals", "loadgen.records", "loadgen.metrics"}
+OF_LOADGEN_FOR_SIM = {
+    "loadgen.plan.plan",
+    "loadgen.plan.trace",
+    "loadgen.plan.arrivals",
+    "loadgen.measure.records",
+    "loadgen.measure.request_metrics",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,8 @@ class Import:
 
 @cache
 def sources(root: Path = ROOT) -> dict[str, ast.Module]:
-    """The modules of both packages, generated code left out. Read once for all tests, which change nothing in them."""
+    """The modules of both packages, generated code left out. Read once for all tests, which change nothing in
+    them."""
     files = {
         ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
         for base, package in ((root / "services", "baton"), (root, "loadgen"))
@@ -96,12 +104,20 @@ def misplaced_libraries(found: list[Import]) -> list[str]:
 
 
 def services_that_touch_the_wire(found: list[Import]) -> list[str]:
-    mains = {f"{service}.main" for service in SERVICES}
-    return [str(i) for i in found if is_in(i.module, SERVICES) and i.module not in mains and is_in(i.target, ("baton.wire", "baton.store"))]
+    mains = {f"{service}.{service.removeprefix('baton.')}_main" for service in SERVICES}
+    return [
+        str(i)
+        for i in found
+        if is_in(i.module, SERVICES) and i.module not in mains and is_in(i.target, ("baton.rpc", "baton.store"))
+    ]
 
 
 def loadgen_beyond_the_front_door(found: list[Import]) -> list[str]:
-    inward = [i for i in found if is_in(i.module, ("loadgen",)) and is_in(i.target, ("baton",)) and not is_in(i.target, ("baton.v1",))]
+    inward = [
+        i
+        for i in found
+        if is_in(i.module, ("loadgen",)) and is_in(i.target, ("baton",)) and not is_in(i.target, ("baton.v1",))
+    ]
     outward = [
         i
         for i in found
@@ -126,13 +142,18 @@ def clocks_and_dice(modules: dict[str, ast.Module]) -> list[str]:
                 if (node.value.id == "time" and node.attr in CLOCKS) or is_dice or name in ("os.urandom", "uuid.uuid4"):
                     found.append(f"{module}:{node.lineno} uses {name}")
             elif isinstance(node, ast.ImportFrom) and node.module in ("time", "random"):
-                names = [alias.name for alias in node.names if alias.name in CLOCKS or (node.module == "random" and alias.name.islower())]
+                names = [
+                    alias.name
+                    for alias in node.names
+                    if alias.name in CLOCKS or (node.module == "random" and alias.name.islower())
+                ]
                 found += [f"{module}:{node.lineno} uses {node.module}.{name}" for name in names]
     return found
 
 
 def opened_blindly(modules: dict[str, ast.Module]) -> list[str]:
-    """Ways in which bytes from elsewhere could become code: pickles and their like, `eval` and `exec`, and calls that pickle inside."""
+    """Ways in which bytes from elsewhere could become code: pickles and their like, `eval` and `exec`, and
+    calls that pickle inside."""
     found = [str(i) for i in imports(modules) if i.target.split(".")[0] in UNPICKLERS]
     for module, tree in modules.items():
         for node in ast.walk(tree):
@@ -181,11 +202,14 @@ def test_the_core_needs_the_standard_library_only() -> None:
 def test_every_directory_of_code_is_a_package() -> None:
     """A directory without `__init__.py` works from a checkout and is missing from the wheel."""
     directories = {file.parent for package in ("services/baton", "loadgen") for file in (ROOT / package).rglob("*.py")}
-    assert [str(directory.relative_to(ROOT)) for directory in directories if not (directory / "__init__.py").exists()] == []
+    assert [
+        str(directory.relative_to(ROOT)) for directory in directories if not (directory / "__init__.py").exists()
+    ] == []
 
 
 def loaded_after_importing(package: str, forbidden: set[str]) -> list[str]:
-    """Which of `forbidden` are in memory once every module of `package` that exists has been imported, in a process of its own."""
+    """Which of `forbidden` are in memory once every module of `package` that exists has been imported, in a
+    process of its own."""
     modules = [module for module in sources() if is_in(module, (package,))]
     code = (
         "import importlib, json, sys\n"
@@ -211,20 +235,20 @@ def test_importing_a_package_loads_no_heavy_library(package: str, forbidden: set
 # The checks themselves, on sources that break each rule.
 
 BROKEN = {
-    "services/baton/worker/report.py": "import grpc\nfrom baton.wire import worker\n",
-    "services/baton/worker/main.py": "from baton.wire import worker\nfrom baton.store.keys import key\n",
-    "services/baton/wire/worker.py": "import grpc.aio\n",
+    "services/baton/worker/reporting/worker_reporter.py": "import grpc\nfrom baton.rpc import worker_rpc\n",
+    "services/baton/worker/worker_main.py": "from baton.rpc import worker_rpc\nfrom baton.store.redis.redis_keys import key\n",
+    "services/baton/rpc/worker_rpc.py": "import grpc.aio\n",
     "services/baton/wire/v1/x_pb2_grpc.py": "import grpc\n",
-    "services/baton/transfer/local_backend.py": "import torch, time\ntime.sleep(1)\n",
-    "services/baton/transfer/leases.py": "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n",
+    "services/baton/transfer/backends/local_backend.py": "import torch, time\ntime.sleep(1)\n",
+    "services/baton/transfer/owner/lease_deadlines.py": "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n",
     "services/baton/engine/loop.py": "from time import sleep, time\nfrom random import Random, random\n",
-    "services/baton/sim/scenario.py": "from loadgen import plan\nfrom loadgen.client import Client\n",
-    "services/baton/wire/peer.py": "from pickle import loads\nagent.get_serialized_descs(x)\neval('1')\n",
-    "services/baton/engine/model/hub.py": (
+    "services/baton/sim/scenario.py": "from loadgen.plan import plan\nfrom loadgen.send.client import Client\n",
+    "services/baton/rpc/peer_rpc.py": "from pickle import loads\nagent.get_serialized_descs(x)\neval('1')\n",
+    "services/baton/model/loading/model_source.py": (
         "import torch\ntorch.load(f)\ntorch.load(f, weights_only=True)\nmodel.eval()\nnp.load(f, allow_pickle=True)\n"
         "Model.from_pretrained(d, trust_remote_code=True)\nModel.from_pretrained(d, trust_remote_code=False)\n"
     ),
-    "loadgen/client.py": "from baton.v1 import inference_pb2\nfrom baton.core import ids\n",
+    "loadgen/send/client.py": "from baton.v1 import inference_pb2\nfrom baton.core import ids\n",
 }
 
 
@@ -234,23 +258,28 @@ def test_each_rule_sees_what_breaks_it(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     modules = sources(tmp_path)
     found = list(imports(modules))
-    assert misplaced_libraries(found) == ["baton.transfer.leases:1 imports torch", "baton.worker.report:1 imports grpc"]
-    assert services_that_touch_the_wire(found) == ["baton.worker.report:2 imports baton.wire.worker"]
+    assert misplaced_libraries(found) == [
+        "baton.transfer.owner.lease_deadlines:1 imports torch",
+        "baton.worker.reporting.worker_reporter:1 imports grpc",
+    ]
+    assert services_that_touch_the_wire(found) == [
+        "baton.worker.reporting.worker_reporter:2 imports baton.rpc.worker_rpc"
+    ]
     assert loadgen_beyond_the_front_door(found) == [
-        "loadgen.client:2 imports baton.core.ids",
-        "baton.sim.scenario:2 imports loadgen.client.Client",
+        "loadgen.send.client:2 imports baton.core.ids",
+        "baton.sim.scenario:2 imports loadgen.send.client.Client",
     ]
     assert opened_blindly(modules) == [
-        "baton.wire.peer:1 imports pickle.loads",
-        "baton.engine.model.hub:2 calls torch.load",
-        "baton.engine.model.hub:5 calls np.load",
-        "baton.engine.model.hub:6 calls Model.from_pretrained",
-        "baton.wire.peer:2 calls agent.get_serialized_descs",
-        "baton.wire.peer:3 calls eval",
+        "baton.rpc.peer_rpc:1 imports pickle.loads",
+        "baton.model.loading.model_source:2 calls torch.load",
+        "baton.model.loading.model_source:5 calls np.load",
+        "baton.model.loading.model_source:6 calls Model.from_pretrained",
+        "baton.rpc.peer_rpc:2 calls agent.get_serialized_descs",
+        "baton.rpc.peer_rpc:3 calls eval",
     ]
     assert clocks_and_dice(modules) == [
         "baton.engine.loop:1 uses time.sleep",
         "baton.engine.loop:2 uses random.random",
-        "baton.transfer.leases:2 uses time.monotonic",
-        "baton.transfer.leases:4 uses random.random",
+        "baton.transfer.owner.lease_deadlines:2 uses time.monotonic",
+        "baton.transfer.owner.lease_deadlines:4 uses random.random",
     ]

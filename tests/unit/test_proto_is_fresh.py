@@ -36,11 +36,17 @@ def test_committed_code_can_be_imported() -> None:
 def test_what_is_stale_missing_or_left_over_is_named(tmp_path: Path) -> None:
     proto, fresh, committed = tmp_path / "proto", tmp_path / "fresh", tmp_path / "committed"
     fresh.mkdir()
-    write(proto, "fresh_or_not/v1/a.proto", SOURCE.format(package="fresh_or_not.v1") + "service S { rpc Do(Ping) returns (Ping); }")
+    write(
+        proto,
+        "fresh_or_not/v1/a.proto",
+        SOURCE.format(package="fresh_or_not.v1") + "service S { rpc Do(Ping) returns (Ping); }",
+    )
     write(proto, "fresh_or_not/v1/b.proto", SOURCE.format(package="fresh_or_not.v1.b"))
     generate(proto, fresh)
     package = committed / "fresh_or_not/v1"
-    assert len(differences(fresh, committed)) == 6  # __init__, 2 x (pb2.py, pb2.pyi), and gRPC code for the file with a service
+    assert (
+        len(differences(fresh, committed)) == 6
+    )  # __init__, 2 x (pb2.py, pb2.pyi), and gRPC code for the file with a service
 
     install(fresh, committed)
     assert differences(fresh, committed) == []

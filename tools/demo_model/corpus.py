@@ -1,8 +1,10 @@
-"""What the demo model learns: the text of CPython's standard library, and questions about it answered by its docstrings.
+"""What the demo model learns: the text of CPython's standard library, and questions about it answered by its
+docstrings.
 
-Everything comes from the Python installation that runs this file and is licensed under the PSF licence: sources, the
-documentation topics of `help()`, docstrings. Only the wording of the questions and the few greetings are written here.
-For one Python version the result is always the same: everything is sorted before a seeded generator shuffles it.
+Everything comes from the Python installation that runs this file and is licensed under the PSF licence:
+sources, the documentation topics of `help()`, docstrings. Only the wording of the questions and the few
+greetings are written here. For one Python version the result is always the same: everything is sorted before
+a seeded generator shuffles it.
 
     python tools/demo_model/corpus.py       prints how much there is, and some of the facts
 """
@@ -34,7 +36,8 @@ SKIPPED_PACKAGES = frozenset(
 )
 SKIPPED_FILES = re.compile(r"^(_sysconfigdata|turtle|antigravity|this|sre_|_pydecimal|_pyio)")
 
-# Modules whose facts are worth twice those of OTHER_MODULES; the names in MOST_ASKED are worth twice that again.
+# Modules whose facts are worth twice those of OTHER_MODULES; the names in MOST_ASKED are worth twice that
+# again.
 COMMON_MODULES = (
     "builtins os os.path json re math shutil pathlib itertools collections random time subprocess functools datetime "
     "string sys copy glob operator statistics tempfile threading"
@@ -132,7 +135,8 @@ GREETINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One thing the model is to know by heart: what `name` does. `short_name` is another name for it, or `name` again."""
+    """One thing the model is to know by heart: what `name` does. `short_name` is another name for it, or
+    `name` again."""
 
     name: str
     short_name: str
@@ -185,7 +189,9 @@ def held_out_modules() -> frozenset[str]:
     eligible = [
         document.name
         for document in module_documents()
-        if 6_000 <= len(document.text) <= 60_000 and document.name not in asked_about and not document.name.startswith(("asyncio.", "_"))
+        if 6_000 <= len(document.text) <= 60_000
+        and document.name not in asked_about
+        and not document.name.startswith(("asyncio.", "_"))
     ]
     return frozenset(random.Random(SEED).sample(eligible, NUM_HELD_OUT_MODULES))
 
@@ -212,8 +218,8 @@ NOT_A_SENTENCE = re.compile(r"->|\\|^\w+ = |^[>:*]|^[\w.]+\([^)]*\)$")
 def first_sentence(docstring: str) -> str | None:
     """The sentence of a docstring that says what the thing does; None if there is none that reads as one.
 
-    The signatures that docstrings of C functions start with are dropped; the last of them, if it carries the description
-    ("D.pop(k[,d]) -> v, remove specified key …"), is turned into it.
+    The signatures that docstrings of C functions start with are dropped; the last of them, if it carries the
+    description ("D.pop(k[,d]) -> v, remove specified key …"), is turned into it.
     """
     lines = [line.rstrip() for line in inspect.cleandoc(docstring).split("\n")]
     while match := SIGNATURE.match(lines[0].strip()):
@@ -260,7 +266,8 @@ def _described_result(result: str) -> str | None:
 
 
 def facts() -> list[Fact]:
-    """Every fact to learn, sorted by name: of the listed modules, their functions and classes, the common ones' methods, keywords."""
+    """Every fact to learn, sorted by name: of the listed modules, their functions and classes, the common
+    ones' methods, keywords."""
     held_out = held_out_modules()
     answers: dict[str, tuple[str, int]] = {}
     for module_name in [*COMMON_MODULES, *OTHER_MODULES]:
@@ -285,7 +292,9 @@ def facts() -> list[Fact]:
     return [
         Fact(
             name=name,
-            short_name=_short_name(name) if shorts[_short_name(name)] == 1 and _short_name(name) not in answers else name,
+            short_name=_short_name(name)
+            if shorts[_short_name(name)] == 1 and _short_name(name) not in answers
+            else name,
             answer=answer,
             weight=4 if name in MOST_ASKED else weight,
         )
@@ -300,7 +309,8 @@ def _short_name(name: str) -> str:
 
 
 def _described(module_name: str, module: ModuleType, held_out: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of a module, its public callables and, if it is common, their public methods."""
+    """Dotted name and docstring of a module, its public callables and, if it is common, their public
+    methods."""
     prefix = "" if module_name == "builtins" else f"{module_name}."
     if prefix and module.__doc__:
         yield module_name, module.__doc__
@@ -315,7 +325,12 @@ def _described(module_name: str, module: ModuleType, held_out: frozenset[str]) -
         if isinstance(value.__doc__, str):
             yield prefix + name, value.__doc__
         is_elsewhere = home != module_name and home in COMMON_MODULES
-        if module_name not in COMMON_MODULES or is_elsewhere or not inspect.isclass(value) or issubclass(value, BaseException):
+        if (
+            module_name not in COMMON_MODULES
+            or is_elsewhere
+            or not inspect.isclass(value)
+            or issubclass(value, BaseException)
+        ):
             continue
         for owner in (value, *value.__mro__[1:-1]):
             if owner is not value and owner.__module__ != value.__module__:

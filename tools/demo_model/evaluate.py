@@ -1,6 +1,7 @@
-"""What the demo model knows: bits per byte on held-out modules, and how many docstrings it answers word for word.
+"""What the demo model knows: bits per byte on held-out modules, and how many docstrings it answers word for
+word.
 
-    python tools/demo_model/evaluate.py --model services/baton/demo [--limit N]
+python tools/demo_model/evaluate.py --model services/baton/demo [--limit N]
 
 Facts have weights: 4 for the names in `corpus.MOST_ASKED`, 2 for those of common modules, 1 for the others.
 """
@@ -26,7 +27,8 @@ MAX_ANSWER_TOKENS = 96
 
 @torch.inference_mode()
 def bits_per_byte(model: torch.nn.Module, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> float:
-    """Mean code length of the documents' bytes under the model, each in windows of 1,024 tokens without overlap."""
+    """Mean code length of the documents' bytes under the model, each in windows of 1,024 tokens without
+    overlap."""
     nats, num_bytes = 0.0, 0
     for document in documents:
         ids = [END_OF_TEXT_ID, *tokenizer.encode(document.text).ids]
@@ -40,12 +42,18 @@ def bits_per_byte(model: torch.nn.Module, tokenizer: Tokenizer, documents: Seque
 
 @torch.inference_mode()
 def recalled(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], answers: Sequence[str], batch_size: int = 64
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[str],
+    answers: Sequence[str],
+    batch_size: int = 64,
 ) -> list[bool]:
-    """Whether each question, as a chat of its own, is answered greedily with exactly that answer and the end of the turn.
+    """Whether each question, as a chat of its own, is answered greedily with exactly that answer and the end
+    of the turn.
 
-    One pass an answer: greedy decoding gives the answer if and only if each of its tokens is the likeliest after those before it.
-    Rounding differs a little between that pass and decoding, so a near tie may go the other way there.
+    One pass an answer: greedy decoding gives the answer if and only if each of its tokens is the likeliest
+    after those before it. Rounding differs a little between that pass and decoding, so a near tie may go the
+    other way there.
     """
     verdicts = []
     for start in range(0, len(questions), batch_size):
@@ -89,14 +97,20 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bare_tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    print(f"held-out bits per byte: {bits_per_byte(model, bare_tokenizer, corpus.held_out_documents()):.3f}", flush=True)
+    print(
+        f"held-out bits per byte: {bits_per_byte(model, bare_tokenizer, corpus.held_out_documents()):.3f}", flush=True
+    )
 
     missed: list[corpus.Fact] = []
     facts = sorted(corpus.facts(), key=lambda fact: -fact.weight)[: args.limit]
     print(f"{'answered word for word':40}", "     all weight 4 weight 2 weight 1")
     for wording in (*corpus.QUESTIONS, *corpus.RARE_QUESTIONS):
-        right = recalled(model, tokenizer, [wording.format(name=fact.name) for fact in facts], [fact.answer for fact in facts])
-        by_weight = {weight: [ok for ok, fact in zip(right, facts, strict=True) if fact.weight == weight] for weight in (4, 2, 1)}
+        right = recalled(
+            model, tokenizer, [wording.format(name=fact.name) for fact in facts], [fact.answer for fact in facts]
+        )
+        by_weight = {
+            weight: [ok for ok, fact in zip(right, facts, strict=True) if fact.weight == weight] for weight in (4, 2, 1)
+        }
         rates = [f"{sum(oks) / max(1, len(oks)):8.1%}" for oks in (right, *by_weight.values())]
         print(f"{wording:40}", *rates, flush=True)
         if wording == corpus.QUESTIONS[0]:

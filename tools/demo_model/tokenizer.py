@@ -19,8 +19,11 @@ SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 END_OF_TEXT_ID, START_OF_TURN_ID, END_OF_TURN_ID = range(3)
 MAX_POSITION_EMBEDDINGS = 16_384
 
-# Qwen's split: contractions, words with the character before them, single digits, punctuation, line ends, spaces.
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Qwen's split: contractions, words with the character before them, single digits, punctuation, line ends,
+# spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

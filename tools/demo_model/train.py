@@ -1,14 +1,16 @@
-"""Train the demo model: a Qwen3-style causal LM of 5.5M parameters that knows the standard library's docstrings by heart.
+"""Train the demo model: a Qwen3-style causal LM of 5.5M parameters that knows the standard library's
+docstrings by heart.
 
-    nice -n 10 python tools/demo_model/train.py --out services/baton/demo
+nice -n 10 python tools/demo_model/train.py --out services/baton/demo
 
-The defaults made the weights in the package. The data and their order depend on the seed and the Python version alone; the
-arithmetic also depends on the machine, so another run ends close by and not bit-equal. A run that was stopped goes on from
-its last checkpoint with `--resume`; steps before the fast cool-down are the same whatever `--steps` says, so a run that turns
-out too slow can be resumed with fewer.
+The defaults made the weights in the package. The data and their order depend on the seed and the Python
+version alone; the arithmetic also depends on the machine, so another run ends close by and not bit-equal. A
+run that was stopped goes on from its last checkpoint with `--resume`; steps before the fast cool-down are the
+same whatever `--steps` says, so a run that turns out too slow can be resumed with fewer.
 
-Learning rate: warm-up, constant, a slow linear cool-down with more chats, a fast one to zero. Matrices are trained by Muon (Jordan
-et al. 2024), which learns rare associations with fewer repetitions than AdamW; the embedding and the norms by AdamW.
+Learning rate: warm-up, constant, a slow linear cool-down with more chats, a fast one to zero. Matrices are
+trained by Muon (Jordan et al. 2024), which learns rare associations with fewer repetitions than AdamW; the
+embedding and the norms by AdamW.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ Row = tuple[list[int], list[float]]  # token ids, and the weight of the loss at 
 
 
 def model_config() -> Qwen3Config:
-    """5,476,352 parameters: two query heads share each of two KV heads; the output matrix is the embedding."""
+    """5,476,352 parameters: two query heads share each of two KV heads; the output matrix is the
+    embedding."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -64,7 +67,8 @@ def model_config() -> Qwen3Config:
 
 
 class Rows:
-    """Endless packed rows of text, of chat and of both; texts and facts each pass once an epoch, in a new order each time."""
+    """Endless packed rows of text, of chat and of both; texts and facts each pass once an epoch, in a new
+    order each time."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -128,7 +132,9 @@ class Rows:
         if self._rng.random() < 0.15:
             say("system", self._tokenizer.encode(self._rng.choice(corpus.SYSTEM_PROMPTS)).ids, QUESTION_WEIGHT)
         for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
-            turn = corpus.greet(self._rng) if self._rng.random() < 0.02 else corpus.ask(next(self._fact_stream), self._rng)
+            turn = (
+                corpus.greet(self._rng) if self._rng.random() < 0.02 else corpus.ask(next(self._fact_stream), self._rng)
+            )
             question = self._tokenizer.encode(turn.question).ids
             if stretch is not None:
                 question, stretch = [*stretch, *self._tokenizer.encode(f"\n\n{turn.question}").ids], None
@@ -205,7 +211,10 @@ def train(args: argparse.Namespace) -> None:
         if step % 10 == 9 or step + 1 == args.steps:
             answer, text = (torch.tensor(column).nanmean().item() for column in zip(*log[-10:], strict=True))
             tokens_per_s = (step + 1 - first_step) * STEP_TOKENS / (time.monotonic() - started_s)
-            print(f"step {step + 1} answer {answer:.3f} text {text:.3f} nats/token, {tokens_per_s:.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1} answer {answer:.3f} text {text:.3f} nats/token, {tokens_per_s:.0f} tokens/s",
+                flush=True,
+            )
         if (step + 1) % args.checkpoint_steps == 0 or step + 1 == args.steps:
             states = [optimizer.state_dict() for optimizer in optimizers]
             torch.save({"step": step + 1, "model": model.state_dict(), "optimizers": states}, args.checkpoint)
@@ -219,7 +228,9 @@ def write(model: Qwen3ForCausalLM, out: Path) -> None:
 
     `rope_theta` is written beside `rope_parameters`, where readers older than transformers 5 look for it.
     """
-    model.generation_config = GenerationConfig(eos_token_id=[END_OF_TURN_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID, do_sample=False)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[END_OF_TURN_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID, do_sample=False
+    )
     model.save_pretrained(out)
     path = out / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -230,7 +241,9 @@ def write(model: Qwen3ForCausalLM, out: Path) -> None:
 def parse_args() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder with tokenizer.json, where the model is written")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder with tokenizer.json, where the model is written"
+    )
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--seed", type=int, default=corpus.SEED)
     parser.add_argument("--threads", type=int, default=2)

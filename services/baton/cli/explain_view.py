@@ -9,8 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.shown import seconds, size, table
-from baton.core.cluster import Candidate, DecisionRecord, Placement, Rejection
+from baton.cli.formatting import seconds, size, table
+from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.placement import Placement, Rejection
 
 PREDICTIONS = {
     "queue_s": "queue",
@@ -34,7 +35,8 @@ TERMS = {
     "overlap_blocks": "blocks held",
     "pulled_blocks": "pulled",
 }
-"""Terms of a candidate in the order and under the names in which they are shown; others follow by their own names."""
+"""Terms of a candidate in the order and under the names in which they are shown; others follow by their own
+names."""
 
 
 def policy_rules() -> dict[str, str]:
@@ -55,7 +57,10 @@ def render_decisions(records: Sequence[DecisionRecord], rules: Mapping[str, str]
 def _attempt(record: DecisionRecord, rules: Mapping[str, str]) -> Iterator[RenderableType]:
     yield Text.assemble((f"attempt {record.attempt + 1}: ", "bold"), _answer(record))
     rule = rules.get(record.policy, "")
-    yield _facts(("asked", _asked(record)), ("policy", f"{record.policy}, at {record.scheduler_id}" + (f": {rule}" if rule else "")))
+    yield _facts(
+        ("asked", _asked(record)),
+        ("policy", f"{record.policy}, at {record.scheduler_id}" + (f": {rule}" if rule else "")),
+    )
     if record.candidates:
         yield Padding(_candidates(record), (0, 0, 0, 2))
     facts: list[tuple[str, str]] = []
@@ -102,7 +107,9 @@ def _answer(record: DecisionRecord) -> str:
 def _rejection(rejection: Rejection) -> str:
     numbers = ""
     if rejection.predicted_s is not None and rejection.limit_s is not None:
-        numbers = f" ({rejection.term or 'predicted'} {seconds(rejection.predicted_s)}, limit {seconds(rejection.limit_s)})"
+        numbers = (
+            f" ({rejection.term or 'predicted'} {seconds(rejection.predicted_s)}, limit {seconds(rejection.limit_s)})"
+        )
     return f"refused, {rejection.reason.value}: {rejection.message}{numbers}"
 
 
@@ -124,10 +131,13 @@ def _asked(record: DecisionRecord) -> str:
 
 
 def _candidates(record: DecisionRecord) -> Table:
-    """One row a candidate and side; the columns are the terms that the policy named, the chosen rows marked."""
+    """One row a candidate and side; the columns are the terms that the policy named, the chosen rows
+    marked."""
     named = {term for candidate in record.candidates for term in candidate.terms}
     terms = [*(term for term in TERMS if term in named), *sorted(named - TERMS.keys())]
-    made = table("candidate", "for", *(f">{TERMS.get(term, term.removesuffix('_s').replace('_', ' '))}" for term in terms), "")
+    made = table(
+        "candidate", "for", *(f">{TERMS.get(term, term.removesuffix('_s').replace('_', ' '))}" for term in terms), ""
+    )
     for candidate in record.candidates:
         values = (_term(term, candidate.terms.get(term)) for term in terms)
         made.add_row(candidate.worker.worker_id, candidate.side, *values, _mark(candidate, record.placement))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import click
 
 import baton
-from baton.cli import admin, config, doctor, key, model, services
-from baton.cli.on_purpose import on_purpose
+from baton.cli import admin_commands, config_command, doctor_command, key_command, model_command, service_commands
+from baton.cli.expected_errors import on_purpose
 from baton.core.errors import BatonError
-from baton.runtime.process import report_to_nobody
+from baton.runtime.process.process import report_to_nobody
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -19,17 +19,25 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 def cli() -> None:
     """Serve large language models with prefill and decode on different workers.
 
-    `baton up` starts a whole cluster on this machine. Completion for your shell: eval "$(_BATON_COMPLETE=bash_source baton)"; for zsh and
-    fish, zsh_source and fish_source.
+    `baton up` starts a whole cluster on this machine. Completion for your shell: eval
+    "$(_BATON_COMPLETE=bash_source baton)"; for zsh and fish, zsh_source and fish_source.
     """
 
 
-for command in (*services.COMMANDS, *admin.COMMANDS, config.config, doctor.doctor, key.key, model.model):
+for command in (
+    *service_commands.COMMANDS,
+    *admin_commands.COMMANDS,
+    config_command.config,
+    doctor_command.doctor,
+    key_command.key,
+    model_command.model,
+):
     cli.add_command(command)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command; an error that Baton raised on purpose is one line on standard error and exit code 1, not a traceback."""
+    """Run one command; an error that Baton raised on purpose is one line on standard error and exit code 1,
+    not a traceback."""
     report_to_nobody()
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")

@@ -4,9 +4,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.shown import size, speed, table
-from baton.core.cluster import WorkerState
-from baton.core.front import ClusterStatus, ProcessInfo, WorkerStatus
+from baton.cli.formatting import size, speed, table
+from baton.core.client_api import ClusterStatus, ProcessInfo, WorkerStatus
+from baton.core.cluster.worker_report import WorkerState
 
 STATE_STYLES = {
     WorkerState.STARTING: "cyan",
@@ -48,7 +48,19 @@ def _process(process: ProcessInfo) -> tuple[str, str, str, str]:
 
 
 def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
-    made = table("worker", "role", "state", ">pid", "host", "epoch", "model", ">running", ">waiting", ">tokens to prefill", ">leases")
+    made = table(
+        "worker",
+        "role",
+        "state",
+        ">pid",
+        "host",
+        "epoch",
+        "model",
+        ">running",
+        ">waiting",
+        ">tokens to prefill",
+        ">leases",
+    )
     for worker in workers:
         made.add_row(
             worker.worker.worker_id,
@@ -67,12 +79,33 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
 
 
 def _blocks(workers: tuple[WorkerStatus, ...]) -> Table:
-    made = table("blocks", ">total", ">free", ">cached", ">used", ">(held for others)", ">landing", ">quarantined", ">of", ">memory")
+    made = table(
+        "blocks",
+        ">total",
+        ">free",
+        ">cached",
+        ">used",
+        ">(held for others)",
+        ">receiving",
+        ">quarantined",
+        ">of",
+        ">memory",
+    )
     for worker in workers:
         blocks = worker.blocks
         made.add_row(
             worker.worker.worker_id,
-            *(f"{count:,}" for count in (blocks.total, blocks.free, blocks.cached, blocks.used, blocks.held_for_others, blocks.landing)),
+            *(
+                f"{count:,}"
+                for count in (
+                    blocks.total,
+                    blocks.free,
+                    blocks.cached,
+                    blocks.used,
+                    blocks.held_for_others,
+                    blocks.receiving,
+                )
+            ),
             Text(f"{blocks.quarantined:,}", style="red" if blocks.quarantined else ""),
             f"{worker.block_size_tokens} tokens",
             size(blocks.total * worker.block_bytes),

@@ -1,1 +1,2 @@
-"""The nouns of Baton: plain values that every other layer speaks in. Standard library only; imports nothing of Baton's."""
+"""The nouns of Baton: plain values that every other layer speaks in. Standard library only; imports nothing
+of Baton's."""

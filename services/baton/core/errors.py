@@ -1,4 +1,5 @@
-"""Every way in which Baton says no, with the status a client sees. See the status contract in docs/architecture.md."""
+"""Every way in which Baton says no, with the status a client sees. See the status contract in
+docs/architecture.md."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -56,11 +57,11 @@ class Reason(Enum):
     WRONG_EPOCH = "wrong_epoch"
     LAYOUT_MISMATCH = "layout_mismatch"
     PROTOCOL_VERSION = "protocol_version"
-    NO_ROOM = "no_room"
+    NO_FREE_BLOCKS = "no_free_blocks"
     LEASE_LOST = "lease_lost"
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
-    PROOF_FAILED = "proof_failed"
+    VALIDATION_FAILED = "validation_failed"
     NUMERICAL_ERROR = "numerical_error"
     SLOW_READER = "slow_reader"
     POISON = "poison"
@@ -70,8 +71,8 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure as it crosses a process boundary. `retriable`: another attempt elsewhere may succeed. `blamed`: the worker at
-    fault where it is not the sender, so that the gateway can avoid it."""
+    """A failure as it crosses a process boundary. `retriable`: another attempt elsewhere may succeed.
+    `blamed`: the worker at fault where it is not the sender, so that the gateway can avoid it."""
 
     code: Code
     reason: Reason
@@ -102,8 +103,8 @@ class LayoutMismatch(BatonError):
 
 
 class StreamBroken(BatonError):
-    """The other end of a stream is gone, or the stream's bounded buffer is full. Nothing sent since the last acknowledgement is known
-    to have arrived. `failure`: why the other end ended it, where it said so."""
+    """The other end of a stream is gone, or the stream's bounded buffer is full. Nothing sent since the last
+    acknowledgement is known to have arrived. `failure`: why the other end ended it, where it said so."""
 
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,5 @@
-"""Names of things that outlive one function: workers and their lives, jobs and their attempts, transfers and reads."""
+"""Names of things that outlive one function: workers and their lives, jobs and their attempts, transfers and
+reads."""
 
 from dataclasses import dataclass
 from typing import NewType
@@ -7,7 +8,8 @@ TransferId = NewType("TransferId", int)
 """One pull of one request's KV, drawn by the reader: unsigned 64 bit, unique for the reader's epoch."""
 
 ReadId = NewType("ReadId", int)
-"""One slice of a transfer as a `TransferBackend` sees it, drawn by the reader, never used twice in one process."""
+"""One slice of a transfer as a `TransferBackend` sees it, drawn by the reader, never used twice in one
+process."""
 
 DecisionId = NewType("DecisionId", str)
 NO_DECISION = DecisionId("")
@@ -15,7 +17,8 @@ NO_DECISION = DecisionId("")
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class WorkerRef:
-    """One life of one worker. `worker_epoch` is drawn at random inside the process and compared for equality only."""
+    """One life of one worker. `worker_epoch` is drawn at random inside the process and compared for equality
+    only."""
 
     worker_id: str
     worker_epoch: int

@@ -1,47 +1,50 @@
-"""The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no device; promises of time are
-kept by the clock of `pace`."""
+"""The engine: sequences and blocks in, step plans out, step results in, tokens out. Integers only, no device;
+promises of time are kept by the clock of `pace`."""
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.costs import attended_tokens
 from baton.core.errors import Code, ConfigError, Failure, Reason
-from baton.core.lifecycle import SequenceState
-from baton.engine import ahead, promises
-from baton.engine.batcher import share_budget
-from baton.engine.block_pool import BlockPool
-from baton.engine.coming import ComingPrompts
-from baton.engine.config import EngineConfig as EngineConfig
-from baton.engine.config import check_possible, no_room
-from baton.engine.demand import demand
+from baton.core.state_machines import SequenceState
+from baton.core.step_cost import attended_tokens
 from baton.engine.invariants import check_sequences
-from baton.engine.outcome import EngineCounters, Outcome, Progress, SequenceOutput
-from baton.engine.room import Room
-from baton.engine.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
-from baton.engine.sequence_table import SequenceTable
-from baton.engine.stall_free import Pace, StepBeside
-from baton.engine.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.scheduling import async_scheduling, slo_slack
+from baton.engine.scheduling.allocator import BlockAllocator
+from baton.engine.scheduling.batcher import share_budget
+from baton.engine.scheduling.queued_prefix import QueuedPrefixEstimate
+from baton.engine.scheduling.step_budget import MixedStep, StepTiming
+from baton.engine.state.engine_config import EngineConfig as EngineConfig
+from baton.engine.state.engine_config import check_possible, no_capacity
+from baton.engine.state.outcome import EngineCounters, EngineOutcome, PrefillProgress, SequenceOutput
+from baton.engine.state.require import require
+from baton.engine.state.sequence import EngineSequence, SequenceRequest, ends_of_text, finish_with
+from baton.engine.state.sequence_table import SequenceTable
+from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
 class Engine:
     """Iteration-level batching over one block pool.
 
-    One caller: `plan`, then the step, then `apply` with its result; `add`, `cancel`, `fail` and `landed` between steps. What a worker must
-    know is collected and handed over by `take_outcome` (which `apply` calls).
+    One caller: `plan`, then the step, then `apply` with its result; `add`, `cancel`, `fail` and `received`
+    between steps. What a worker must know is collected and handed over by `take_outcome` (which `apply`
+    calls).
     """
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         if pool.block_size_tokens != config.block_size_tokens:
-            raise ConfigError(f"the pool has blocks of {pool.block_size_tokens} tokens, the engine of {config.block_size_tokens}")
+            raise ConfigError(
+                f"the pool has blocks of {pool.block_size_tokens} tokens, the engine of {config.block_size_tokens}"
+            )
         self.config = config
         self.pool = pool
         self.counters = EngineCounters()
         self._sequences = SequenceTable()
-        self.coming = ComingPrompts(pool)
-        self.pace: Pace | None = None
+        self.coming = QueuedPrefixEstimate(pool)
+        self.pace: StepTiming | None = None
         """For whoever knows what steps cost to set; without it a step takes as many tokens as fit."""
-        self._room = Room(config, pool, self._sequences, self.counters)
+        self._room = BlockAllocator(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
-        self._progress: list[Progress] = []
+        self._progress: list[PrefillProgress] = []
         self._outputs: list[SequenceOutput] = []
 
     # -- counts -------------------------------------------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ class Engine:
     @property
     def running_seqs(self) -> int:
         """Sequences that have their blocks, those that still land included."""
-        return len(self._sequences.running) + len(self._sequences.landing)
+        return len(self._sequences.running) + len(self._sequences.receiving)
 
     @property
     def waiting_prefill_tokens(self) -> int:
@@ -67,7 +70,7 @@ class Engine:
 
     @property
     def waiting_prefill_attended_tokens(self) -> int:
-        """(query, context) pairs of these tokens, `core.costs.attended_tokens`."""
+        """(query, context) pairs of these tokens, `core.step_cost.attended_tokens`."""
         return sum(attended_tokens(behind, before) for behind, before in self._prefills())
 
     def _prefills(self) -> Iterable[tuple[int, int]]:
@@ -80,21 +83,23 @@ class Engine:
 
     @property
     def running_context_tokens(self) -> int:
-        """KV entries that the running and landing sequences hold or will hold once landed."""
-        landing = sum(len(seq.token_ids) for seq in self._sequences.landing.values())
-        return landing + sum(seq.num_computed_tokens for seq in self._sequences.running.values())
+        """KV entries that the running and receiving sequences hold or will hold once landed."""
+        receiving = sum(len(seq.token_ids) for seq in self._sequences.receiving.values())
+        return receiving + sum(seq.num_computed_tokens for seq in self._sequences.running.values())
 
     # -- between steps ------------------------------------------------------------------------------------------------------------------
 
     def check_request(self, request: SequenceRequest, *, num_more_waiting: int = 0) -> None:
-        """Raises Refused for what can never run here, or if the queue (with `num_more_waiting` about to join it) is full; ValueError for
-        a `seq_id` that lives here already."""
+        """Raises Refused for what can never run here, or if the queue (with `num_more_waiting` about to join
+        it) is full; ValueError for a `seq_id` that lives here already."""
         if self._sequences.of_request(request.seq_id):
             raise ValueError(f"sequence {request.seq_id} exists already")
         check_possible(request, self.config, self.pool.num_blocks)
-        num_waiting = sum(seq.state is SequenceState.WAITING for seq in self._sequences.queue.values()) + num_more_waiting
+        num_waiting = (
+            sum(seq.state is SequenceState.WAITING for seq in self._sequences.queue.values()) + num_more_waiting
+        )
         if num_waiting >= self.config.max_waiting_seqs:
-            raise no_room(Reason.QUEUE_FULL, f"{num_waiting} sequences wait here already; try again later")
+            raise no_capacity(Reason.QUEUE_FULL, f"{num_waiting} sequences wait here already; try again later")
 
     def add(self, request: SequenceRequest) -> None:
         """Queue a sequence. Raises as `check_request`."""
@@ -103,8 +108,9 @@ class Engine:
         self._sequences.add(request)
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
-        """End these samples (none named: all) without another output. Idempotent; unknown ids are ignored. Blocks that a pull is landing in
-        stay out of use until the pull has dropped, landed or quarantined them."""
+        """End these samples (none named: all) without another output. Idempotent; unknown ids are ignored.
+        Blocks that a pull is receiving in stay out of use until the pull has dropped, landed or quarantined
+        them."""
         for seq in self._sequences.of_request(seq_id):
             left = tuple(i for i in seq.sample_indices if sample_indices and i not in sample_indices)
             if left:
@@ -113,7 +119,8 @@ class Engine:
                 self._end(seq, SequenceState.CANCELLED)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
-        """End all samples that are left, each with this failure as its last output. Unknown ids are ignored."""
+        """End all samples that are left, each with this failure as its last output. Unknown ids are
+        ignored."""
         for seq in self._sequences.of_request(seq_id):
             for sample_index in seq.sample_indices:
                 self._outputs.append(
@@ -127,16 +134,24 @@ class Engine:
                 )
             self._end(seq, SequenceState.FAILED)
 
-    def landed(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
-        """All KV of a LANDING sequence is here and proven, and its owner has sampled these tokens. Ignored for a sequence that is not
-        (any more) landing. One that is, but whose blocks are not all here with its own content, or whose tokens are not, fails."""
-        seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.LANDING), None)
+    def received(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
+        """All KV of a LANDING sequence is here and proven, and its owner has sampled these tokens. Ignored
+        for a sequence that is not (any more) receiving. One that is, but whose blocks are not all here with
+        its own content, or whose tokens are not, fails."""
+        seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.RECEIVING), None)
         if seq is None:
             return
         num_wrong = sum(not self.pool.is_readable(b) for b in seq.block_table)
-        num_wrong += sum(self.pool.hash_of(b) != its for b, its in zip(seq.block_table, seq.request.block_hashes, strict=False))
+        num_wrong += sum(
+            self.pool.hash_of(b) != its for b, its in zip(seq.block_table, seq.request.block_hashes, strict=False)
+        )
         if num_wrong or not set(seq.sample_indices) <= {token.sample_index for token in first_tokens}:
-            self.fail(seq_id, _internal(f"the pull ended with {num_wrong} blocks not landed as asked and {len(first_tokens)} first tokens"))
+            self.fail(
+                seq_id,
+                _internal(
+                    f"the pull ended with {num_wrong} blocks not landed as asked and {len(first_tokens)} first tokens"
+                ),
+            )
             return
         seq.num_computed_tokens = len(seq.token_ids)
         seq.num_hashed_blocks = seq.num_computed_tokens // self.config.block_size_tokens
@@ -146,29 +161,31 @@ class Engine:
 
     @property
     def step_budget_tokens(self) -> int:
-        """Of the next step: `max_num_batched_tokens`, or less where sequences decode that would wait too long for it."""
+        """Of the next step: `max_num_batched_tokens`, or less where sequences decode that would wait too long
+        for it."""
         most = self.config.max_num_batched_tokens
         decoding = self._decoding()
         if (beside := self._step_beside(decoding)) is None:
             return most
         begun = (seq.num_computed_tokens for seq in self._sequences.running.values() if seq.num_tokens_behind > 1)
         return len(decoding) + beside.most_tokens(
-            self._promised_step_s(decoding, beside),
+            self._slo_step_s(decoding, beside),
             max(begun, default=0),
             at_most=most - len(decoding),
             at_least=self.config.block_size_tokens,
         )
 
     @property
-    def promised_step_s(self) -> float:
-        """The next step may take so long, for the promises to those that decode; 0 where they allow nothing (`promises.limit_s`)."""
+    def slo_step_s(self) -> float:
+        """The next step may take so long, for the promises to those that decode; 0 where they allow nothing
+        (`promises.limit_s`)."""
         decoding = self._decoding()
         beside = self._step_beside(decoding)
-        return 0.0 if beside is None else self._promised_step_s(decoding, beside)
+        return 0.0 if beside is None else self._slo_step_s(decoding, beside)
 
-    def _promised_step_s(self, decoding: Sequence[EngineSequence], beside: StepBeside) -> float:
+    def _slo_step_s(self, decoding: Sequence[EngineSequence], beside: MixedStep) -> float:
         assert self.pace is not None
-        return promises.limit_s(
+        return slo_slack.limit_s(
             decoding,
             self.pace.now_s(),
             beside.decode_s,
@@ -177,18 +194,19 @@ class Engine:
             max_model_len=self.config.max_model_len,
         )
 
-    def _step_beside(self, decoding: Sequence[EngineSequence]) -> StepBeside | None:
+    def _step_beside(self, decoding: Sequence[EngineSequence]) -> MixedStep | None:
         """The next step, where any decode in it and what steps take is known."""
         if self.pace is None or not decoding or (costs := self.pace.costs()) is None:
             return None
-        return StepBeside.of(costs, [seq.num_computed_tokens for seq in decoding], tuple(self._prefills()))
+        return MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], tuple(self._prefills()))
 
     def _decoding(self) -> list[EngineSequence]:
         """Those that the next step carries by one token."""
         return [seq for seq in self._sequences.running.values() if seq.num_tokens_behind == 1]
 
     def plan(self) -> StepPlan:
-        """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`, before the step need run."""
+        """The next step, perhaps empty. Admits and preempts; admissions are in the next `take_outcome`,
+        before the step need run."""
         self._room.give_to_decode()
         has_prompts = next(iter(self._sequences.prefills()), None) is not None
         budget = self.step_budget_tokens if has_prompts else self.config.max_num_batched_tokens
@@ -205,11 +223,15 @@ class Engine:
         return plan
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan:
-        """The step after `plan`, which runs now and has no result yet; empty where only that result can tell. It is launched like any
-        other, after which `apply` comes for `plan` and then for it; or it is `withdrawn`, before it has begun or after it has failed."""
+        """The step after `plan`, which runs now and has no result yet; empty where only that result can tell.
+        It is launched like any other, after which `apply` comes for `plan` and then for it; or it is
+        `withdrawn`, before it has begun or after it has failed."""
         after = StepPlan(
             step_id=self._next_step_id,
-            sequences=tuple(self._step_ahead(seq) for seq in ahead.going_on(plan, self._sequences, self.pool, self.config)),
+            sequences=tuple(
+                self._step_ahead(seq)
+                for seq in async_scheduling.plan_next_decode(plan, self._sequences, self.pool, self.config)
+            ),
             follows=plan.step_id,
         )
         if not after.is_empty:
@@ -222,17 +244,19 @@ class Engine:
         self.pool.step_withdrawn()
 
     def known(self, plan: StepPlan) -> StepPlan:
-        """`plan`, the step in flight, with the tokens that were not known when it was made, without the sequences that have ended since."""
+        """`plan`, the step in flight, with the tokens that were not known when it was made, without the
+        sequences that have ended since."""
         if plan.follows is None:
             return plan
         seqs = [seq for part in plan.sequences if (seq := self._sequences.running.get(part.seq_id)) is not None]
         return StepPlan(step_id=plan.step_id, sequences=tuple(self._step_sequence(seq, 1) for seq in seqs))
 
     def request_of(self, key: int) -> int:
-        """Whose sequence that is which the present plan calls `key`: the `seq_id` that it was added with, shared by all samples."""
+        """Whose sequence that is which the present plan calls `key`: the `seq_id` that it was added with,
+        shared by all samples."""
         return self._sequences.running[key].seq_id
 
-    def apply(self, plan: StepPlan, result: StepResult) -> Outcome:
+    def apply(self, plan: StepPlan, result: StepResult) -> EngineOutcome:
         """What the step has brought. Sequences that ended while it ran are passed over."""
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} for plan {plan.step_id}")
@@ -246,8 +270,14 @@ class Engine:
                 continue
             tokens = result.samples.get(part.seq_id, ())
             failure = result.failures.get(part.seq_id)
-            if failure is None and part.sample is not None and not set(seq.sample_indices) <= {token.sample_index for token in tokens}:
-                failure = _internal(f"step {plan.step_id} answered {len(tokens)} tokens for samples {seq.sample_indices}")
+            if (
+                failure is None
+                and part.sample is not None
+                and not set(seq.sample_indices) <= {token.sample_index for token in tokens}
+            ):
+                failure = _internal(
+                    f"step {plan.step_id} answered {len(tokens)} tokens for samples {seq.sample_indices}"
+                )
             if failure is not None:
                 self.pool.unpublish([b for b in seq.block_table[seq.num_cached_blocks :] if self.pool.num_refs(b) == 1])
                 self.fail(seq.seq_id, failure)
@@ -257,9 +287,11 @@ class Engine:
                 self._take_tokens(seq, tokens)
         return self.take_outcome()
 
-    def take_outcome(self) -> Outcome:
+    def take_outcome(self) -> EngineOutcome:
         """What has happened since the last call."""
-        outcome = Outcome(admissions=tuple(self._room.admissions), progress=tuple(self._progress), outputs=tuple(self._outputs))
+        outcome = EngineOutcome(
+            admissions=tuple(self._room.admissions), progress=tuple(self._progress), outputs=tuple(self._outputs)
+        )
         self._room.admissions.clear()
         self._progress.clear()
         self._outputs.clear()
@@ -283,7 +315,7 @@ class Engine:
         begin = len(seq.token_ids)
         return StepSequence(
             seq_id=seq.key,
-            token_ids=ahead.UNKNOWN,
+            token_ids=async_scheduling.UNKNOWN,
             position_begin=begin,
             kv_begin=begin,
             block_table=seq.table,
@@ -313,10 +345,11 @@ class Engine:
             self.pool.set_hash(seq.block_table[index], seq.hash_of_block(index, block_size_tokens))
             seq.num_hashed_blocks = index + 1
         if seq.request.prefill_only:
-            self._progress.append(Progress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
+            self._progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 
     def _take_tokens(self, seq: EngineSequence, tokens: Sequence[SampledToken]) -> None:
-        """One new token for each sample. Each that has not ended goes on, all but the first as new sequences over the same blocks."""
+        """One new token for each sample. Each that has not ended goes on, all but the first as new sequences
+        over the same blocks."""
         by_sample = {token.sample_index: token for token in tokens}
         going_on: list[SampledToken] = []
         for sample_index in seq.sample_indices:
@@ -347,9 +380,9 @@ class Engine:
             self._end(seq, SequenceState.FINISHED)
             return
         if self.pace is not None:
-            promises.token_came(seq, self.pace.now_s())
-        if seq.state is SequenceState.LANDING:
-            self._sequences.landed(seq)
+            slo_slack.token_came(seq, self.pace.now_s())
+        if seq.state is SequenceState.RECEIVING:
+            self._sequences.received(seq)
         for token in going_on[1:]:
             child = self._sequences.fork(seq, token.sample_index)
             self.pool.ref(child.block_table)
@@ -367,10 +400,11 @@ class Engine:
     # -- invariants ---------------------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises AssertionError naming the first invariant that does not hold, the pool's included. For tests: reads everything."""
+        """Raises AssertionError naming the first invariant that does not hold, the pool's included. For
+        tests: reads everything."""
         self.pool.check()
         slots = sum(seq.num_slots for seq in self._sequences.admitted())
-        demand(slots <= self.config.max_num_seqs, f"{slots} sequences run, {self.config.max_num_seqs} may")
+        require(slots <= self.config.max_num_seqs, f"{slots} sequences run, {self.config.max_num_seqs} may")
         check_sequences(self._sequences, self.pool)
 
 

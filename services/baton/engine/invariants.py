@@ -1,44 +1,46 @@
-"""What must hold between any two calls of an engine. Raises AssertionError naming the first thing that does not."""
+"""What must hold between any two calls of an engine. Raises AssertionError naming the first thing that does
+not."""
 
 from collections import Counter
 
-from baton.core.blocks import NO_HASH
-from baton.core.lifecycle import SequenceState
-from baton.engine.block_pool import BlockPool
-from baton.engine.demand import demand
-from baton.engine.sequence import EngineSequence
-from baton.engine.sequence_table import SequenceTable
+from baton.core.kv.block_hash import NO_HASH
+from baton.core.state_machines import SequenceState
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.require import require
+from baton.engine.state.sequence import EngineSequence
+from baton.engine.state.sequence_table import SequenceTable
 
 
 def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
-    """That each stands where its state says and is found by its request, on blocks that are its own. The pool's own: `BlockPool.check`."""
+    """That each stands where its state says and is found by its request, on blocks that are its own. The
+    pool's own: `BlockPool.check`."""
     places = {
         SequenceState.WAITING: sequences.queue,
         SequenceState.PREEMPTED: sequences.queue,
-        SequenceState.LANDING: sequences.landing,
+        SequenceState.RECEIVING: sequences.receiving,
         SequenceState.RUNNING: sequences.running,
     }
-    num_placed = len(sequences.queue) + len(sequences.landing) + len(sequences.running)
+    num_placed = len(sequences.queue) + len(sequences.receiving) + len(sequences.running)
     seqs = list(sequences.all_by_request())
-    demand(len(seqs) == num_placed, f"{num_placed} sequences in their places, {len(seqs)} found by request")
+    require(len(seqs) == num_placed, f"{num_placed} sequences in their places, {len(seqs)} found by request")
     refs: Counter[int] = Counter()
     for seq in seqs:
-        demand(places[seq.state].get(seq.key) is seq, f"not where its state says: {seq}")
+        require(places[seq.state].get(seq.key) is seq, f"not where its state says: {seq}")
         refs.update(seq.block_table)
         _check_sequence(seq, pool)
     for block_id, count in refs.items():
-        demand(pool.num_refs(block_id) >= count, f"block {block_id} has fewer references than sequences over it")
+        require(pool.num_refs(block_id) >= count, f"block {block_id} has fewer references than sequences over it")
 
 
 def _check_sequence(seq: EngineSequence, pool: BlockPool) -> None:
     hashed, open_ended = seq.block_table[: seq.num_hashed_blocks], seq.block_table[seq.num_hashed_blocks :]
-    demand(seq.num_tokens_behind > 0, f"no token to compute: {seq}")
-    demand(seq.table == tuple(seq.block_table), f"stale table: {seq}")
+    require(seq.num_tokens_behind > 0, f"no token to compute: {seq}")
+    require(seq.table == tuple(seq.block_table), f"stale table: {seq}")
     if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
-        demand(not seq.block_table and not seq.num_computed_tokens, f"waits with blocks: {seq}")
+        require(not seq.block_table and not seq.num_computed_tokens, f"waits with blocks: {seq}")
         return
-    demand(len(seq.block_table) * pool.block_size_tokens >= len(seq.token_ids) - 1, f"blocks are missing: {seq}")
-    demand([pool.hash_of(b) for b in hashed] == seq.hashes[: len(hashed)], f"a block has another hash: {seq}")
+    require(len(seq.block_table) * pool.block_size_tokens >= len(seq.token_ids) - 1, f"blocks are missing: {seq}")
+    require([pool.hash_of(b) for b in hashed] == seq.hashes[: len(hashed)], f"a block has another hash: {seq}")
     if seq.state is SequenceState.RUNNING:
-        demand(all(pool.is_readable(b) for b in seq.block_table), f"runs on blocks that have not landed: {seq}")
-        demand(all(pool.hash_of(b) == NO_HASH for b in open_ended), f"would write a hashed block: {seq}")
+        require(all(pool.is_readable(b) for b in seq.block_table), f"runs on blocks that have not landed: {seq}")
+        require(all(pool.hash_of(b) == NO_HASH for b in open_ended), f"would write a hashed block: {seq}")

@@ -1,31 +1,35 @@
-"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine that takes time.
+"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine
+that takes time.
 
-While answers merely go on, the step after the one that runs is planned and waits at the device (`engine.ahead`), so that the device has no
-pause between them. Whatever comes in meanwhile takes it back, unless it has begun.
+While answers merely go on, the step after the one that runs is planned and waits at the device
+(`engine.scheduling.async_scheduling`), so that the device has no pause between them. Whatever comes in
+meanwhile takes it back, unless it has begun.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.core.costs import attended_tokens
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
+from baton.core.step_cost import attended_tokens
 from baton.engine.engine import Engine
-from baton.engine.outcome import Outcome
-from baton.engine.sequence import SequenceRequest
-from baton.engine.step import DeviceFault, Executor, SampledToken, StepPlan, StepResult
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.step import DeviceFault, Executor, SampledToken, StepPlan, StepResult
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
 
 MAX_FAILED_IN_A_ROW = 2
-"""Different requests that fail, each alone, while nothing succeeds in between: then it is not they but the device."""
+"""Different requests that fail, each alone, while nothing succeeds in between: then it is not they but the
+device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step at the device. `at_s`: since when, by the event loop's clock; it may have waited for the one before it."""
+    """A step at the device. `at_s`: since when, by the event loop's clock; it may have waited for the one
+    before it."""
 
     plan: StepPlan
     result: asyncio.Future[StepResult]
@@ -33,28 +37,30 @@ class _Launched:
 
 
 class EngineUnhealthy(BatonError):
-    """The device is at fault: it says so itself, or it runs nobody's step any more. The worker says so and exits."""
+    """The device is at fault: it says so itself, or it runs nobody's step any more. The worker says so and
+    exits."""
 
 
 class EngineLoop:
     """Runs one engine on one executor, in one event loop.
 
-    `add`, `cancel`, `fail` and `landed` may be called at any time and take effect between steps, in the order of the calls. `deliver` is
-    called after each plan (admissions, and what the inbox brought about) and each apply, never with an empty Outcome; it must not wait,
-    may call this loop's methods, and must pass over sequences that it no longer knows. If it or the engine raises, `run` ends. Tokens of
-    answers that merely go on are delivered when the next step has been launched, while the device computes.
+    `add`, `cancel`, `fail` and `received` may be called at any time and take effect between steps, in the
+    order of the calls. `deliver` is called after each plan (admissions, and what the inbox brought about) and
+    each apply, never with an empty Outcome; it must not wait, may call this loop's methods, and must pass
+    over sequences that it no longer knows. If it or the engine raises, `run` ends. Tokens of answers that
+    merely go on are delivered when the next step has been launched, while the device computes.
     """
 
     def __init__(
         self,
         engine: Engine,
         executor: Executor,
-        deliver: Callable[[Outcome], None],
+        deliver: Callable[[EngineOutcome], None],
         on_step: Callable[[StepPlan, float], None] = lambda plan, step_s: None,
     ) -> None:
-        """`on_step`: told of each step that ran as it was planned, and the seconds it took: from the end of the one before, or since there
-        was something to do again. Whoever decodes waits for all that lies between two steps, planning mostly, where that was not done
-        ahead."""
+        """`on_step`: told of each step that ran as it was planned, and the seconds it took: from the end of
+        the one before, or since there was something to do again. Whoever decodes waits for all that lies
+        between two steps, planning mostly, where that was not done ahead."""
         self.engine = engine
         self.executor = executor
         self.draining = False
@@ -66,12 +72,14 @@ class EngineLoop:
         self._busy_since_s = 0.0  # since the step before has ended, or there was something to do
         self._deliver = deliver
         self._on_step = on_step
-        self._inbox: list[Callable[[], None]] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
+        self._inbox: list[
+            Callable[[], None]
+        ] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
         self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
         self._wake = asyncio.Event()
         self._current: _Launched | None = None  # the last whose result was awaited, or is to be
         self._ahead: _Launched | None = None  # behind the step whose result is awaited
-        self._held = Outcome()
+        self._held = EngineOutcome()
         """Not delivered yet: nobody's next move depends on it."""
         self._has_ended = False
         self._failed_in_a_row: set[int] = set()  # requests, since anything has succeeded
@@ -80,9 +88,14 @@ class EngineLoop:
     # -- inbox --------------------------------------------------------------------------------------------------------------------------
 
     def add(self, request: SequenceRequest) -> None:
-        """Queue a sequence. Raises Refused at once as `Engine.check_request` does, or with DRAINING once the loop has ended."""
+        """Queue a sequence. Raises Refused at once as `Engine.check_request` does, or with DRAINING once the
+        loop has ended."""
         if self._has_ended:
-            raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this worker has stopped", retriable=True))
+            raise Refused(
+                Failure(
+                    code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this worker has stopped", retriable=True
+                )
+            )
         if request.seq_id in self._adds:
             raise ValueError(f"sequence {request.seq_id} exists already")
         self.engine.check_request(request, num_more_waiting=len(self._adds))
@@ -96,8 +109,8 @@ class EngineLoop:
     def fail(self, seq_id: int, failure: Failure) -> None:
         self._put(lambda: self.engine.fail(seq_id, failure))
 
-    def landed(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
-        self._put(lambda: self.engine.landed(seq_id, first_tokens))
+    def received(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
+        self._put(lambda: self.engine.received(seq_id, first_tokens))
 
     def drain(self) -> None:
         """`run` returns once every sequence has ended. Sequences added until then are still served."""
@@ -183,13 +196,13 @@ class EngineLoop:
         for change in changes:
             change()
 
-    def _hand_over(self, outcome: Outcome) -> None:
+    def _hand_over(self, outcome: EngineOutcome) -> None:
         if not outcome.is_empty:
             self._hand_over_held()
             self._deliver(outcome)
 
     def _hand_over_held(self) -> None:
-        held, self._held = self._held, Outcome()
+        held, self._held = self._held, EngineOutcome()
         if not held.is_empty:
             self._deliver(held)
 
@@ -210,7 +223,8 @@ class EngineLoop:
             self.engine.withdrawn()
 
     async def _let_go_of_ahead(self) -> None:
-        """The step that it follows has failed. One that has begun must end first: it may write to what others get next."""
+        """The step that it follows has failed. One that has begun must end first: it may write to what others
+        get next."""
         self._withdraw_ahead()
         if (ahead := self._ahead) is not None:
             self._begun(ahead)  # so that one that does not end is noticed
@@ -220,8 +234,8 @@ class EngineLoop:
             self.engine.withdrawn()
 
     async def _result_of(self, step: _Launched) -> StepResult:
-        """If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on. That is so where it is the only
-        one, too; but not for one request after the other."""
+        """If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on.
+        That is so where it is the only one, too; but not for one request after the other."""
         plan = step.plan
         try:
             try:
@@ -263,15 +277,17 @@ class EngineLoop:
         return result, took_s
 
     async def _find_guilty(self, plan: StepPlan, error: Exception) -> StepResult:
-        """Running a sequence's part again writes the same KV to the same places. The copies are made again until one part has run: from
-        then on their sources may have been written to."""
+        """Running a sequence's part again writes the same KV to the same places. The copies are made again
+        until one part has run: from then on their sources may have been written to."""
         samples: dict[int, tuple[SampledToken, ...]] = {}
         failures: dict[int, Failure] = {}
         num_raised = 0
         block_copies = plan.block_copies
         for part in plan.sequences:
             try:
-                result, _ = await self._timed(self._launch(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies)))
+                result, _ = await self._timed(
+                    self._launch(StepPlan(step_id=plan.step_id, sequences=(part,), block_copies=block_copies))
+                )
             except DeviceFault:
                 raise
             except Exception as part_error:

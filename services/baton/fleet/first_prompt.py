@@ -1,4 +1,5 @@
-"""The first questions to a new cluster, asked as any client would: one of our own, and the user's, with proof of the way it took."""
+"""The first questions to a new cluster, asked as any client would: one of our own, and the user's, with proof
+of the way it took."""
 
 import json
 import os
@@ -8,27 +9,32 @@ from typing import Any
 import httpx
 
 from baton.core.errors import BatonError
-from baton.runtime.process import age_s
+from baton.runtime.process.process import age_s
 
 TIMEOUT_S = 120.0
 REHEARSED = {"prompt": "Ready?", "max_tokens": 2, "temperature": 0}
 
 
 async def rehearse(url: str, model: str) -> None:
-    """Have two tokens answered, by the whole way that a user's first request will take: nothing on it is done for the first time then.
-    A refusal is an answer, too: of a promise that nobody can keep, or for want of a key. Raises BatonError when there is none."""
+    """Have two tokens answered, by the whole way that a user's first request will take: nothing on it is done
+    for the first time then. A refusal is an answer, too: of a promise that nobody can keep, or for want of a
+    key. Raises BatonError when there is none."""
     async with client_of_ours(TIMEOUT_S) as client:
         try:
-            answer = await client.post(f"{url}/v1/completions", json={"model": model, **REHEARSED}, headers=authorization())
+            answer = await client.post(
+                f"{url}/v1/completions", json={"model": model, **REHEARSED}, headers=authorization()
+            )
         except httpx.HTTPError as error:
             raise BatonError(f"the cluster is up, but a first request failed: {error!r}") from error
     if answer.is_server_error:
-        raise BatonError(f"the cluster is up, but a first request was answered with HTTP {answer.status_code}: {answer.text}")
+        raise BatonError(
+            f"the cluster is up, but a first request was answered with HTTP {answer.status_code}: {answer.text}"
+        )
 
 
 async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> float:
-    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is no answer. Where the gateway
-    wants an API key, it is that of the variable BATON_API_KEY.
+    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is
+    no answer. Where the gateway wants an API key, it is that of the variable BATON_API_KEY.
 
     Returns the age of this process, in seconds, when the first piece of the answer was there.
     """
@@ -49,7 +55,9 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
         client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as answer,
     ):
         if answer.status_code != httpx.codes.OK:
-            raise BatonError(f"the first prompt was answered with HTTP {answer.status_code}: {(await answer.aread()).decode()}")
+            raise BatonError(
+                f"the first prompt was answered with HTTP {answer.status_code}: {(await answer.aread()).decode()}"
+            )
         async for line in answer.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -78,7 +86,8 @@ def authorization() -> dict[str, str]:
 
 
 def proof(event: dict[str, Any]) -> str:
-    """Who prefilled, what was pulled, who decoded, and how fast, from a stream's last event (`usage` and `baton`)."""
+    """Who prefilled, what was pulled, who decoded, and how fast, from a stream's last event (`usage` and
+    `baton`)."""
     timeline, usage = event["baton"], event["usage"]
     prefill, decode = timeline["prefill"], timeline["decode"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -89,12 +98,18 @@ def proof(event: dict[str, Any]) -> str:
     if decode is not None:
         pulled = f"{timeline['kv_bytes'] / 1024:.0f} KiB pulled by " if timeline["kv_bytes"] else ""
         by = f" by {timeline['transport']}" if pulled and timeline["transport"] else ""
-        parts.append(f"{pulled}{decode['worker_id']} (pid {decode['pid']}){by}, which decoded {usage['completion_tokens']}")
-    ttft, tpot = (f"{timeline[name] * 1e3:.1f} ms" if timeline.get(name) is not None else "-" for name in ("ttft_s", "tpot_s"))
+        parts.append(
+            f"{pulled}{decode['worker_id']} (pid {decode['pid']}){by}, which decoded {usage['completion_tokens']}"
+        )
+    ttft, tpot = (
+        f"{timeline[name] * 1e3:.1f} ms" if timeline.get(name) is not None else "-" for name in ("ttft_s", "tpot_s")
+    )
     return f"{', '.join(parts)}.   TTFT {ttft}   TPOT {tpot}"
 
 
 def curl_example(url: str, model: str) -> str:
     """A request to paste into a terminal."""
-    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": "What does os.getcwd do?"}]})
+    body = json.dumps(
+        {"model": model, "stream": True, "messages": [{"role": "user", "content": "What does os.getcwd do?"}]}
+    )
     return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

@@ -1,6 +1,8 @@
-"""The model's files, before any worker starts: a hub id is fetched once, by a process of its own that can be ended at any moment.
+"""The model's files, before any worker starts: a hub id is fetched once, by a process of its own that can be
+ended at any moment.
 
-`python -m baton.fleet.model_files MODEL` prints one line of JSON: `directory`, or the `problem` that a person can do something about.
+`python -m baton.fleet.model_files MODEL` prints one line of JSON: `directory`, or the `problem` that a person
+can do something about.
 """
 
 import asyncio
@@ -10,14 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from baton.core.errors import ModelError
-from baton.engine.model.hub import DEMO, resolve_model
-from baton.runtime.process import tethered
+from baton.model.loading.model_source import DEMO, resolve_model
+from baton.runtime.process.process import tethered
 
 
 async def model_directory(model: str) -> str:
-    """The directory that every process then loads without the network; its download shows a progress bar. Raises ModelError.
+    """The directory that every process then loads without the network; its download shows a progress bar.
+    Raises ModelError.
 
-    Cancelling this ends the download, wherever it is: threads of the hub's client would have to be waited for.
+    Cancelling this ends the download, wherever it is: threads of the hub's client would have to be waited
+    for.
     """
     if _is_here(model):
         return str(resolve_model(model))
@@ -37,7 +41,9 @@ async def model_directory(model: str) -> str:
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        raise ModelError(f"{model} cannot be downloaded: the process that fetched it ended with {fetching.returncode}") from None
+        raise ModelError(
+            f"{model} cannot be downloaded: the process that fetched it ended with {fetching.returncode}"
+        ) from None
     if "problem" in answer:
         raise ModelError(answer["problem"])
     return str(answer["directory"])

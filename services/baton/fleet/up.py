@@ -11,22 +11,22 @@ from typing import Any
 import httpx
 
 from baton.core.errors import BatonError
-from baton.engine.model.hub import DEMO
 from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example, rehearse
-from baton.fleet.here import plan_here
+from baton.fleet.local.local_plan import plan_here
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import WorkerSpec, most_on_a_gpu, plan_workers
-from baton.fleet.progress import Progress, Say
-from baton.fleet.ray_fleet import Joined, RayFleet
-from baton.fleet.run_dir import RunDir
-from baton.fleet.supervisor import Child, ChildSpec, baton_command
-from baton.fleet.worker_actor import WorkerFacts
+from baton.fleet.processes.run_dir import RunDir
+from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
+from baton.fleet.ray.ray_fleet import Joined, RayFleet
+from baton.fleet.ray.worker_actor import WorkerFacts
+from baton.fleet.startup_progress import Say, StartupProgress
+from baton.fleet.worker_plan import WorkerSpec, most_on_a_gpu, plan_workers
+from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
-from baton.runtime.config import Config, derive, dump
-from baton.runtime.network import choose_port, join_address
-from baton.runtime.process import Stop, give_way, unless_stopped
-from baton.runtime.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
-from baton.store.private_redis import START_S, redis_command
+from baton.runtime.config.config_base import Config, derive, dump
+from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.network.addresses import choose_port, join_address
+from baton.runtime.process.process import Stop, give_way, unless_stopped
+from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Cluster:
         self._config = config
         self._run = run
         self._log_dir = log_dir
-        self._progress = Progress(say)
+        self._progress = StartupProgress(say)
         self._say = say
         self._children: list[Child] = []
         joined = None
@@ -116,7 +116,8 @@ class Cluster:
     async def close(self) -> None:
         """End all of it, gateway first, so that running answers can finish while their workers live.
 
-        What does not end is told, not raised, so that the others are ended, too, and the first error remains the last word.
+        What does not end is told, not raised, so that the others are ended, too, and the first error remains
+        the last word.
         """
         self._serving = False
         for end in (*(child.stop for child in reversed(self._children)), self._fleet.close):
@@ -139,10 +140,14 @@ class Cluster:
 
     async def _start_redis(self) -> str:
         if self._is_joined:
-            command = redis_command(self._run.path / "redis", host=self._fleet.node_address, advertise_host=self._advertise_host)
+            command = redis_command(
+                self._run.path / "redis", host=self._fleet.node_address, advertise_host=self._advertise_host
+            )
         else:
             command = redis_command(self._run.path / "redis")
-        child = Child(self._spec("redis", command.argv, START_S, command.wait_until_ready), on_restart=self._child_is_back)
+        child = Child(
+            self._spec("redis", command.argv, START_S, command.wait_until_ready), on_restart=self._child_is_back
+        )
         self._children.append(child)
         await self._progress.phase("redis", child.start(), lambda _: command.description)
         return command.url
@@ -157,7 +162,9 @@ class Cluster:
 
     async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
         def describe(facts: WorkerFacts) -> str:
-            return f"{spec.role.value:<8} pid {facts.pid}{f' on {facts.host}' if self._is_joined else ''}  {facts.summary}"
+            return (
+                f"{spec.role.value:<8} pid {facts.pid}{f' on {facts.host}' if self._is_joined else ''}  {facts.summary}"
+            )
 
         name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
         await self._progress.phase(name, self._fleet.start(spec, settings), describe)
@@ -181,7 +188,11 @@ class Cluster:
         )
 
     def _spec(
-        self, name: str, argv: list[str], start_timeout_s: float, ready: Callable[[], Coroutine[Any, Any, str]] | None = None
+        self,
+        name: str,
+        argv: list[str],
+        start_timeout_s: float,
+        ready: Callable[[], Coroutine[Any, Any, str]] | None = None,
     ) -> ChildSpec:
         output = self._output_dir / f"{name}.out"
         return ChildSpec(name=name, argv=argv, output=output, start_timeout_s=start_timeout_s, wait_until_ready=ready)
@@ -207,7 +218,9 @@ class Cluster:
                             last = answer.text
                         await asyncio.sleep(0.05)
             except TimeoutError:
-                raise BatonError(f"the gateway was not ready within {READY_LIMIT_S:g} s: {last}; logs: {self._output_dir}") from None
+                raise BatonError(
+                    f"the gateway was not ready within {READY_LIMIT_S:g} s: {last}; logs: {self._output_dir}"
+                ) from None
 
     def _child_is_back(self, name: str) -> None:
         child = next(child for child in self._children if child.spec.name == name)
@@ -215,7 +228,9 @@ class Cluster:
 
     def _worker_changed(self, worker_id: str, facts: WorkerFacts | None) -> None:
         if self._serving:
-            self._say(f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}")
+            self._say(
+                f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}"
+            )
 
     @property
     def _is_joined(self) -> bool:
@@ -227,7 +242,8 @@ class Cluster:
 
 
 async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
-    """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every case."""
+    """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every
+    case."""
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
     if config.ray_address is None:  # all that is started shares the cores with the workers
@@ -264,7 +280,7 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, say: Say, 
 
 async def _first_answer(url: str, model: str, prompt: str, say: Say) -> None:
     first_token_s = await ask(url, model, prompt, write=_write)
-    Progress(say).line("first token", "from the start of this command", first_token_s)
+    StartupProgress(say).line("first token", "from the start of this command", first_token_s)
 
 
 def _write(text: str) -> None:

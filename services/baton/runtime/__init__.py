@@ -1,1 +1,2 @@
-"""What every process needs: settings, logs, metrics, signals, health, failpoints. Rank 1: imports `baton.core` only."""
+"""What every process needs: settings, logs, metrics, signals, health, failpoints. Rank 1: imports
+`baton.core` only."""

@@ -1,9 +1,10 @@
 """Named places where a test can make a process fail, armed only by `BATON_FAILPOINTS`.
 
-    BATON_FAILPOINTS='engine.step[worker=w0]=exit:9@3; transfer.read_posted[token=123]=sleep:2.5'
+BATON_FAILPOINTS='engine.step[worker=w0]=exit:9@3; transfer.read_posted[token=123]=sleep:2.5'
 
-A rule is `name[key=value,…]=action:argument@n`; brackets, argument and `@n` may be left out, rules are separated by `;`. It fires at every
-hit of its name whose context has each `key=value`, or with `@n` at the n-th of them only. What fires is logged before it is done. Actions:
+A rule is `name[key=value,…]=action:argument@n`; brackets, argument and `@n` may be left out, rules are
+separated by `;`. It fires at every hit of its name whose context has each `key=value`, or with `@n` at the
+n-th of them only. What fires is logged before it is done. Actions:
 
     exit:CODE    end the process at once, without clean-up (137 if not given, what kill -9 leaves)
     stop         SIGSTOP this process; someone else has to continue it
@@ -24,7 +25,9 @@ from baton.core.errors import BatonError, ConfigError
 from baton.runtime.logging import get_logger
 
 VARIABLE = "BATON_FAILPOINTS"
-_RULE = re.compile(r"(?P<name>[\w.]+)(?:\[(?P<context>[^\]]*)\])?=(?P<action>\w+)(?::(?P<argument>[^@]*))?(?:@(?P<nth>[1-9]\d*))?")
+_RULE = re.compile(
+    r"(?P<name>[\w.]+)(?:\[(?P<context>[^\]]*)\])?=(?P<action>\w+)(?::(?P<argument>[^@]*))?(?:@(?P<nth>[1-9]\d*))?"
+)
 
 log = get_logger(__name__)
 

@@ -1,6 +1,8 @@
-"""Logs are events with fields: one line a state change, JSON in a file per process, or readable on a terminal.
+"""Logs are events with fields: one line a state change, JSON in a file per process, or readable on a
+terminal.
 
-`get_logger` may be called at import; `configure` decides once per process where the lines go. What other libraries log goes the same way.
+`get_logger` may be called at import; `configure` decides once per process where the lines go. What other
+libraries log goes the same way.
 """
 
 import faulthandler
@@ -32,7 +34,8 @@ _QUIET: Mapping[str, int] = {"asyncio": logging.WARNING, "httpcore": logging.WAR
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose methods take an event name and fields: `log.info("kv_pull_done", transfer_bytes=n, duration_s=t)`."""
+    """A logger whose methods take an event name and fields: `log.info("kv_pull_done", transfer_bytes=n,
+    duration_s=t)`."""
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         logging.getLogger(name), processors=_BEFORE_STDLIB, wrapper_class=structlog.stdlib.BoundLogger
     )
@@ -44,9 +47,9 @@ def configure(
 ) -> Path | None:
     """Send this process's logs to `{log_dir}/{name}.log`, or without `log_dir` to `stream` (standard error).
 
-    A file, and a stream that is no terminal, get JSON lines; a terminal gets coloured text. `fields` stand in every line, beside `process`,
-    which is `name`. A second call replaces the first. A crash in native code leaves its stacks in the file.
-    Returns the file's path. Raises OSError when it cannot be opened.
+    A file, and a stream that is no terminal, get JSON lines; a terminal gets coloured text. `fields` stand in
+    every line, beside `process`, which is `name`. A second call replaces the first. A crash in native code
+    leaves its stacks in the file. Returns the file's path. Raises OSError when it cannot be opened.
     """
     _remove_handler()
     path: Path | None = None

@@ -1,4 +1,5 @@
-"""A seeded storm over a simulated cluster: clients leave, streams are cut, reads get stuck, processes die and come back.
+"""A seeded storm over a simulated cluster: clients leave, streams are cut, reads get stuck, processes die and
+come back.
 
 Then it must be calm again.
 
@@ -10,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from baton.core.blocks import BlockHash, chain, root_hash, token_ids
-from baton.core.cluster import WorkerRole
-from baton.runtime.settings import ClusterConfig
-from baton.sim.clients import SimAnswer, SimRequest, expected_answer, run_client
-from baton.sim.cluster import SimCluster, SimModel, sim_layout
-from baton.sim.memory import contents
+from baton.core.cluster.worker_report import WorkerRole
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.runtime.config.settings import ClusterConfig
+from baton.sim.sim_clients import SimAnswer, SimRequest, expected_answer, run_client
+from baton.sim.sim_cluster import SimCluster, SimModel, sim_layout
+from baton.sim.sim_memory import contents
 
 CALM_S = 20.0
 """After the last request and the last fault: longer than every lease, grace, deadline and stuck read."""
@@ -58,7 +59,8 @@ class StormReport:
 
 
 async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: int) -> StormReport:
-    """Run one storm to its calm and check the invariants I1 (answers), I2 (nothing left), I3 (each cached block) and I4 (in time).
+    """Run one storm to its calm and check the invariants I1 (answers), I2 (nothing left), I3 (each cached
+    block) and I4 (in time).
 
     Raises AssertionError naming what does not hold, or whatever a process that nobody killed died of.
     """
@@ -76,17 +78,23 @@ async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: 
     for answer in answers:
         _check_answer(answer, model)
         report.outcomes[answer.outcome] = report.outcomes.get(answer.outcome, 0) + 1
-        report.transcript.append(f"{answer.ended_s:.9f} request {answer.request.number} {answer.outcome} {answer.tokens}")
+        report.transcript.append(
+            f"{answer.ended_s:.9f} request {answer.request.number} {answer.outcome} {answer.tokens}"
+        )
     for name in sorted(cluster.workers):
         cluster.workers[name].check_clean()
         counts = cluster.workers[name].pool.counts()
         if counts.quarantined:
-            raise AssertionError(f"{name}: {counts.quarantined} blocks are still quarantined {CALM_S:g} s after the last fault")
+            raise AssertionError(
+                f"{name}: {counts.quarantined} blocks are still quarantined {CALM_S:g} s after the last fault"
+            )
         report.transcript.append(f"{name} {counts}")
     report.num_audited = audit_caches(cluster, requests)
     report.num_lost = cluster.network.messages_lost
     await cluster.aclose()
-    left = [f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    left = [
+        f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if task is not asyncio.current_task()
+    ]
     if left:
         raise AssertionError(f"tasks left behind: {sorted(left)}")
     return report
@@ -94,7 +102,10 @@ async def run_storm(config: ClusterConfig, model: SimModel, storm: Storm, seed: 
 
 def plan_requests(storm: Storm, rng: Random, start_s: float) -> list[SimRequest]:
     """Prompts that share prefixes, so that caches are hit; some clients leave early."""
-    prefixes = [tuple(rng.randrange(1, 200) for _ in range(rng.randrange(8, storm.max_prompt_tokens))) for _ in range(storm.num_prefixes)]
+    prefixes = [
+        tuple(rng.randrange(1, 200) for _ in range(rng.randrange(8, storm.max_prompt_tokens)))
+        for _ in range(storm.num_prefixes)
+    ]
     requests = []
     for number in range(storm.num_requests):
         prefix = rng.choice(prefixes)[: rng.randrange(1, storm.max_prompt_tokens)]
@@ -114,8 +125,9 @@ def plan_requests(storm: Storm, rng: Random, start_s: float) -> list[SimRequest]
 
 
 def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
-    """Compare each cached block of each worker with what it must hold, computed from the requests alone (I3); how many there were. Raises
-    AssertionError naming a block of other content, or of a hash that nobody's tokens have."""
+    """Compare each cached block of each worker with what it must hold, computed from the requests alone (I3);
+    how many there were. Raises AssertionError naming a block of other content, or of a hash that nobody's
+    tokens have."""
     size = next(iter(cluster.memories.values())).block_size_tokens
     root = root_hash(model_fingerprint=sim_layout(size).model_fingerprint, block_size_tokens=size)
     right: dict[BlockHash, tuple[int, ...]] = {}
@@ -131,7 +143,9 @@ def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
         for block_hash in pool.hashes():
             (block_id,) = pool.lookup([block_hash])
             if memory.block(block_id) != right.get(block_hash):
-                raise AssertionError(f"{name}: block {block_id} does not hold what its hash {block_hash.hex()} stands for")
+                raise AssertionError(
+                    f"{name}: block {block_id} does not hold what its hash {block_hash.hex()} stands for"
+                )
             num_audited += 1
     return num_audited
 

@@ -1,4 +1,5 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it. Everything else is asyncio's own."""
+"""An event loop whose clock jumps to the next timer instead of waiting for it. Everything else is asyncio's
+own."""
 
 import asyncio
 import selectors
@@ -40,7 +41,8 @@ class _Jump(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when nothing is ready to run. Threads, sockets and subprocesses have no place here."""
+    """`time()` starts at 0 and moves only when nothing is ready to run. Threads, sockets and subprocesses
+    have no place here."""
 
     def __init__(self) -> None:
         self._jump = _Jump()

@@ -1,4 +1,4 @@
-"""The bytes seam: reads of whole blocks and of life-table entries out of another worker's memory."""
+"""The bytes seam: reads of whole blocks and of generation-table entries out of another worker's memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from enum import Enum
 from typing import Protocol
 
 from baton.core.ids import ReadId, WorkerRef
-from baton.core.kv_layout import KvLayout, KvMemory
+from baton.core.kv.kv_layout import KvLayout, KvMemory
 
 
 class ReadState(Enum):
-    """RUNNING may last for ever: nothing tells a slow peer from a dead one. DONE and FAILED are terminal: no byte will be written any
-    more."""
+    """RUNNING may last for ever: nothing tells a slow peer from a dead one. DONE and FAILED are terminal: no
+    byte will be written any more."""
 
     RUNNING = "running"
     DONE = "done"
@@ -27,17 +27,17 @@ class KvDescriptor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeEntry:
-    """One life-table entry as it was read from the owner."""
+class GenerationEntry:
+    """One generation-table entry as it was read from the owner."""
 
-    life: int
+    generation: int
     block_hash: bytes
     worker_epoch: int
 
 
 class TransferBackend(Protocol):
-    """Moves whole blocks. Methods never block: a backend that must wait does so in a thread of its own. Not thread-safe: one caller, the
-    event loop."""
+    """Moves whole blocks. Methods never block: a backend that must wait does so in a thread of its own. Not
+    thread-safe: one caller, the event loop."""
 
     @property
     def two_sided(self) -> bool:
@@ -50,7 +50,8 @@ class TransferBackend(Protocol):
         ...
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
-        """Make the pair usable and start warming it. Raises LayoutMismatch if blocks cannot be exchanged. Idempotent for one life."""
+        """Make the pair usable and start warming it. Raises LayoutMismatch if blocks cannot be exchanged.
+        Idempotent for one life."""
         ...
 
     def forget(self, peer: KvMemory) -> None:
@@ -66,25 +67,27 @@ class TransferBackend(Protocol):
         ...
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Owner's side: a peer is about to be told of these own blocks. From now on it may read what they hold now."""
+        """Owner's side: a peer is about to be told of these own blocks. From now on it may read what they
+        hold now."""
         ...
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Owner's side of a two-sided backend: post the sends, the blocks first and then, once those are read out of memory, their
-        life-table entries. Nothing to do where reads are one-sided."""
+        """Owner's side of a two-sided backend: post the sends, the blocks first and then, once those are read
+        out of memory, their generation-table entries. Nothing to do where reads are one-sided."""
         ...
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         """Begin to read the source's blocks into own blocks, pair by pair: one slice of a transfer."""
         ...
 
-    def start_read_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """Begin to read the life-table entries of the source's blocks: the proof, taken after a read of those blocks is terminal."""
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+        """Begin to read the generation-table entries of the source's blocks: the proof, taken after a read of
+        those blocks is terminal."""
         ...
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """Begin to read the source's blocks (at most `max_probe_blocks`) into memory that nobody looks at: is the pair alive, and how
-        fast is it?"""
+        """Begin to read the source's blocks (at most `max_probe_blocks`) into memory that nobody looks at: is
+        the pair alive, and how fast is it?"""
         ...
 
     @property
@@ -98,12 +101,13 @@ class TransferBackend(Protocol):
         """Returns when the read is terminal. Cancelling the wait leaves the read running."""
         ...
 
-    def lives(self, read_id: ReadId) -> tuple[LifeEntry, ...]:
-        """The entries that a DONE `start_read_lives` brought, in the source's order."""
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        """The entries that a DONE `start_read_generations` brought, in the source's order."""
         ...
 
     def release(self, read_id: ReadId) -> None:
-        """Forget a terminal read. Raises ValueError for a running one: its destination may still be written."""
+        """Forget a terminal read. Raises ValueError for a running one: its destination may still be
+        written."""
         ...
 
     async def aclose(self) -> None: ...

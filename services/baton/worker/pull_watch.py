@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
-from baton.transfer.observer import TransferObserver
+from baton.transfer.reader.transfer_observer import TransferObserver
 
 
 class PullWatch:
@@ -13,10 +13,14 @@ class PullWatch:
     def __init__(self, inner: TransferObserver, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._inner = inner
-        self.proof_failed = inner.proof_failed
+        self.validation_failed = inner.validation_failed
         self.read_given_up = inner.read_given_up
         self.link_changed = inner.link_changed
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
-        self._inner.pull_ended(owner, reason=reason, transfer_bytes=transfer_bytes, duration_s=duration_s, read_s=read_s)
+    def pull_ended(
+        self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
+    ) -> None:
+        self._inner.pull_ended(
+            owner, reason=reason, transfer_bytes=transfer_bytes, duration_s=duration_s, read_s=read_s
+        )
         self._on_end()

@@ -1,4 +1,5 @@
-"""Clients of the rehearsed gateways: each request on a connection of its own, which is opened again where it is refused."""
+"""Clients of the rehearsed gateways: each request on a connection of its own, which is opened again where it
+is refused."""
 
 import json
 import ssl
@@ -35,7 +36,8 @@ class Client:
     context: ssl.SSLContext
 
     def ask(self, question: str, *, streams: bool) -> str:
-        """The answer. Raises AssertionError for one that is not whole, httpx.HTTPError where there is none."""
+        """The answer. Raises AssertionError for one that is not whole, httpx.HTTPError where there is
+        none."""
         end_s = time.monotonic() + REFUSED_S
         while True:
             try:
@@ -49,15 +51,20 @@ class Client:
         messages = [{"role": "user", "content": question}]
         body = {"model": "demo", "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": streams}
         headers = {"authorization": f"Bearer {self.api_key}", "host": self.host}
-        with httpx.Client(base_url=f"https://{self.address}:{self.port}", verify=self.context, timeout=LIMIT_S) as client:
-            answer = client.post("/v1/chat/completions", json=body, headers=headers, extensions={"sni_hostname": self.host})
+        with httpx.Client(
+            base_url=f"https://{self.address}:{self.port}", verify=self.context, timeout=LIMIT_S
+        ) as client:
+            answer = client.post(
+                "/v1/chat/completions", json=body, headers=headers, extensions={"sni_hostname": self.host}
+            )
         assert answer.status_code == httpx.codes.OK, answer.text
         return _streamed(answer.text) if streams else _whole(answer.json()["choices"][0], "message")
 
 
 class Load:
-    """Threads on another machine that ask one question after the other, every second one as a stream, until they are ended. `failed` is
-    what was wrong with any answer; the right ones are those that were given before."""
+    """Threads on another machine that ask one question after the other, every second one as a stream, until
+    they are ended. `failed` is what was wrong with any answer; the right ones are those that were given
+    before."""
 
     def __init__(self, client: Client, netns: Netns, right: Sequence[str], *, num_threads: int) -> None:
         self.answered = 0
@@ -68,7 +75,9 @@ class Load:
         self._right = right
         self._end = threading.Event()
         self._counting = threading.Lock()
-        self._threads = [threading.Thread(target=netns.call, args=(self._run,), name=f"load-{n}") for n in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=netns.call, args=(self._run,), name=f"load-{n}") for n in range(num_threads)
+        ]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -97,7 +106,9 @@ class Load:
                 self.answered += 1
                 self.longest_s = max(self.longest_s, took_s)
                 if why:
-                    self.failed.append(f"{number}, {took_s:.2f} s, ended {time.strftime('%H:%M:%S', time.gmtime())}: {why}")
+                    self.failed.append(
+                        f"{number}, {took_s:.2f} s, ended {time.strftime('%H:%M:%S', time.gmtime())}: {why}"
+                    )
 
 
 def _whole(choice: dict[str, object], field: str) -> str:

@@ -1,4 +1,5 @@
-"""A cluster without Kubernetes: rendered objects as pods of this machine, with its controllers' part done here."""
+"""A cluster without Kubernetes: rendered objects as pods of this machine, with its controllers' part done
+here."""
 
 import base64
 import os
@@ -29,7 +30,8 @@ _DOMAINS = ("", ".{namespace}", ".{namespace}.svc", ".{namespace}.svc.cluster.lo
 
 
 def issued(docs: Sequence[Doc], ca: trustme.CA) -> list[Doc]:
-    """The Secrets that cert-manager would make of the Certificates among these objects, all signed by one authority."""
+    """The Secrets that cert-manager would make of the Certificates among these objects, all signed by one
+    authority."""
     made = []
     for doc in of_kind(docs, "Certificate"):
         if doc["spec"].get("isCA"):
@@ -71,7 +73,9 @@ class Cluster:
         self._counts: dict[str, int] = {}
         self._changing = threading.RLock()
         services = [doc for doc in of_kind(docs, "Service") if doc["spec"].get("clusterIP") != "None"]
-        self._virtual = {doc["metadata"]["name"]: f"{self._network.prefix}.{FIRST_SERVICE + n}" for n, doc in enumerate(services)}
+        self._virtual = {
+            doc["metadata"]["name"]: f"{self._network.prefix}.{FIRST_SERVICE + n}" for n, doc in enumerate(services)
+        }
         stack.callback(self._close)
 
     def start(self) -> None:
@@ -96,7 +100,11 @@ class Cluster:
         """Those that are there and are not being ended, of one component or of all."""
         wanted = {name.replace("__", "/").replace("_", "-"): value for name, value in labels.items()}
         wanted |= {"app.kubernetes.io/component": component} if component else {}
-        return [kubelet for kubelet in self.kubelets if not kubelet.is_ending.is_set() and selects(wanted, kubelet.pod.labels)]
+        return [
+            kubelet
+            for kubelet in self.kubelets
+            if not kubelet.is_ending.is_set() and selects(wanted, kubelet.pod.labels)
+        ]
 
     def roll(self, deployment: str, limit_s: float) -> None:
         """Replace all its pods as `kubectl rollout restart` would, and wait until the old ones have ended."""
@@ -129,12 +137,18 @@ class Cluster:
         end_s = time.monotonic() + limit_s
         while missing := [kubelet for kubelet in kubelets if not kubelet.is_ready]:
             why = [kubelet.why_not_ready() for kubelet in missing]
-            logs = "\n".join(kubelet.log() for kubelet in missing) if time.monotonic() > end_s or any(k.failed for k in missing) else ""
+            logs = (
+                "\n".join(kubelet.log() for kubelet in missing)
+                if time.monotonic() > end_s or any(k.failed for k in missing)
+                else ""
+            )
             assert not logs, f"not ready within {limit_s:g} s: {why}\n{logs}"
             time.sleep(WAIT_S)
 
     def _of(self, doc: Doc) -> list[Kubelet]:
-        return [kubelet for kubelet in self.pods() if selects(doc["spec"]["selector"]["matchLabels"], kubelet.pod.labels)]
+        return [
+            kubelet for kubelet in self.pods() if selects(doc["spec"]["selector"]["matchLabels"], kubelet.pod.labels)
+        ]
 
     def _create(self, doc: Doc) -> Kubelet:
         deployment = doc["metadata"]["name"]
@@ -208,7 +222,8 @@ class Cluster:
 
 
 def _endpoints(spec: Mapping[str, Any], there: Sequence[Kubelet]) -> list[Kubelet]:
-    """Pods that a Service sends to: those that are ready; where there is none, those that were when they were told to end."""
+    """Pods that a Service sends to: those that are ready; where there is none, those that were when they were
+    told to end."""
     behind = [kubelet for kubelet in there if selects(spec["selector"], kubelet.pod.labels)]
     if spec.get("publishNotReadyAddresses"):
         return behind

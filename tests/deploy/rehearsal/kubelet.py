@@ -1,4 +1,5 @@
-"""What a node does with a pod: start it, probe it, start again what has ended, and end it in the order that Kubernetes has."""
+"""What a node does with a pod: start it, probe it, start again what has ended, and end it in the order that
+Kubernetes has."""
 
 import signal
 import threading
@@ -22,7 +23,8 @@ SIDECAR_END_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a container ended that was asked to. `pre_stop_code`: None without a hook; `was_killed`: its time was over."""
+    """How a container ended that was asked to. `pre_stop_code`: None without a hook; `was_killed`: its time
+    was over."""
 
     pod: str
     container: str
@@ -80,7 +82,8 @@ class Kubelet(threading.Thread):
         return self._directory / "hosts"
 
     def end(self) -> None:
-        """As `kubectl delete pod` does it: nobody is sent there from now on, and it has its grace period. `join` waits for it."""
+        """As `kubectl delete pod` does it: nobody is sent there from now on, and it has its grace period.
+        `join` waits for it."""
         self.is_ending.set()
         self._on_change()
 
@@ -92,12 +95,19 @@ class Kubelet(threading.Thread):
     def why_not_ready(self) -> str:
         """What its probes say that fail."""
         lives = [*self._sidecars, *self._lives]
-        said = [f"{life.container.name}: {kind}: {each.why}" for life in lives for kind, each in life.probing.items() if each.why]
+        said = [
+            f"{life.container.name}: {kind}: {each.why}"
+            for life in lives
+            for kind, each in life.probing.items()
+            if each.why
+        ]
         return f"{self.pod.name}: {'; '.join(said) or 'has not been asked'}; restarts: {self.restarts}"
 
     def log(self) -> str:
         """The ends of what its containers have said."""
-        return "\n".join(f"--- {file.parent.name}/{file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in self._logs())
+        return "\n".join(
+            f"--- {file.parent.name}/{file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in self._logs()
+        )
 
     def logs(self) -> dict[str, str]:
         """All that its containers have said."""
@@ -148,7 +158,9 @@ class Kubelet(threading.Thread):
             life.num_starts += 1
             container = life.container
             kinds = {"startup": container.startup, "readiness": container.readiness, "liveness": container.liveness}
-            life.probing = {kind: _Probing(probe=probe, due_s=now_s) for kind, probe in kinds.items() if probe is not None}
+            life.probing = {
+                kind: _Probing(probe=probe, due_s=now_s) for kind, probe in kinds.items() if probe is not None
+            }
             life.has_started = "startup" not in life.probing
             life.is_ready = life.has_started and "readiness" not in life.probing
         if not life.has_started:

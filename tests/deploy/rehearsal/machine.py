@@ -1,6 +1,8 @@
-"""Where the containers of one pod run: a root file system that they cannot write to, a name, a network, memory and processes of their own.
+"""Where the containers of one pod run: a root file system that they cannot write to, a name, a network,
+memory and processes of their own.
 
-What is in that root is this machine's /usr and the Python that runs us, at their own paths, where an image would have its own.
+What is in that root is this machine's /usr and the Python that runs us, at their own paths, where an image
+would have its own.
 """
 
 import shlex
@@ -15,8 +17,8 @@ from pathlib import Path
 import psutil
 
 import baton
-from baton.runtime.process import tethered
-from baton.store.private_redis import find_server
+from baton.runtime.process.process import tethered
+from baton.store.redis.private_redis import find_server
 from tests.deploy.rehearsal.pods import Container, Files, Pod, Scratch
 from tests.netns import Netns, tool
 
@@ -37,8 +39,21 @@ class Machine:
         (directory / "root").mkdir()
         script = directory / "root.sh"
         script.write_text("\n".join(["set -e", *self._root()]), encoding="utf-8")
-        enter = [tool("nsenter"), f"--net={netns.path}", "--", "unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child"]
-        self._pause = subprocess.Popen(tethered([*enter, "sh", str(script)]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        enter = [
+            tool("nsenter"),
+            f"--net={netns.path}",
+            "--",
+            "unshare",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--mount",
+            "--fork",
+            "--kill-child",
+        ]
+        self._pause = subprocess.Popen(
+            tethered([*enter, "sh", str(script)]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         assert self._pause.stdout is not None
         said = self._pause.stdout.readline()
         assert said == "up\n", f"{pod.name}: {said}{self._pause.stdout.read()}"
@@ -51,12 +66,17 @@ class Machine:
         argv = [*self._enter(self._first_pid), *alone, *self._as_user(container.argv)]
         with self.log_of(container).open("ab") as log:
             process = subprocess.Popen(
-                tethered(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environ(container)
+                tethered(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environ(container),
             )
         return Running(process, depth=1 if self.pod.shares_processes else 2)
 
     def run_in(self, running: "Running", container: Container, argv: Sequence[str], limit_s: float) -> int:
-        """A command in a container that runs; its exit code, 124 where it was ended after the limit. What it says is in the log."""
+        """A command in a container that runs; its exit code, 124 where it was ended after the limit. What it
+        says is in the log."""
         with self.log_of(container).open("ab") as log:
             done = subprocess.Popen(
                 tethered([*self._enter(running.pid()), *self._as_user(argv)]),
@@ -94,27 +114,52 @@ class Machine:
 
     def _as_user(self, argv: Sequence[str]) -> list[str]:
         who = (f"--reuid={self.pod.user}", f"--regid={self.pod.group}", "--clear-groups")
-        return ["setpriv", *who, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "env", "--chdir=/tmp", *argv]
+        return [
+            "setpriv",
+            *who,
+            "--no-new-privs",
+            "--bounding-set=-all",
+            "--inh-caps=-all",
+            "env",
+            "--chdir=/tmp",
+            *argv,
+        ]
 
     def _root(self) -> list[str]:
         """The lines of a shell that makes the root, moves into it and stays there."""
         root = self.directory / "root"
-        lines = [f"mount -t tmpfs -o mode=0755 root {_quoted(root)}", f"cd {_quoted(root)}", "mkdir proc dev sys etc opt run .etc"]
+        lines = [
+            f"mount -t tmpfs -o mode=0755 root {_quoted(root)}",
+            f"cd {_quoted(root)}",
+            "mkdir proc dev sys etc opt run .etc",
+        ]
         for path in (Path("/", name) for name in _OF_THIS_MACHINE):
             if path.is_symlink():
                 lines.append(f"ln -s {path.readlink()} {path.name}")
             elif path.is_dir():
                 lines += _bound(path, path)
         lines += ["mount --rbind /dev dev", "mount -t sysfs sysfs sys"]
-        lines += ["mkdir .etc/upper .etc/work", "mount -t overlay -o lowerdir=/etc,upperdir=.etc/upper,workdir=.etc/work overlay etc"]
+        lines += [
+            "mkdir .etc/upper .etc/work",
+            "mount -t overlay -o lowerdir=/etc,upperdir=.etc/upper,workdir=.etc/work overlay etc",
+        ]
         for volume in self.pod.volumes:
             lines += self._mounted(volume)
-        for path in sorted({Path(sys.prefix), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), self._source}):
+        for path in sorted(
+            {Path(sys.prefix), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), self._source}
+        ):
             lines += [] if path.is_relative_to("/usr") else _bound(path, path)
         lines += _bound(self.directory / "hosts", Path("/etc/hosts"))
         lines += [f"ln -s {_quoted(sys.prefix)} opt/baton", "mkdir opt/rehearsal"]
         lines += [f"ln -s {_quoted(find_server())} opt/rehearsal/valkey-server"]
-        lines += ["mkdir .old", "pivot_root . .old", "cd /", "mount -t proc proc /proc", "umount -l /.old", "mount -o remount,ro /"]
+        lines += [
+            "mkdir .old",
+            "pivot_root . .old",
+            "cd /",
+            "mount -t proc proc /proc",
+            "umount -l /.old",
+            "mount -o remount,ro /",
+        ]
         return [*lines, "ip link set lo up", f"hostname {_quoted(self.pod.name)}", "echo up", "exec sleep infinity"]
 
     def _mounted(self, volume: Files | Scratch) -> list[str]:
@@ -140,7 +185,8 @@ class Running:
         self._pid: int | None = None
 
     def pid(self) -> int:
-        """Of the container's own process, as it is called here. Raises ProcessLookupError where it has ended."""
+        """Of the container's own process, as it is called here. Raises ProcessLookupError where it has
+        ended."""
         end_s = time.monotonic() + START_S
         while self._pid is None:
             if self._process.poll() is not None or time.monotonic() > end_s:

@@ -1,6 +1,8 @@
-"""Rules of the kernel's packet filter, put into one network namespace over netlink: there is not everywhere an `nft` to call.
+"""Rules of the kernel's packet filter, put into one network namespace over netlink: there is not everywhere
+an `nft` to call.
 
-Source of the numbers: linux/netfilter/nf_tables.h. A rule is a list of expressions, run one after the other until one does not match.
+Source of the numbers: linux/netfilter/nf_tables.h. A rule is a list of expressions, run one after the other
+until one does not match.
 """
 
 import os
@@ -29,7 +31,8 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Rules that packets pass at `hook`. `kind`: `filter` or `nat`; `policy`: what becomes of those that no rule is about."""
+    """Rules that packets pass at `hook`. `kind`: `filter` or `nat`; `policy`: what becomes of those that no
+    rule is about."""
 
     name: str
     kind: str
@@ -68,7 +71,9 @@ def tcp_to(low: int, high: int) -> list[Expression]:
         _expression("meta", (1, _u32(1)), (2, _u32(16))),
         _compare(1, bytes([socket.IPPROTO_TCP])),
         _payload(_TRANSPORT, 2, 2),
-        _expression("range", (1, _u32(1)), (2, _u32(0)), (3, _data(struct.pack("!H", low))), (4, _data(struct.pack("!H", high)))),
+        _expression(
+            "range", (1, _u32(1)), (2, _u32(0)), (3, _data(struct.pack("!H", low))), (4, _data(struct.pack("!H", high)))
+        ),
     ]
 
 
@@ -78,7 +83,9 @@ def one_in(count: int) -> list[Expression]:
 
 
 def verdict(code: int) -> list[Expression]:
-    return [_expression("immediate", (1, _u32(0)), (2, _attribute(2, _attribute(1, struct.pack("!i", code)), nested=True)))]
+    return [
+        _expression("immediate", (1, _u32(0)), (2, _attribute(2, _attribute(1, struct.pack("!i", code)), nested=True)))
+    ]
 
 
 def refuse() -> list[Expression]:
@@ -98,7 +105,9 @@ class PacketFilter:
 
     def __init__(self, netns: Netns, table: str) -> None:
         self._table = table
-        self._socket = netns.call(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER))
+        self._socket = netns.call(
+            lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER)
+        )
         self._socket.settimeout(_ANSWER_S)
         self._sequence = 0
 
@@ -132,7 +141,9 @@ class PacketFilter:
                 (sequence,) = struct.unpack_from("=I", answer, 8)
                 (error,) = struct.unpack_from("=i", answer, 16)
                 if error:
-                    raise OSError(-error, f"nf_tables: message {sequence - first - 1} of {len(messages)}: {os.strerror(-error)}")
+                    raise OSError(
+                        -error, f"nf_tables: message {sequence - first - 1} of {len(messages)}: {os.strerror(-error)}"
+                    )
                 missing.discard(sequence)
                 answer = answer[(length + 3) & ~3 :]
 

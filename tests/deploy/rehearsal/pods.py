@@ -1,4 +1,5 @@
-"""What a rendered pod comes to: commands, environment, files and memory, with every reference to another object followed."""
+"""What a rendered pod comes to: commands, environment, files and memory, with every reference to another
+object followed."""
 
 import base64
 import re
@@ -61,8 +62,8 @@ class Pod:
 
 
 def pod_of(template: Mapping[str, Any], docs: Sequence[Doc], *, name: str, address: str) -> Pod:
-    """The pod that a Deployment makes of its template. Raises KeyError where an object or a key that it names is missing, ValueError for
-    what cannot be rehearsed."""
+    """The pod that a Deployment makes of its template. Raises KeyError where an object or a key that it names
+    is missing, ValueError for what cannot be rehearsed."""
     spec = template["spec"]
     sidecars = spec.get("initContainers", ())
     if any(container.get("restartPolicy") != "Always" for container in sidecars):
@@ -123,7 +124,9 @@ def _container(container: Mapping[str, Any], docs: Sequence[Doc], pod_name: str,
     )
 
 
-def _value(variable: Mapping[str, Any], before: Mapping[str, str], docs: Sequence[Doc], fields: Mapping[str, str]) -> str:
+def _value(
+    variable: Mapping[str, Any], before: Mapping[str, str], docs: Sequence[Doc], fields: Mapping[str, str]
+) -> str:
     if "valueFrom" not in variable:
         return _expand(str(variable.get("value", "")), before)
     ((kind, reference),) = variable["valueFrom"].items()
@@ -144,7 +147,9 @@ def _probe(probe: Mapping[str, Any] | None, ports: Mapping[str, int]) -> Mapping
     if probe is None:
         return None
     return {
-        kind: {**value, "port": ports.get(value["port"], value["port"])} if isinstance(value, Mapping) and "port" in value else value
+        kind: {**value, "port": ports.get(value["port"], value["port"])}
+        if isinstance(value, Mapping) and "port" in value
+        else value
         for kind, value in probe.items()
     }
 
@@ -152,7 +157,8 @@ def _probe(probe: Mapping[str, Any] | None, ports: Mapping[str, int]) -> Mapping
 def _volumes(
     volumes: Iterable[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]], docs: Sequence[Doc]
 ) -> Iterator[Files | Scratch]:
-    """All containers of a pod see what one of them mounts: nothing in the chart has two volumes at one path."""
+    """All containers of a pod see what one of them mounts: nothing in the chart has two volumes at one
+    path."""
     mounts = {(mount["name"], mount["mountPath"]) for container in containers for mount in container["volumeMounts"]}
     paths = {path: name for name, path in mounts}
     if len(paths) != len(mounts):
@@ -168,7 +174,11 @@ def _volumes(
             yield Files(path=path, contents=_items(volume["configMap"], contents), mode=CONFIG_MODE)
         elif "secret" in volume:
             own = volume["secret"]
-            yield Files(path=path, contents=_items(own, secret(docs, own["secretName"])), mode=own.get("defaultMode", CONFIG_MODE))
+            yield Files(
+                path=path,
+                contents=_items(own, secret(docs, own["secretName"])),
+                mode=own.get("defaultMode", CONFIG_MODE),
+            )
         else:
             raise ValueError(f"volume {volume['name']} cannot be rehearsed")
 

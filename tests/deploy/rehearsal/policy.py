@@ -1,4 +1,5 @@
-"""What a network plugin makes of the chart's objects: who is let in where, and what a Service's address leads to."""
+"""What a network plugin makes of the chart's objects: who is let in where, and what a Service's address leads
+to."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,13 @@ class Opening:
 
 
 def openings(docs: Iterable[Doc], labels: Mapping[str, str], peers: Sequence[Peer]) -> tuple[Opening, ...] | None:
-    """Of a pod with these labels among `peers`; None where no policy is about it, so that everything is open. Raises ValueError for a kind
-    of rule that cannot be rehearsed with the pods of one namespace."""
-    policies = [doc for doc in of_kind(docs, "NetworkPolicy") if selects(doc["spec"]["podSelector"].get("matchLabels", {}), labels)]
+    """Of a pod with these labels among `peers`; None where no policy is about it, so that everything is open.
+    Raises ValueError for a kind of rule that cannot be rehearsed with the pods of one namespace."""
+    policies = [
+        doc
+        for doc in of_kind(docs, "NetworkPolicy")
+        if selects(doc["spec"]["podSelector"].get("matchLabels", {}), labels)
+    ]
     if not policies:
         return None
     found: list[Opening] = []
@@ -60,7 +65,9 @@ def _check_keys(item: Mapping[str, Any], known: set[str]) -> None:
 
 def input_chain(opened: Sequence[Opening] | None, node: str) -> nft.Chain:
     """What a pod lets in. Its node always reaches it: probes come from there."""
-    chain = nft.Chain(name="policy", kind="filter", hook=nft.INPUT, priority=0, policy=nft.ACCEPT if opened is None else nft.DROP)
+    chain = nft.Chain(
+        name="policy", kind="filter", hook=nft.INPUT, priority=0, policy=nft.ACCEPT if opened is None else nft.DROP
+    )
     if opened is not None:
         accept = nft.verdict(nft.ACCEPT)
         chain.rules.extend([*of, *accept] for of in (nft.loopback(), nft.established(), nft.source(node)))
@@ -83,7 +90,8 @@ class VirtualPort:
 
 
 def service_chains(ports: Sequence[VirtualPort]) -> list[nft.Chain]:
-    """What becomes of connections that somebody opens to a Service: one of its pods gets each; without any it is refused."""
+    """What becomes of connections that somebody opens to a Service: one of its pods gets each; without any it
+    is refused."""
     translate = nft.Chain(name="services", kind="nat", hook=nft.OUTPUT, priority=-100)
     refuse = nft.Chain(name="nobody", kind="filter", hook=nft.OUTPUT, priority=0)
     for port in ports:

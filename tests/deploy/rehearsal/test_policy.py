@@ -26,7 +26,9 @@ def test_each_rule_opens_its_ports_to_the_pods_that_it_selects(rendered: Rendere
     there = [workload for workload in workloads(rendered(name)) if workload.component != "test"]
     peers = [Peer(labels=workload.labels, address=f"10.0.0.{number}") for number, workload in enumerate(there)]
     by_component = {
-        component: {peer.address for workload, peer in zip(there, peers, strict=True) if workload.component == component}
+        component: {
+            peer.address for workload, peer in zip(there, peers, strict=True) if workload.component == component
+        }
         for component in NEEDED
     }
     for workload in there:
@@ -61,7 +63,9 @@ def test_a_policy_without_rules_opens_nothing() -> None:
     assert openings([_policy()], {}, ()) == ()
 
 
-@pytest.mark.parametrize("spec", [{"policyTypes": ["Egress"]}, {"egress": []}, {"ingress": [{"ports": [{"protocol": "UDP", "port": 1}]}]}])
+@pytest.mark.parametrize(
+    "spec", [{"policyTypes": ["Egress"]}, {"egress": []}, {"ingress": [{"ports": [{"protocol": "UDP", "port": 1}]}]}]
+)
 def test_what_cannot_be_rehearsed_is_named(spec: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="cannot be rehearsed"):
         openings([_policy(**spec)], {}, ())
@@ -116,7 +120,11 @@ def test_the_kernel_does_what_the_rules_say(machines: tuple[Netns, Netns, Netns]
             stack.callback(each.close)
         filters[server].replace([input_chain([Opening(low=80, high=89, sources=frozenset({known.address}))], NODE)])
 
-        assert [_heard(known, server.address, port) for port in (80, 89, 99)] == ["server80", "server89", "TimeoutError"]
+        assert [_heard(known, server.address, port) for port in (80, 89, 99)] == [
+            "server80",
+            "server89",
+            "TimeoutError",
+        ]
         assert _heard(other, server.address, 80) == "TimeoutError"
         assert _heard(server, server.address, 99) == "server99"
         assert _heard(server, other.address, 80) == "other80"

@@ -1,4 +1,5 @@
-"""The chart on this machine without Kubernetes: what its pods run, in namespaces of their own, behind its policies, replaced under load."""
+"""The chart on this machine without Kubernetes: what its pods run, in namespaces of their own, behind its
+policies, replaced under load."""
 
 import errno
 import http.client
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import trustme
 
-from baton.wire.tls import SERVICE_NAME
+from baton.rpc.grpc_tls import SERVICE_NAME
 from tests.deploy.objects import named
 from tests.deploy.rehearsal.client import QUESTIONS, Client, Load
 from tests.deploy.rehearsal.cluster import Cluster, Outsider, issued
@@ -45,7 +46,8 @@ START_S = 400.0
 ROLL_S = 400.0
 NUM_CLIENTS = 3
 MORE_ANSWERS, SETTLE_S, AFTER_S = 10, 15.0, 120.0
-"""Load goes on for so many answers and seconds when all new pods are ready; those answers must have come within the last of the three."""
+"""Load goes on for so many answers and seconds when all new pods are ready; those answers must have come
+within the last of the three."""
 CONNECT_S = 1.5
 PORTS = (6379, 6380, 6381, 6386, 8000, 8001, 8100, 8101, 9000, 10002, 20000)
 PROGRAMS = {"baton", "raylet", "gcs_server", "valkey-server"}
@@ -95,12 +97,15 @@ def client(cluster: Cluster, ca: trustme.CA) -> Client:
 def answers(cluster: Cluster, client: Client, outsider: Outsider) -> list[str]:
     """What the demo model says, once all pods are ready."""
     cluster.until_ready(START_S)
-    return [outsider.netns.call(lambda question=question: client.ask(question, streams=False)) for question in QUESTIONS]  # type: ignore[misc]
+    return [
+        outsider.netns.call(lambda question=question: client.ask(question, streams=False)) for question in QUESTIONS
+    ]  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
 def restarts(cluster: Cluster, answers: list[str]) -> dict[str, list[str]]:
-    """What had been started again when all were ready for the first time: Ray's nodes wait for their head so. Nothing comes to it later."""
+    """What had been started again when all were ready for the first time: Ray's nodes wait for their head so.
+    Nothing comes to it later."""
     return {kubelet.pod.name: list(kubelet.restarts) for kubelet in cluster.kubelets}
 
 
@@ -129,7 +134,11 @@ def test_nobody_has_rights_or_may_write_to_the_root_file_system(cluster: Cluster
                 here = Path("/proc", str(process.pid))
                 status = dict(line.split(":\t", 1) for line in (here / "status").read_text().splitlines())
                 rights = [status[name] for name in ("Uid", "Gid", "CapEff", "CapBnd", "NoNewPrivs")]
-                root = next(fields for line in (here / "mountinfo").read_text().splitlines() if (fields := line.split())[4] == "/")
+                root = next(
+                    fields
+                    for line in (here / "mountinfo").read_text().splitlines()
+                    if (fields := line.split())[4] == "/"
+                )
                 seen.append((process.name(), rights, root[5].split(",")[0]))
     user = "\t".join(["10001"] * 4)
 
@@ -138,7 +147,9 @@ def test_nobody_has_rights_or_may_write_to_the_root_file_system(cluster: Cluster
     assert [each for each in seen if each[1:] != ([user, user, "0" * 16, "0" * 16, "1"], "ro")] == []
 
 
-def test_each_policy_lets_in_what_it_names_and_drops_the_rest(cluster: Cluster, outsider: Outsider, answers: list[str]) -> None:
+def test_each_policy_lets_in_what_it_names_and_drops_the_rest(
+    cluster: Cluster, outsider: Outsider, answers: list[str]
+) -> None:
     seen: dict[tuple[str, str, int], bool] = {}
     expected: dict[tuple[str, str, int], bool] = {}
     targets = {component: cluster.pods(component)[0] for component in NEEDED}
@@ -161,7 +172,8 @@ def test_each_policy_lets_in_what_it_names_and_drops_the_rest(cluster: Cluster, 
 
 
 def reach(netns: Netns, places: Sequence[tuple[str, int]]) -> list[bool]:
-    """Whether a connection from there gets through to each: it is opened, or refused by the machine itself, and not dropped."""
+    """Whether a connection from there gets through to each: it is opened, or refused by the machine itself,
+    and not dropped."""
 
     def tried() -> list[bool]:
         with ExitStack() as stack:
@@ -170,7 +182,10 @@ def reach(netns: Netns, places: Sequence[tuple[str, int]]) -> list[bool]:
                 each.setblocking(False)
                 each.connect_ex(place)
             time.sleep(CONNECT_S)
-            return [each.connect_ex(place) not in (errno.EALREADY, errno.EINPROGRESS) for each, place in zip(sockets, places, strict=True)]
+            return [
+                each.connect_ex(place) not in (errno.EALREADY, errno.EINPROGRESS)
+                for each, place in zip(sockets, places, strict=True)
+            ]
 
     return netns.call(tried)
 
@@ -220,7 +235,9 @@ def greeted(address: str, port: int, context: ssl.SSLContext | None) -> bool:
         return False
 
 
-@pytest.mark.parametrize("part", ["gateway", "scheduler", "fleet", "ray-head", "worker-prefill", "worker-decode", "redis"])
+@pytest.mark.parametrize(
+    "part", ["gateway", "scheduler", "fleet", "ray-head", "worker-prefill", "worker-decode", "redis"]
+)
 def test_a_rolling_restart_fails_no_request(
     cluster: Cluster, client: Client, outsider: Outsider, answers: list[str], restarts: dict[str, list[str]], part: str
 ) -> None:
@@ -246,10 +263,18 @@ def test_a_rolling_restart_fails_no_request(
 
 
 def _ended_badly(kubelet: Kubelet) -> list[str]:
-    """Of a pod that was asked to end: containers that had to be killed, or whose hook failed or did not run."""
+    """Of a pod that was asked to end: containers that had to be killed, or whose hook failed or did not
+    run."""
     codes = {ending.container: ending.pre_stop_code for ending in kubelet.endings}
-    hooks = {container.name: 0 if container.pre_stop else None for container in (*kubelet.pod.sidecars, *kubelet.pod.containers)}
-    killed = [f"{ending.pod}: {ending.container} was killed after {ending.took_s:.0f} s" for ending in kubelet.endings if ending.was_killed]
+    hooks = {
+        container.name: 0 if container.pre_stop else None
+        for container in (*kubelet.pod.sidecars, *kubelet.pod.containers)
+    }
+    killed = [
+        f"{ending.pod}: {ending.container} was killed after {ending.took_s:.0f} s"
+        for ending in kubelet.endings
+        if ending.was_killed
+    ]
     return killed if codes == hooks else [*killed, f"{kubelet.pod.name}: hooks ended with {codes}"]
 
 

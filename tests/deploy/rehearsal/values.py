@@ -1,4 +1,5 @@
-"""What the chart is rendered with for the rehearsal: two of what there may be two of, every link encrypted, every door locked."""
+"""What the chart is rendered with for the rehearsal: two of what there may be two of, every link encrypted,
+every door locked."""
 
 from typing import Any
 
@@ -27,7 +28,12 @@ RAY_REDIS_OBJECTS: tuple[dict[str, Any], ...] = (
                         {
                             "name": "redis",
                             "command": ["sh", "-c", _COMMAND],
-                            "env": [{"name": "PASSWORD", "valueFrom": {"secretKeyRef": {"name": RAY_REDIS, "key": "password"}}}],
+                            "env": [
+                                {
+                                    "name": "PASSWORD",
+                                    "valueFrom": {"secretKeyRef": {"name": RAY_REDIS, "key": "password"}},
+                                }
+                            ],
                             "ports": [{"name": "redis", "containerPort": 6379}],
                             "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 1},
                             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
@@ -62,6 +68,9 @@ VALUES: dict[str, Any] = {
     "gateway": {"replicas": 2},
     "scheduler": {"replicas": 2},
     "fleet": {"config": {"kv_memory": "64MiB"}},
-    "pools": [{"name": "prefill", "role": "prefill", "replicas": 2}, {"name": "decode", "role": "decode", "replicas": 2}],
+    "pools": [
+        {"name": "prefill", "role": "prefill", "replicas": 2},
+        {"name": "decode", "role": "decode", "replicas": 2},
+    ],
     "extraObjects": list(RAY_REDIS_OBJECTS),
 }

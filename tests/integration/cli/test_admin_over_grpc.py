@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
-from baton.core.cluster import DecisionRecord
+from baton.core.client_api import AdminApi, Caller, ClusterStatus
+from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.front import AdminApi, Caller, ClusterStatus
-from baton.wire.server import GrpcServer
-from baton.wire.tls import Tls
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_tls import Tls
 from tests.builders import cluster_status, decision_record, link, worker_report
 from tests.certificates import Authority
 
@@ -33,10 +33,16 @@ class Operator(AdminApi):
 
     async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
         if request_id not in (None, "7f3a"):
-            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"no decision about {request_id} is kept"))
+            raise Refused(
+                Failure(
+                    code=Code.NOT_FOUND,
+                    reason=Reason.INVALID_REQUEST,
+                    message=f"no decision about {request_id} is kept",
+                )
+            )
         return decision_record(), decision_record(1)
 
-    async def drain(self, worker_id: str, caller: Caller, *, node_leaves: bool = False) -> None:
+    async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
         self.drained.append(worker_id)
 
 

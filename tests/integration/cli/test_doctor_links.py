@@ -4,13 +4,14 @@ import sys
 
 import pytest
 
-from baton.fleet.doctor_links import measure
+from baton.fleet.doctor.doctor_links import measure
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    "way", ["local", pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux"))]
+    "way",
+    ["local", pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux"))],
 )
 def test_a_way_is_measured_between_two_processes(way: str) -> None:
     found = measure(way)

@@ -1,4 +1,5 @@
-"""`baton scheduler` as a process beside a real Redis: found, asked, watched, cut off from Redis, drained, killed."""
+"""`baton scheduler` as a process beside a real Redis: found, asked, watched, cut off from Redis, drained,
+killed."""
 
 import asyncio
 import json
@@ -12,16 +13,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.core.apis import Member, MemberKind, Source
-from baton.core.cluster import CommandKind, Placement, Rejection
+from baton.core.cluster.placement import Placement, Rejection
+from baton.core.cluster.worker_command import CommandKind
 from baton.core.errors import Reason, StreamBroken
+from baton.core.interfaces import Member, MemberKind, Source
 from baton.core.request import RequestActuals
-from baton.runtime.network import choose_port
-from baton.store.connection import RedisConnection
-from baton.store.decisions import RedisDecisionStore
-from baton.store.keys import Keys
-from baton.store.membership import RedisMembership
-from baton.wire.network import GrpcNetwork
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.runtime.network.addresses import choose_port
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_decision_store import RedisDecisionStore
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_membership import RedisMembership
 from tests.builders import query, worker_report
 from tests.redis_server import RunningRedis, running_redis
 from tests.times import TEST_TIMES
@@ -39,7 +41,9 @@ def redis() -> Iterator[RunningRedis]:
 class SchedulerProcess:
     def __init__(self, log_dir: Path, redis_url: str, *args: str) -> None:
         times = [
-            text for name in ("heartbeat_s", "detection_s", "drain_s") for text in (f"--{name.replace('_', '-')}", str(TEST_TIMES[name]))
+            text
+            for name in ("heartbeat_s", "detection_s", "drain_s")
+            for text in (f"--{name.replace('_', '-')}", str(TEST_TIMES[name]))
         ]
         self.log = log_dir / "scheduler.log"
         self.process = subprocess.Popen(
@@ -122,7 +126,9 @@ async def listed(connection: RedisConnection) -> tuple[Member, ...]:
 
 
 async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: RunningRedis) -> None:
-    with scheduler(tmp_path, redis.url, "--policy", "round_robin", "--detection-s", "60") as process:  # no entry ends by itself
+    with scheduler(
+        tmp_path, redis.url, "--policy", "round_robin", "--detection-s", "60"
+    ) as process:  # no entry ends by itself
         async with network() as dial, connected(redis) as connection, asyncio.timeout(LIMIT_S):
             (member,) = await listed(connection)
             assert (member.address, dict(member.info)["pid"]) == (process.address, str(process.process.pid))
@@ -198,7 +204,9 @@ async def test_a_killed_one_is_forgotten(tmp_path: Path, redis: RunningRedis) ->
 
 async def test_the_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
     with scheduler(tmp_path, redis.url, "--admin-port", "0") as process:
-        admin = next(json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line)
+        admin = next(
+            json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line
+        )
         async with httpx.AsyncClient(base_url=f"http://{admin}") as client, network() as dial:
             await dial.scheduler(process.address).place(query())
             assert (await client.get("/ready")).json() == {"status": "ready", "reasons": []}
@@ -215,7 +223,10 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, redis: RunningRedis) -
         _, errors = second.process.communicate(timeout=LIMIT_S)
     assert second.ready == ""
     assert second.process.returncode == 1
-    assert errors.splitlines()[-1] == f"baton: port {port} on 127.0.0.1 is taken; choose another with --rpc-port, or 0 for a free one"
+    assert (
+        errors.splitlines()[-1]
+        == f"baton: port {port} on 127.0.0.1 is taken; choose another with --rpc-port, or 0 for a free one"
+    )
 
 
 def test_a_url_that_is_none_is_one_line(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from baton.core.client_api import ChoiceDelta, Timeline, TotalUsage
 from baton.core.errors import Refused, StreamBroken
-from baton.core.front import ChoiceDelta, Timeline, TotalUsage
 from baton.core.request import FinishReason, Sampling, TokenLogprobs
-from baton.wire.channel import channel_options, open_channel
-from baton.wire.inference import InferenceClient
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.inference_rpc import InferenceClient
 from tests.cluster import ProcessCluster
 from tests.exactness import Answer
 
@@ -88,7 +88,8 @@ class Got:
 
 
 class Client:
-    """One client of a cluster's gateway, which enters what it asks into the cluster's history; use as `async with`."""
+    """One client of a cluster's gateway, which enters what it asks into the cluster's history; use as `async
+    with`."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._history = cluster.history
@@ -130,23 +131,36 @@ class Client:
         return got
 
 
-def random_asks(rng: Random, number: int, *, max_prompt: int, vocab_size: int, max_tokens: int = 16, num_samples: int = 1) -> list[Ask]:
-    """Lengths around block and chunk boundaries, shared prefixes, whole prompts again; greedy and all kinds of sampling."""
+def random_asks(
+    rng: Random, number: int, *, max_prompt: int, vocab_size: int, max_tokens: int = 16, num_samples: int = 1
+) -> list[Ask]:
+    """Lengths around block and chunk boundaries, shared prefixes, whole prompts again; greedy and all kinds
+    of sampling."""
     boundaries = [n + d for n in (16, 32, 64, 256, 512, 1024, 2048) for d in (-1, 0, 1)] + [1, 2]
     prompts: list[tuple[int, ...]] = []
     for _ in range(number):
-        length = rng.choice([b for b in boundaries if b <= max_prompt]) if rng.random() < 0.5 else rng.randrange(1, max_prompt + 1)
+        length = (
+            rng.choice([b for b in boundaries if b <= max_prompt])
+            if rng.random() < 0.5
+            else rng.randrange(1, max_prompt + 1)
+        )
         kind = rng.random()
         if prompts and kind < 0.15:
             prompts.append(rng.choice(prompts))
             continue
         prefix = rng.choice(prompts)[: rng.randrange(1, length + 1)] if prompts and kind < 0.45 else ()
-        prompts.append(prefix[:length] + tuple(rng.randrange(4, vocab_size) for _ in range(length - len(prefix[:length]))))
+        prompts.append(
+            prefix[:length] + tuple(rng.randrange(4, vocab_size) for _ in range(length - len(prefix[:length])))
+        )
     return [Ask(prompt=prompt, sampling=_sampling(rng, max_tokens), num_samples=num_samples) for prompt in prompts]
 
 
 def _sampling(rng: Random, max_tokens: int) -> Sampling:
-    shared: dict[str, Any] = {"max_tokens": rng.randrange(1, max_tokens + 1), "num_logprobs": 5, "ignore_eos": rng.random() < 0.5}
+    shared: dict[str, Any] = {
+        "max_tokens": rng.randrange(1, max_tokens + 1),
+        "num_logprobs": 5,
+        "ignore_eos": rng.random() < 0.5,
+    }
     if rng.random() < 0.5:
         return Sampling(temperature=0.0, **shared)
     more = rng.choice(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.model.hub import DEMO_DIR
+from baton.model.loading.model_source import DEMO_DIR
 from tests.cache_audit import CacheAuditor
 from tests.exactness import ExactnessChecker
 

@@ -1,7 +1,8 @@
-"""Baton of a release that lays its KV blocks out otherwise: `python -m` this with the arguments of `baton`."""
+"""Baton of a release that lays its KV blocks out otherwise: `python -m` this with the arguments of
+`baton`."""
 
 from baton.cli.main import main
-from baton.core.kv_layout import LAYOUT_VERSION, KvLayout
+from baton.core.kv.kv_layout import LAYOUT_VERSION, KvLayout
 
 OTHER_LAYOUT = LAYOUT_VERSION + 1
 PROGRAM = "tests.integration.cluster.other_release"

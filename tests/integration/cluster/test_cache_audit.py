@@ -1,4 +1,5 @@
-"""The cache audit finds what it is there for: one wrong number in one block of one worker, and whatever it has not seen."""
+"""The cache audit finds what it is there for: one wrong number in one block of one worker, and whatever it
+has not seen."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from baton.core.blocks import BlockHash, chain, root_hash, token_ids
 from baton.core.ids import WorkerRef
-from baton.core.kv_layout import KvLayout, KvMemory
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.request import Sampling
-from baton.transfer.memory import attach_shared
+from baton.transfer.backends.host_memory import attach_shared
 from tests.cache_audit import CacheAuditor, NotCovered, WrongBlock, ready_reports
 from tests.cache_reader import cache_reader
 from tests.cluster import ProcessCluster, process_cluster
@@ -28,13 +29,15 @@ SECOND = (*Random(2).choices(range(4, 4096), k=BLOCK), *SHARED, 5)
 
 
 def hashes(layout: KvLayout, prompt: tuple[int, ...]) -> list[BlockHash]:
-    return list(chain(root_hash(model_fingerprint=layout.model_fingerprint, block_size_tokens=BLOCK), token_ids(prompt), BLOCK))
+    return list(
+        chain(root_hash(model_fingerprint=layout.model_fingerprint, block_size_tokens=BLOCK), token_ids(prompt), BLOCK)
+    )
 
 
 @contextmanager
 def spoilt(memory: KvMemory, layout: KvLayout, block_id: int) -> Iterator[np.ndarray]:
-    """A worker's KV [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_dim], to be written from outside; this block is as
-    it was in the end."""
+    """A worker's KV [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_dim], to be written
+    from outside; this block is as it was in the end."""
     shared = attach_shared(memory.agent_metadata.decode(), num_blocks=memory.num_blocks, block_bytes=layout.block_bytes)
     component = layout.groups[0].components[0]
     kv = shared.kv.view(np.float32).reshape(-1, layout.num_layers, 2, component.num_kv_heads, BLOCK, component.head_dim)
@@ -53,7 +56,10 @@ async def places(cluster: ProcessCluster) -> tuple[KvLayout, dict[WorkerRef, tup
         return layout, {
             report.worker: (
                 await reader.memory_of(report.worker),
-                {block_hash: block_id for block_id, block_hash in (await reader.life_table(report.worker)).items()},
+                {
+                    block_hash: block_id
+                    for block_id, block_hash in (await reader.generation_table(report.worker)).items()
+                },
             )
             for report in reports
         }
@@ -61,7 +67,8 @@ async def places(cluster: ProcessCluster) -> tuple[KvLayout, dict[WorkerRef, tup
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(auditor: CacheAuditor) -> AsyncIterator[ProcessCluster]:
-    """1P+1D over shared memory, which a test can write to; both workers cache `FIRST` and `SECOND`, three full blocks each."""
+    """1P+1D over shared memory, which a test can write to; both workers cache `FIRST` and `SECOND`, three
+    full blocks each."""
     async with process_cluster(prefill=1, decode=1, transfer="local") as running:
         with pytest.raises(NotCovered, match="nothing is cached"):
             await auditor.audit(running)
@@ -85,11 +92,17 @@ async def test_one_wrong_block_of_one_worker_is_found_and_named(cluster: Process
     assert found.num_compared == found.num_cached == {"p0": 6, "d0": 6}
     layout, workers = await places(cluster)
     for worker, (memory, blocks) in workers.items():
-        block, in_other_context, other = (blocks[hashes(layout, prompt)[index]] for prompt, index in ((FIRST, 1), (SECOND, 1), (SECOND, 0)))
-        at = f"^{worker.worker_id} block {block}, hash {hashes(layout, FIRST)[1].hex()}, tokens 16 to 31 of a sequence: "
+        block, in_other_context, other = (
+            blocks[hashes(layout, prompt)[index]] for prompt, index in ((FIRST, 1), (SECOND, 1), (SECOND, 0))
+        )
+        at = (
+            f"^{worker.worker_id} block {block}, hash {hashes(layout, FIRST)[1].hex()}, tokens 16 to 31 of a sequence: "
+        )
         with spoilt(memory, layout, block) as kv:
             kv[block, 3, 1, 1, 7, 60] += 0.001
-            with pytest.raises(WrongBlock, match=f"{at}layer 3, v, head 1, token 23, element 60 .* 1 of .* in layers .3.$"):
+            with pytest.raises(
+                WrongBlock, match=f"{at}layer 3, v, head 1, token 23, element 60 .* 1 of .* in layers .3.$"
+            ):
                 await auditor.audit(cluster)
         with spoilt(memory, layout, block) as kv:
             kv[block, 0, 0, 0, 0, 0] = np.nan
@@ -100,7 +113,9 @@ async def test_one_wrong_block_of_one_worker_is_found_and_named(cluster: Process
             with pytest.raises(WrongBlock, match=f"{at}.* in layers .0, 1, 2, 3, 4, 5.$"):
                 await auditor.audit(cluster)
         with spoilt(memory, layout, block) as kv:
-            kv[block] = kv[in_other_context]  # the same tokens at the same place: of the first layer alone nobody would know
+            kv[block] = kv[
+                in_other_context
+            ]  # the same tokens at the same place: of the first layer alone nobody would know
             with pytest.raises(WrongBlock, match=f"{at}.* in layers .1, 2, 3, 4, 5.$"):
                 await auditor.audit(cluster)
         with spoilt(memory, layout, block) as kv:

@@ -1,4 +1,5 @@
-"""Every topology against the reference (acceptance 3 of the spine): real processes, real transfers, float32."""
+"""Every topology against the reference (acceptance 3 of the spine): real processes, real transfers,
+float32."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from baton.engine.model.init import init_model
+from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import process_cluster
 from tests.exactness import Exactness, ExactnessChecker
@@ -49,7 +50,9 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
     ],
     ids=["2P+2D", "hybrid", "shared-memory"],
 )
-async def test_other_topologies(checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]) -> None:
+async def test_other_topologies(
+    checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
+) -> None:
     asks = random_asks(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
     async with process_cluster(**shape, **settings) as cluster:
         got = await ask_all(cluster, asks)
@@ -70,14 +73,20 @@ async def test_several_samples_share_one_transfer(checker: ExactnessChecker, aud
     assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
-async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(
+    checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
     block_bytes = 16 * 6 * 2 * 2 * 64 * 4  # of the demo model in float32
     rng = Random(4)
     asks = [
-        Ask(prompt=ask.prompt, sampling=replace(ask.sampling, max_tokens=120, ignore_eos=True))  # they all outgrow what they began with
+        Ask(
+            prompt=ask.prompt, sampling=replace(ask.sampling, max_tokens=120, ignore_eos=True)
+        )  # they all outgrow what they began with
         for ask in random_asks(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB)
     ]
-    async with process_cluster(prefill=0, decode=0, hybrid=1, kv_memory=40 * block_bytes, max_model_len=400, admin_port=0) as cluster:
+    async with process_cluster(
+        prefill=0, decode=0, hybrid=1, kv_memory=40 * block_bytes, max_model_len=400, admin_port=0
+    ) as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()
         await auditor.audit(cluster)
@@ -91,7 +100,9 @@ async def test_other_architectures(name: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     init_model(make(), directory, seed=5)
     asks = random_asks(Random(5), sized(12, 60), max_prompt=400, vocab_size=512)
-    async with process_cluster(prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny") as cluster:
+    async with process_cluster(
+        prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny"
+    ) as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()
         await CacheAuditor(directory).audit(cluster)

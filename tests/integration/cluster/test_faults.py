@@ -1,4 +1,5 @@
-"""Rows of the fault table that need processes: restarts, bad batches, mismatches, full memory, clients that leave, deadlines, drains."""
+"""Rows of the fault table that need processes: restarts, bad batches, mismatches, full memory, clients that
+leave, deadlines, drains."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,9 +9,9 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from baton.core.front import ClusterStatus
+from baton.core.client_api import ClusterStatus
 from baton.core.request import Sampling
-from baton.engine.model.init import init_model
+from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
@@ -28,7 +29,8 @@ BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
-    """1P+1D whose decode worker fails for one sequence, or makes NaN of its logits, when it meets a marker token."""
+    """1P+1D whose decode worker fails for one sequence, or makes NaN of its logits, when it meets a marker
+    token."""
     failpoints = f"sequence_step[token={MARKER}]=raise:marked; logits[token={MARKER + 1}]=raise:nan"
     async with process_cluster(prefill=1, decode=1, failpoints={"p0": failpoints}) as running:
         yield running
@@ -47,7 +49,9 @@ def check(checker: ExactnessChecker, got: list[Got]) -> None:
     checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_row_12_one_bad_sequence_fails_alone(cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+async def test_row_12_one_bad_sequence_fails_alone(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
     rng = Random(12)
     good = [Ask(prompt=prompt(rng, 80), sampling=greedy(24)) for _ in range(6)]
     bad = Ask(prompt=(*prompt(rng, 40), MARKER), sampling=greedy())
@@ -69,7 +73,9 @@ async def test_row_8_a_prefill_worker_restarts_at_the_same_address(
     await cluster.kill("p0")
     await cluster.start_worker("p0", rpc_port=int(old.address.rsplit(":", 1)[1]))
     status = await cluster.until(
-        lambda s: any(w.worker.worker_id == "p0" and w.worker.worker_epoch != old.worker_epoch for w in s.workers), 60, "a new life of p0"
+        lambda s: any(w.worker.worker_id == "p0" and w.worker.worker_epoch != old.worker_epoch for w in s.workers),
+        60,
+        "a new life of p0",
     )
     new = next(w.worker for w in status.workers if w.worker.worker_id == "p0")
     assert new.address == old.address
@@ -111,7 +117,8 @@ def _is_in(status: ClusterStatus, phase: str) -> bool:
 
 
 async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -> None:
-    """A decode worker with another model under the same name: nobody pulls from anybody, the answer is computed where it is decoded."""
+    """A decode worker with another model under the same name: nobody pulls from anybody, the answer is
+    computed where it is decoded."""
     other = tmp_path / "other"
     init_model(TINY_MODELS["qwen3"](), other, seed=9)
     async with process_cluster(prefill=1, decode=0, wait=False) as cluster:
@@ -130,7 +137,9 @@ async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -
 async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(25)
     asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
-    async with process_cluster(prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, handoff_wait_s=20.0) as cluster:
+    async with process_cluster(
+        prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, handoff_wait_s=20.0
+    ) as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()
         await auditor.audit(cluster)
@@ -141,7 +150,10 @@ async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessC
 async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)
     async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60)))) for _ in range(sized(5, 8))]
+        streams = [
+            asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60))))
+            for _ in range(sized(5, 8))
+        ]
         await cluster.until(lambda s: any(w.open_leases for w in s.workers), 20, "a transfer is under way")
         codes = await asyncio.gather(cluster.stop_one("p0"), cluster.stop_one("d0"))
         got = list(await asyncio.gather(*streams))

@@ -1,4 +1,5 @@
-"""A gateway at its limits, and at its end: clients that do not read, no file descriptor left, SIGTERM (rows 42, 44 and 49)."""
+"""A gateway at its limits, and at its end: clients that do not read, no file descriptor left, SIGTERM (rows
+42, 44 and 49)."""
 
 import asyncio
 import json
@@ -17,14 +18,14 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.runtime.settings import GatewayConfig
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.mappers.client_mapper import to_generate_request
+from baton.runtime.config.settings import GatewayConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from baton.wire.channel import channel_options, open_channel
-from baton.wire.convert_front import to_generate_request
 from tests.cluster import Doors, ProcessCluster, process_cluster
+from tests.emulated_answer import emulated_answer
 from tests.hostile import ACK, BEGIN, PING, SETTINGS, frame, grpc_call, grpc_message, our_errors
 from tests.integration.gateway.http_gateway import request_bytes
-from tests.paced_answer import paced_answer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,8 +41,8 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
     async with process_cluster(
         prefill=1,
         decode=1,
-        device="paced",
-        paced_costs=f"step={STEP_MS}ms,prefill_token=20us",
+        device="emulated",
+        emulated_costs=f"step={STEP_MS}ms,prefill_token=20us",
         transfer="local",
         kv_memory=256 * 2**20,
         drain_s=60.0,
@@ -55,11 +56,17 @@ def prompt_of(number: int) -> list[int]:
 
 
 def body_of(number: int, max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt_of(number), "max_tokens": max_tokens, "temperature": 1.0, "seed": SEED, "ignore_eos": True} | more
+    return {
+        "prompt": prompt_of(number),
+        "max_tokens": max_tokens,
+        "temperature": 1.0,
+        "seed": SEED,
+        "ignore_eos": True,
+    } | more
 
 
 def right(number: int, max_tokens: int) -> list[int]:
-    return paced_answer(prompt_of(number), seed=SEED, max_tokens=max_tokens, vocab_size=VOCAB_SIZE)
+    return emulated_answer(prompt_of(number), seed=SEED, max_tokens=max_tokens, vocab_size=VOCAB_SIZE)
 
 
 def open_grpc(doors: Doors) -> grpc.aio.Channel:
@@ -77,7 +84,10 @@ class Stream:
 
     async def _over_http(self, doors: Doors) -> None:
         body = body_of(self.number, LONG, stream=True, return_token_ids=True)
-        async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", f"{doors.url}{COMPLETIONS}", json=body) as answer:
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{doors.url}{COMPLETIONS}", json=body) as answer,
+        ):
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -110,7 +120,9 @@ async def streams(doors: Doors) -> list[Stream]:
 
 
 def log_of(cluster: ProcessCluster, name: str) -> list[str]:
-    return [line for file in (cluster.directory / "logs" / name).glob("*.log") for line in file.read_text().splitlines()]
+    return [
+        line for file in (cluster.directory / "logs" / name).glob("*.log") for line in file.read_text().splitlines()
+    ]
 
 
 async def answers(doors: Doors, number: int) -> bool:
@@ -126,7 +138,13 @@ async def answers_grpc(doors: Doors) -> bool:
     """As above at the other door."""
     with suppress(grpc.aio.AioRpcError):
         async with open_grpc(doors) as channel:
-            return bool((await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=2)).models)
+            return bool(
+                (
+                    await inference_pb2_grpc.InferenceStub(channel).ListModels(
+                        inference_pb2.ListModelsRequest(), timeout=2
+                    )
+                ).models
+            )
     return False
 
 
@@ -146,7 +164,11 @@ async def test_row_49_a_gateway_that_is_told_to_stop_finishes_its_streams(cluste
         assert (await client.get("/health")).status_code == 200
         for number in (90, 91):  # over the connection that there is, and over the new one that its `close` asks for
             refused = await client.post(COMPLETIONS, json=body_of(number, 4))
-            assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (503, "draining", "close")
+            assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (
+                503,
+                "draining",
+                "close",
+            )
             assert "retry-after" in refused.headers
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -178,8 +200,11 @@ async def idle_connections(address: str) -> list[socket.socket]:
 
 
 @pytest.mark.parametrize("door", ["http", pytest.param("grpc", marks=pytest.mark.long)])
-async def test_row_44_without_a_descriptor_left_streams_go_on_and_others_come_later(cluster: ProcessCluster, door: str) -> None:
-    """Idle clients hold all that there are, and stay: they lose their connections when they have had their time to say something."""
+async def test_row_44_without_a_descriptor_left_streams_go_on_and_others_come_later(
+    cluster: ProcessCluster, door: str
+) -> None:
+    """Idle clients hold all that there are, and stay: they lose their connections when they have had their
+    time to say something."""
     name = f"g-{door}"
     doors = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=2.0)
     running = await streams(doors)
@@ -221,8 +246,8 @@ async def not_read_over_http(doors: Doors) -> asyncio.StreamWriter:
 
 
 async def not_read_over_grpc(doors: Doors) -> None:
-    """As above, by the flow control of HTTP/2: it answers pings, so that it counts as alive, and makes no room for more of the answer.
-    Ends with the connection."""
+    """As above, by the flow control of HTTP/2: it answers pings, so that it counts as alive, and makes no
+    room for more of the answer. Ends with the connection."""
     reader, writer = await asyncio.open_connection(*doors.grpc_address.split(":"))
     message = to_generate_request(body_of(43, 3000, n=NUM_SAMPLES, logprobs=1))
     writer.write(BEGIN + grpc_call("/baton.v1.Inference/Generate", grpc_message(message.SerializeToString())))
@@ -242,7 +267,9 @@ async def lost_readers(doors: Doors) -> dict[str, int]:
     return {line.split('endpoint="')[1].split('"')[0]: round(float(line.rsplit(" ", 1)[1])) for line in counts}
 
 
-async def test_row_42_a_client_that_does_not_read_loses_its_request_and_nobody_else_notices(cluster: ProcessCluster) -> None:
+async def test_row_42_a_client_that_does_not_read_loses_its_request_and_nobody_else_notices(
+    cluster: ProcessCluster,
+) -> None:
     """With the buffer that a gateway has by default."""
     assert GatewayConfig().stream_buffer_bytes <= 256 * 1024
     doors = Doors(url=cluster.url, grpc_address=cluster.grpc_address)

@@ -1,4 +1,5 @@
-"""kill -9 of anyone, at any moment (acceptance 5 of the spine): while a colleague lives, every stream finishes, exactly."""
+"""kill -9 of anyone, at any moment (acceptance 5 of the spine): while a colleague lives, every stream
+finishes, exactly."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,8 +8,8 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from baton.core.cluster import WorkerRole
-from baton.core.front import ClusterStatus
+from baton.core.client_api import ClusterStatus
+from baton.core.cluster.worker_report import WorkerRole
 from baton.core.request import Sampling
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
@@ -26,7 +27,9 @@ BACK_S = 60.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
-    async with process_cluster(prefill=2, decode=2, transfer="nixl", max_num_batched_tokens=256, scheduler_wait_s=30.0) as running:
+    async with process_cluster(
+        prefill=2, decode=2, transfer="nixl", max_num_batched_tokens=256, scheduler_wait_s=30.0
+    ) as running:
         yield running
 
 
@@ -36,7 +39,11 @@ def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
         Ask(
             prompt=tuple(rng.randrange(4, 4096) for _ in range(prompt_tokens)),
             sampling=Sampling(
-                max_tokens=max_tokens, temperature=0.0 if i % 2 else 0.8, seed=rng.getrandbits(31), num_logprobs=5, ignore_eos=True
+                max_tokens=max_tokens,
+                temperature=0.0 if i % 2 else 0.8,
+                seed=rng.getrandbits(31),
+                num_logprobs=5,
+                ignore_eos=True,
             ),
         )
         for i in range(STREAMS)
@@ -44,9 +51,14 @@ def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
 
 
 async def kill_during(
-    cluster: ProcessCluster, auditor: CacheAuditor, requests: list[Ask], victim: str, moment: Callable[[], Awaitable[None]]
+    cluster: ProcessCluster,
+    auditor: CacheAuditor,
+    requests: list[Ask],
+    victim: str,
+    moment: Callable[[], Awaitable[None]],
 ) -> list[Got]:
-    """Ask, wait for the moment, kill, let the streams end; then everybody else is clean, and caches only what is right."""
+    """Ask, wait for the moment, kill, let the streams end; then everybody else is clean, and caches only what
+    is right."""
     async with Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
         await moment()
@@ -60,9 +72,12 @@ async def kill_during(
 
 
 async def whole(cluster: ProcessCluster) -> None:
-    """Whoever an earlier test killed is back, and every pair is warm: a cold one is not chosen while another is warm."""
+    """Whoever an earlier test killed is back, and every pair is warm: a cold one is not chosen while another
+    is warm."""
     missing = {*ALL, "scheduler"} - set(cluster.children)
-    await asyncio.gather(*(cluster.start_worker(name) if name in ALL else cluster.start_service(name, name) for name in missing))
+    await asyncio.gather(
+        *(cluster.start_worker(name) if name in ALL else cluster.start_service(name, name) for name in missing)
+    )
     await cluster.until_workers(*ALL, limit_s=BACK_S)
     await cluster.until(all_pairs_are_warm, BACK_S, "all pairs are warm")
     await cluster.wait_ready()
@@ -83,7 +98,9 @@ def check(checker: ExactnessChecker, got: list[Got]) -> None:
 async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = False) -> None:
     """Until the victim reports sequences that run, or that wait."""
     await cluster.until(
-        lambda s: any(w.worker.worker_id == victim and (w.waiting_seqs if waiting else w.running_seqs) for w in s.workers),
+        lambda s: any(
+            w.worker.worker_id == victim and (w.waiting_seqs if waiting else w.running_seqs) for w in s.workers
+        ),
         30,
         f"{victim} has work",
     )
@@ -140,7 +157,9 @@ async def test_decode_worker_killed_while_it_waits_for_kv(
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_scheduler_killed_in_traffic(cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int) -> None:
+async def test_scheduler_killed_in_traffic(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
+) -> None:
     await whole(cluster)
     rng = Random(400 + number)
     requests = asks(rng, prompt_tokens=200, max_tokens=100)

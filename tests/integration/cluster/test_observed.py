@@ -1,4 +1,5 @@
-"""Dashboard and rules over what a really loaded cluster of processes exports: each query finds series, and gives a value.
+"""Dashboard and rules over what a really loaded cluster of processes exports: each query finds series, and
+gives a value.
 
 Values are computed by `tests.deploy.promql`, a part of PromQL; a real Prometheus has not been asked.
 """
@@ -35,7 +36,8 @@ OF_A_FLEET = {'baton_fleet_workers{state=~"waiting|failing"}'}
 
 @dataclass
 class Recorded:
-    """What was scraped, at times counted from the first scrape on. `num_moved`: answers that say that their KV was moved."""
+    """What was scraped, at times counted from the first scrape on. `num_moved`: answers that say that their
+    KV was moved."""
 
     database: Database
     last_s: float
@@ -50,8 +52,8 @@ async def ask(cluster: ProcessCluster, prompt: str, **changes: Any) -> httpx.Res
 
 
 async def load(cluster: ProcessCluster) -> int:
-    """A shared prefix, promises kept and not, one that is refused, one that is over its deadline. Of how many answers the KV was moved: on
-    a busy machine some are computed where they decode."""
+    """A shared prefix, promises kept and not, one that is refused, one that is over its deadline. Of how many
+    answers the KV was moved: on a busy machine some are computed where they decode."""
     prefix = "Everybody begins like this, and goes on for a while. " * 40
     answers = await asyncio.gather(*(ask(cluster, f"{prefix}{number}") for number in range(6)))
     answers += [await ask(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
@@ -70,8 +72,8 @@ async def scrape(cluster: ProcessCluster, database: Database, at_s: float) -> No
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def recorded() -> AsyncIterator[Recorded]:
     settings = {
-        "device": "paced",
-        "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+        "device": "emulated",
+        "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
         "policy": "kv_centric",
         "admission": "predictive",
         "slo": "ttft=30s,tpot=5s",
@@ -122,7 +124,7 @@ async def test_what_was_asked_is_what_is_shown(recorded: Recorded) -> None:
     assert value('sum(baton_requests_total{code="200"})') == 14
     assert value('sum(baton_requests_total{code="429", reason="ttft_slo"})') == 2
     assert value('sum(baton_rejections_total{reason="ttft_slo"})') == 2
-    assert value('sum(baton_slo_promises_total{term="tpot", outcome="kept"})') == 14
+    assert value('sum(baton_slo_attainment_total{term="tpot", outcome="kept"})') == 14
     assert value('sum(baton_kv_blocks * on (instance) group_left (role) baton_worker_info{role="prefill"})') > 0
     assert value('sum(baton_transfers_total{outcome="landed"})') >= recorded.num_moved > 0
     assert value("sum(baton_transfer_bytes_total) / sum(baton_transfer_read_seconds_total)") > 1e6

@@ -1,7 +1,9 @@
-"""Placement in a cluster of real processes whose workers are paced: what is shared is computed once, and whatever happens to Redis, to
-schedulers or to who holds a prefix, every answer is exact (acceptance 5 and 6 of the scheduler, rows 27 to 32 of the fault table).
+"""Placement in a cluster of real processes whose workers are emulated: what is shared is computed once, and
+whatever happens to Redis, to schedulers or to who holds a prefix, every answer is exact (acceptance 5 and 6
+of the scheduler, rows 27 to 32 of the fault table).
 
-A paced worker's token follows from the content of the whole context in its KV, so an answer from a wrong block is a wrong answer.
+A emulated worker's token follows from the content of the whole context in its KV, so an answer from a wrong
+block is a wrong answer.
 """
 
 import asyncio
@@ -19,19 +21,19 @@ import pytest_asyncio
 import redis as sync_redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.core.blocks import BlockHash, chain, root_hash, token_ids
-from baton.core.front import WorkerStatus
-from baton.core.kv_events import KvEvent, KvEventKind
+from baton.core.client_api import WorkerStatus
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.core.kv.kv_events import KvEvent, KvEventKind
 from baton.core.request import Sampling
-from baton.engine.content import extend, slots_of, token_after
-from baton.engine.model.hub import DEMO_DIR
-from baton.engine.paced_model import PacedModel, read_paced_model
-from baton.fleet.supervisor import Child
-from baton.store.connection import RedisConnection
-from baton.store.keys import Keys
-from baton.store.kv_event_feed import RedisKvEventFeed
-from baton.wire.admin import AdminClient
-from baton.wire.channel import channel_options, open_channel
+from baton.engine.executors.emulated_model import EmulatedModel, read_emulated_model
+from baton.engine.kv_cache.checksum import extend, slots_of, token_after
+from baton.fleet.processes.supervisor import Child
+from baton.model.loading.model_source import DEMO_DIR
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.channel import channel_options, open_channel
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from tests.cluster import ProcessCluster, process_cluster
 from tests.integration.cluster.clients import Ask, Client, Got
 from tests.redis_proxy import RedisProxy
@@ -54,8 +56,8 @@ BOUND_S = 10.0
 async def cluster() -> AsyncIterator[ProcessCluster]:
     """4k tokens take about half a second to compute."""
     settings = {
-        "device": "paced",
-        "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+        "device": "emulated",
+        "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
         "policy": "kv_centric",
         "transfer": "nixl",
         "kv_memory": 256 * 2**20,
@@ -70,7 +72,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         yield running
 
 
-MODEL: PacedModel = read_paced_model(DEMO_DIR, dtype="float32", max_model_len=MAX_MODEL_LEN)
+MODEL: EmulatedModel = read_emulated_model(DEMO_DIR, dtype="float32", max_model_len=MAX_MODEL_LEN)
 
 
 def prompt(rng: Random, num_tokens: int) -> tuple[int, ...]:
@@ -116,7 +118,12 @@ async def metric(cluster: ProcessCluster, name: str, wanted: str) -> float:
     address = logged(cluster, name, "admin_started")[-1]["address"]
     async with httpx.AsyncClient(timeout=5.0) as client:
         text = (await client.get(f"http://{address}/metrics")).text
-    return sum(sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == wanted)
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == wanted
+    )
 
 
 async def computed_tokens(cluster: ProcessCluster) -> float:
@@ -124,15 +131,22 @@ async def computed_tokens(cluster: ProcessCluster) -> float:
 
 
 def accounted_tokens(got: list[Got]) -> int:
-    """What these answers need to have computed: prompts less what was cached, and all tokens but the first, which comes with the prompt."""
+    """What these answers need to have computed: prompts less what was cached, and all tokens but the first,
+    which comes with the prompt."""
     assert all(one.usage is not None for one in got)
-    return sum(u.num_prompt_tokens - u.num_cached_tokens + u.num_output_tokens - 1 for one in got if (u := one.usage) is not None)
+    return sum(
+        u.num_prompt_tokens - u.num_cached_tokens + u.num_output_tokens - 1
+        for one in got
+        if (u := one.usage) is not None
+    )
 
 
 @asynccontextmanager
-async def traffic(cluster: ProcessCluster, rng: Random, *, max_tokens: int = 8, apart_s: float = 0.1) -> AsyncIterator[list[Got]]:
-    """A request every `apart_s` while the block runs, half of them with a prefix that all share; every answer must be exact and soon there.
-    The list is full only after the block."""
+async def traffic(
+    cluster: ProcessCluster, rng: Random, *, max_tokens: int = 8, apart_s: float = 0.1
+) -> AsyncIterator[list[Got]]:
+    """A request every `apart_s` while the block runs, half of them with a prefix that all share; every answer
+    must be exact and soon there. The list is full only after the block."""
     shared, asked, got = prompt(rng, 320), [], []
     async with Client(cluster) as client:
 
@@ -166,7 +180,8 @@ async def test_a_burst_on_one_new_prefix_computes_it_twice_at_most(cluster: Proc
 
 
 async def until_index_is_right(cluster: ProcessCluster, within_s: float) -> None:
-    """Until the scheduler's index claims as many blocks as the idle workers have cached, and follows all of them."""
+    """Until the scheduler's index claims as many blocks as the idle workers have cached, and follows all of
+    them."""
 
     async def is_right() -> bool:
         cached = sum(w.blocks.cached for w in (await cluster.status()).workers)
@@ -204,7 +219,9 @@ async def flushed(cluster: ProcessCluster) -> None:
 
 
 @pytest.mark.parametrize("fault", [killed, stopped, slow, flushed], ids=lambda fault: fault.__name__)
-async def test_redis_may_fail_in_traffic(cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]) -> None:
+async def test_redis_may_fail_in_traffic(
+    cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]
+) -> None:
     """Rows 27 to 29. What was computed while it was away is found afterwards, too."""
     rng = Random(fault.__name__)
     meanwhile = prompt(rng, 640)
@@ -241,7 +258,11 @@ async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[Blo
         await until(has_told, BOUND_S)
         last = await feed.renew(worker.worker, 10.0)
         event = KvEvent(
-            worker=worker.worker, event_seq=last + 1, kind=KvEventKind.STORED, hashes=hashes, block_size_tokens=BLOCK_SIZE_TOKENS
+            worker=worker.worker,
+            event_seq=last + 1,
+            kind=KvEventKind.STORED,
+            hashes=hashes,
+            block_size_tokens=BLOCK_SIZE_TOKENS,
         )
         await feed.publish(worker.worker, [event], 10.0)
     finally:
@@ -249,8 +270,8 @@ async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[Blo
 
 
 async def test_what_nobody_holds_may_be_claimed_in_redis(cluster: ProcessCluster) -> None:
-    """Row 30: a claim attracts the request, and costs it the time to compute; then it is gone. The worker itself may take it back before
-    anybody is asked, so there are several."""
+    """Row 30: a claim attracts the request, and costs it the time to compute; then it is gone. The worker
+    itself may take it back before anybody is asked, so there are several."""
     rng = Random(30)
     victim = next(w for w in (await cluster.status()).workers if w.worker.worker_id == "p1")
     num_believed = 0
@@ -279,7 +300,8 @@ async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
 
 
 async def test_a_second_scheduler_may_start_in_traffic(cluster: ProcessCluster) -> None:
-    """Row 32: both place, a gateway each; workers admit for themselves, so nothing is lost and nothing computed twice."""
+    """Row 32: both place, a gateway each; workers admit for themselves, so nothing is lost and nothing
+    computed twice."""
     before = await computed_tokens(cluster)
     async with traffic(cluster, Random(32)) as got:
         await cluster.start_service("scheduler2", "scheduler")
@@ -293,14 +315,17 @@ async def test_a_second_scheduler_may_start_in_traffic(cluster: ProcessCluster) 
     assert len(more) > 3
     for name in ("scheduler", "scheduler2"):
         assert await metric(cluster, name, "baton_decisions_total") >= len(more)
-    assert await computed_tokens(cluster) - before - accounted_tokens([*got, *more]) < TRAFFIC_TOKENS, "no prompt was computed twice"
+    assert await computed_tokens(cluster) - before - accounted_tokens([*got, *more]) < TRAFFIC_TOKENS, (
+        "no prompt was computed twice"
+    )
     for name in ("gateway2", "scheduler2"):
         await cluster.stop_one(name)
     await cluster.check_clean()
 
 
 async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster: ProcessCluster) -> None:
-    """Row 31: streams are not touched, new requests wait for it, and what was placed before it died is not placed again."""
+    """Row 31: streams are not touched, new requests wait for it, and what was placed before it died is not
+    placed again."""
     rng = Random(31)
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
@@ -316,20 +341,26 @@ async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster
         through = list(await asyncio.gather(*streams))
     check(through)
     assert {one.timeline.attempts for one in (*through, *got) if one.timeline} == {1}
-    assert await computed_tokens(cluster) - before - accounted_tokens([*through, *got]) < TRAFFIC_TOKENS, "no prompt was computed twice"
+    assert await computed_tokens(cluster) - before - accounted_tokens([*through, *got]) < TRAFFIC_TOKENS, (
+        "no prompt was computed twice"
+    )
     await cluster.until_workers(*WORKERS)
     await cluster.check_clean()
 
 
 async def test_the_holder_of_a_prefix_may_die_in_the_middle_of_its_pull(cluster: ProcessCluster) -> None:
-    """A prefill worker holds a prefix and is busy, so the other pulls it and is held up after the second slice; the holder is killed then.
-    The other computes what is missing, and what the holder had to do goes on elsewhere."""
+    """A prefill worker holds a prefix and is busy, so the other pulls it and is held up after the second
+    slice; the holder is killed then. The other computes what is missing, and what the holder had to do goes
+    on elsewhere."""
     rng = Random(5)
     held = prompt(rng, PREFIX_TOKENS)
     pair = {"p0": "p1", "p1": "p0"}
     await asyncio.gather(*(cluster.stop_one(name) for name in pair))
     await asyncio.gather(
-        *(cluster.start_worker(name, failpoints=f"transfer.slice_done[owner={other}]=sleep:0.6@2") for name, other in pair.items())
+        *(
+            cluster.start_worker(name, failpoints=f"transfer.slice_done[owner={other}]=sleep:0.6@2")
+            for name, other in pair.items()
+        )
     )
     await cluster.until_workers(*WORKERS)
     async with Client(cluster) as client:

@@ -1,4 +1,5 @@
-"""Workers that are told to stop while they have work, and that come back as another release (rows 47 and 50 of the fault table)."""
+"""Workers that are told to stop while they have work, and that come back as another release (rows 47 and 50
+of the fault table)."""
 
 import asyncio
 import signal
@@ -7,29 +8,34 @@ from random import Random
 
 import pytest
 
-from baton.core.cluster import WorkerState
-from baton.core.front import ClusterStatus
+from baton.core.client_api import ClusterStatus
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.request import Sampling
 from tests.cluster import PROGRAM, ProcessCluster, process_cluster
+from tests.emulated_answer import emulated_answer
 from tests.integration.cluster import other_release
 from tests.integration.cluster.clients import Ask, Client, Got
-from tests.paced_answer import paced_answer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 VOCAB_SIZE, STEP_MS = 4096, 10
-PACED = {"device": "paced", "paced_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
+EMULATED = {"device": "emulated", "emulated_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
 
 
 def ask(rng: Random, max_tokens: int) -> Ask:
     prompt = tuple(rng.randrange(4, VOCAB_SIZE) for _ in range(100))
-    return Ask(prompt=prompt, sampling=Sampling(max_tokens=max_tokens, temperature=1.0, seed=rng.getrandbits(31), ignore_eos=True))
+    return Ask(
+        prompt=prompt,
+        sampling=Sampling(max_tokens=max_tokens, temperature=1.0, seed=rng.getrandbits(31), ignore_eos=True),
+    )
 
 
 def check(got: Got) -> None:
     assert got.is_whole, got.failure
     sampling = got.ask.sampling
-    assert got.tokens[0] == paced_answer(got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE)
+    assert got.tokens[0] == emulated_answer(
+        got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE
+    )
 
 
 def decoded_by(got: Got) -> str:
@@ -44,7 +50,7 @@ def runs(status: ClusterStatus, name: str) -> int:
 async def test_row_47_a_decode_worker_hands_over_what_it_cannot_finish_and_takes_nothing_new() -> None:
     """Its streams take twice as long as it may still run."""
     rng = Random(47)
-    async with process_cluster(prefill=1, decode=2, drain_s=2.0, **PACED) as cluster, Client(cluster) as client:
+    async with process_cluster(prefill=1, decode=2, drain_s=2.0, **EMULATED) as cluster, Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask(rng, 400))) for _ in range(6)]
         await cluster.until(lambda s: runs(s, "d0") > 1 and runs(s, "d1") > 1, 30, "both decode")
         cluster.signal("d0", signal.SIGTERM)
@@ -64,9 +70,9 @@ async def test_row_47_a_decode_worker_hands_over_what_it_cannot_finish_and_takes
 
 
 async def test_row_50_a_release_with_another_layout_is_rolled_out_under_load() -> None:
-    """One worker after the other comes back with a layout that fits its own release's alone. Nothing fails, and whatever is pulled is
-    pulled within one release."""
-    async with process_cluster(prefill=2, decode=2, drain_s=20.0, **PACED) as cluster:
+    """One worker after the other comes back with a layout that fits its own release's alone. Nothing fails,
+    and whatever is pulled is pulled within one release."""
+    async with process_cluster(prefill=2, decode=2, drain_s=20.0, **EMULATED) as cluster:
         release = {cluster.pid(name): PROGRAM for name in cluster.roles}
         is_over = asyncio.Event()
         clients = [asyncio.create_task(keep_asking(cluster, Random(number), is_over)) for number in range(4)]
@@ -97,4 +103,8 @@ def pulled_between(got: Got, release: dict[int, str]) -> list[tuple[str, str]]:
     """(owner's release, reader's) of each handoff; one that was computed where it is decoded has none."""
     assert got.timeline is not None
     legs = got.timeline.legs
-    return [(release[owner.pid], release[reader.pid]) for owner, reader in pairwise(legs) if reader.kv_bytes and owner.num_computed_tokens]
+    return [
+        (release[owner.pid], release[reader.pid])
+        for owner, reader in pairwise(legs)
+        if reader.kv_bytes and owner.num_computed_tokens
+    ]

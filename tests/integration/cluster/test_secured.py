@@ -1,5 +1,5 @@
-"""A cluster of processes with TLS on every link and a key for every tenant: who gets in, and what one tenant can tell of another's prompts
-(acceptance 3 of the deployment; rows 45 and 46 of the fault table)."""
+"""A cluster of processes with TLS on every link and a key for every tenant: who gets in, and what one tenant
+can tell of another's prompts (acceptance 3 of the deployment; rows 45 and 46 of the fault table)."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.core.front import ClusterStatus
-from baton.wire.channel import channel_options, open_channel
-from baton.wire.inference import InferenceClient
-from baton.wire.tls import SERVICE_NAME, Tls
+from baton.core.client_api import ClusterStatus
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.grpc_tls import SERVICE_NAME, Tls
+from baton.rpc.inference_rpc import InferenceClient
 from tests.certificates import Authority
 from tests.cluster import ProcessCluster, process_cluster
+from tests.emulated_answer import emulated_answer
 from tests.hostile import BEGIN, say
-from tests.paced_answer import paced_answer
 from tests.scale import sized
 from tests.secured import Secured, service_settings
 
@@ -36,7 +36,7 @@ VOCAB_SIZE = 4096
 ALICE, EVE = "alice", "eve"
 PAST = datetime.now(UTC) - timedelta(days=1)
 PREFIX_TOKENS, TAIL_TOKENS, ANSWER_TOKENS = 400, 8, 4
-PACED = {"device": "paced", "paced_costs": "step=1ms,prefill_token=150us"}
+EMULATED = {"device": "emulated", "emulated_costs": "step=1ms,prefill_token=150us"}
 """A prefix that is not cached costs 60 ms more than one that is."""
 NUM_PAIRS = sized(24, 1000)
 MAX_AUC = sized(0.88, 0.55)
@@ -47,7 +47,13 @@ MAX_AUC = sized(0.88, 0.55)
 async def cluster() -> AsyncIterator[ProcessCluster]:
     """Two workers may hold a prefix, and pull it from each other."""
     async with process_cluster(
-        prefill=2, decode=1, tenants=(ALICE, EVE), policy="kv_centric", transfer="local", kv_memory=256 * 2**20, **PACED
+        prefill=2,
+        decode=1,
+        tenants=(ALICE, EVE),
+        policy="kv_centric",
+        transfer="local",
+        kv_memory=256 * 2**20,
+        **EMULATED,
     ) as running:
         yield running
 
@@ -82,7 +88,9 @@ async def is_served(port: int, tls: Tls | None) -> bool:
     return True
 
 
-async def test_no_port_of_any_service_talks_to_strangers_or_in_plain_text(cluster: ProcessCluster, tmp_path: Path) -> None:
+async def test_no_port_of_any_service_talks_to_strangers_or_in_plain_text(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
     ours, theirs = secured(cluster).ours, Authority.new(tmp_path / "theirs")
     expired = ours.pair("expired", SERVICE_NAME, ends=PAST)
     ports = listening(cluster)
@@ -107,10 +115,13 @@ async def test_no_port_of_any_service_talks_to_strangers_or_in_plain_text(cluste
 
 
 async def test_row_45_a_foreign_worker_is_never_listed(cluster: ProcessCluster, tmp_path: Path) -> None:
-    """It finds the scheduler in Redis, which here is open to it, and would trust it; one of ours that starts later is listed before it."""
+    """It finds the scheduler in Redis, which here is open to it, and would trust it; one of ours that starts
+    later is listed before it."""
     foreign: dict[str, dict[str, Any]] = {
         "p7": dict.fromkeys(("tls_cert", "tls_key", "tls_ca")),
-        "p8": service_settings(Tls(pair=Authority.new(tmp_path / "theirs").pair("service", SERVICE_NAME), ca=secured(cluster).ours.file)),
+        "p8": service_settings(
+            Tls(pair=Authority.new(tmp_path / "theirs").pair("service", SERVICE_NAME), ca=secured(cluster).ours.file)
+        ),
     }
     await asyncio.gather(*(cluster.start_worker(name, **settings) for name, settings in foreign.items()))
     await cluster.start_worker("p6")
@@ -167,7 +178,7 @@ def body_of(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def answer_to(prompt: Sequence[int]) -> list[int]:
-    return paced_answer(prompt, seed=7, max_tokens=ANSWER_TOKENS, vocab_size=VOCAB_SIZE)
+    return emulated_answer(prompt, seed=7, max_tokens=ANSWER_TOKENS, vocab_size=VOCAB_SIZE)
 
 
 def http_client(cluster: ProcessCluster) -> httpx.AsyncClient:
@@ -191,7 +202,8 @@ async def probe(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> 
 
 
 def auc(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """How often one of `slow` is more than one of `fast`, ties counting half (Mann and Whitney's U over the number of pairs)."""
+    """How often one of `slow` is more than one of `fast`, ties counting half (Mann and Whitney's U over the
+    number of pairs)."""
     above = np.subtract.outer(np.array(slow), np.array(fast))
     return float(((above > 0) + 0.5 * (above == 0)).mean())
 
@@ -207,9 +219,9 @@ class Seen:
 
 
 async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen:
-    """So many times: Alice asks for something, Eve, in random order, for the very same and for something new of the same length, and Alice
-    again for hers. Checks what needs no statistics: that Eve's requests find nothing cached, and have the tokens that Alice's have where
-    nothing was cached either."""
+    """So many times: Alice asks for something, Eve, in random order, for the very same and for something new
+    of the same length, and Alice again for hers. Checks what needs no statistics: that Eve's requests find
+    nothing cached, and have the tokens that Alice's have where nothing was cached either."""
     seen = Seen()
     alice, eve = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE))
     async with http_client(cluster) as http:
@@ -225,7 +237,7 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen
             assert (first.num_cached_tokens, same.num_cached_tokens, new.num_cached_tokens) == (0, 0, 0)
             assert again.num_cached_tokens >= PREFIX_TOKENS, "it was there to be found, all the time"
             assert first.tokens == same.tokens
-            if cluster.settings.get("device") == "paced":
+            if cluster.settings.get("device") == "emulated":
                 assert again.tokens == same.tokens == answer_to(asked)
                 assert new.tokens == answer_to(fresh)
             seen.own_cold.append(first.ttft_s)
@@ -237,13 +249,16 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen
 
 @pytest.mark.timeout(sized(300, 3600))
 async def test_what_another_tenant_has_asked_cannot_be_told_by_time(cluster: ProcessCluster) -> None:
-    """Row 46. The area under the curve of the best guess that Eve can make from her first-token times is near 0.5, of Alice's own near 1.
+    """Row 46. The area under the curve of the best guess that Eve can make from her first-token times is near
+    0.5, of Alice's own near 1.
 
-    With `n` pairs that come in random order and of which neither is any faster, the area has a standard error of sqrt((2n + 1) / 12n²),
-    whatever else the machine does meanwhile. With 200 pairs that is 0.029: a bound of 0.55 would then fail one sound run in twenty-five
-    (one in twelve, looked at from both sides), and pass one in twenty-five of those whose true area is 0.6. So the full size has 1,000
-    pairs, 0.013, and keeps the bound: 3.9 standard errors, one sound run in ten thousand. The slice of `make test` has 24 pairs and
-    a bound 4.5 standard errors away: it finds a cache that is shared, as Alice's own times show, and no subtler leak.
+    With `n` pairs that come in random order and of which neither is any faster, the area has a standard error
+    of sqrt((2n + 1) / 12n²), whatever else the machine does meanwhile. With 200 pairs that is 0.029: a bound
+    of 0.55 would then fail one sound run in twenty-five (one in twelve, looked at from both sides), and pass
+    one in twenty-five of those whose true area is 0.6. So the full size has 1,000 pairs, 0.013, and keeps the
+    bound: 3.9 standard errors, one sound run in ten thousand. The slice of `make test` has 24 pairs and a
+    bound 4.5 standard errors away: it finds a cache that is shared, as Alice's own times show, and no subtler
+    leak.
     """
     seen = await spied_on(cluster, NUM_PAIRS, Random(46))
     own, others = auc(seen.own_cold, seen.own_warm), auc(seen.of_fresh, seen.of_others)

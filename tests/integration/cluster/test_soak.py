@@ -1,4 +1,5 @@
-"""64 streaming clients with random cancels (acceptance 4 of the spine): no error, exact, nothing leaked, nothing grows, caches right."""
+"""64 streaming clients with random cancels (acceptance 4 of the spine): no error, exact, nothing leaked,
+nothing grows, caches right."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 NUM_CLIENTS = 64
 NUM_ASKS = 600
-"""Different requests, of which clients choose: their blocks are found in caches, and driven out of them, all the time."""
+"""Different requests, of which clients choose: their blocks are found in caches, and driven out of them, all
+the time."""
 LEAVE_SHARE = 0.25
 WARM_UP_S = sized(1.0, 10.0)
 SECONDS = sized(5.0, 60.0)
@@ -26,7 +28,8 @@ SETTLE_S = 10.0
 MAX_CHECKED = sized(24, 1000)
 PROCESSES = ("gateway", "scheduler", "p0", "d0")
 GROWTH_MB = 20.0
-"""Of memory, beyond 5 %: a scheduler remembers its last 4,096 decisions on purpose, which takes most of that."""
+"""Of memory, beyond 5 %: a scheduler remembers its last 4,096 decisions on purpose, which takes most of
+that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,9 @@ async def run_client(cluster: ProcessCluster, asks: Sequence[Ask], rng: Random, 
     return results
 
 
-async def run_clients(cluster: ProcessCluster, asks: Sequence[Ask], seed: int, seconds: float) -> list[tuple[Got, bool]]:
+async def run_clients(
+    cluster: ProcessCluster, asks: Sequence[Ask], seed: int, seconds: float
+) -> list[tuple[Got, bool]]:
     end_s = asyncio.get_running_loop().time() + seconds
     rng = Random(seed)
     clients = [run_client(cluster, asks, Random(rng.getrandbits(32)), end_s) for _ in range(NUM_CLIENTS)]
@@ -64,7 +69,8 @@ async def run_clients(cluster: ProcessCluster, asks: Sequence[Ask], seed: int, s
 
 
 async def resources(cluster: ProcessCluster) -> dict[str, Resources]:
-    """Of each process; without the connections to the gateway that this process holds, which grpc closes late."""
+    """Of each process; without the connections to the gateway that this process holds, which grpc closes
+    late."""
     tasks = {name: int(await cluster.metric(name, "baton_event_loop_tasks")) for name in PROCESSES}
     processes = {name: psutil.Process(cluster.pid(name)) for name in PROCESSES}
     port = int(cluster.grpc_address.rsplit(":", 1)[1])
@@ -81,7 +87,8 @@ async def resources(cluster: ProcessCluster) -> dict[str, Resources]:
 
 
 async def until_small(cluster: ProcessCluster, before: dict[str, Resources]) -> dict[str, tuple[Resources, Resources]]:
-    """What is still more than before when `SETTLE_S` have passed; connections take a moment to be closed on both sides."""
+    """What is still more than before when `SETTLE_S` have passed; connections take a moment to be closed on
+    both sides."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + SETTLE_S
     while True:
@@ -94,7 +101,9 @@ async def until_small(cluster: ProcessCluster, before: dict[str, Resources]) -> 
 
 async def test_clients_that_come_and_go_leave_nothing_behind(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     asks = random_asks(Random(4), NUM_ASKS, max_prompt=200, vocab_size=4096, max_tokens=24)
-    async with process_cluster(prefill=1, decode=1, admin_port=0, scheduler_wait_s=30.0) as cluster:  # however slow the machine
+    async with process_cluster(
+        prefill=1, decode=1, admin_port=0, scheduler_wait_s=30.0
+    ) as cluster:  # however slow the machine
         await run_clients(cluster, asks, seed=1, seconds=WARM_UP_S)
         await cluster.check_clean()
         before = await resources(cluster)
@@ -108,7 +117,9 @@ async def test_clients_that_come_and_go_leave_nothing_behind(checker: ExactnessC
     stayed = [got for got, has_left in results if not has_left]
     assert all(got.is_whole for got in stayed)
     assert any(not got.is_whole for got, has_left in results if has_left), "some must have left in the middle"
-    assert any(got.usage and got.usage.num_cached_tokens for got in stayed), "some prompts must have been found in a cache"
+    assert any(got.usage and got.usage.num_cached_tokens for got in stayed), (
+        "some prompts must have been found in a cache"
+    )
     assert sum(evictions) > 0, "and some must have been driven out of it"
     assert grown == {}, "nothing may grow; before and after"
     checker.check([answer for got in stayed[:MAX_CHECKED] for answer in got.answers()])

@@ -10,15 +10,19 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from baton.rpc.channel import channel_options, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from baton.wire.channel import channel_options, open_channel
 from tests.cluster import ProcessCluster, process_cluster
 from tests.otlp_collector import Collector, ReceivedSpan
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 SPANS = {"request", "placement", "prefill", "decode", "kv pull", "kv lease"}
-SETTINGS = {"device": "paced", "paced_costs": "step=5ms,prefill_token=100us,decode_seq=100us", "transfer": "local"}
+SETTINGS = {
+    "device": "emulated",
+    "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+    "transfer": "local",
+}
 CLIENT_TRACE, CLIENT_SPAN = "c0ffee" + "0" * 25 + "1", "ab" * 8
 
 
@@ -36,7 +40,9 @@ async def cluster(collector: Collector) -> AsyncIterator[ProcessCluster]:
         yield running
 
 
-async def complete(cluster: ProcessCluster, prompt: str, traceparent: str | None = None, **changes: Any) -> httpx.Response:
+async def complete(
+    cluster: ProcessCluster, prompt: str, traceparent: str | None = None, **changes: Any
+) -> httpx.Response:
     async with httpx.AsyncClient(timeout=30.0) as client:
         headers = {} if traceparent is None else {"traceparent": traceparent}
         body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | changes
@@ -62,7 +68,9 @@ def check_parents(trace: dict[str, ReceivedSpan]) -> None:
     )
     assert trace["kv pull"].parent_id == trace["decode"].span_id
     assert trace["kv lease"].parent_id == trace["kv pull"].span_id
-    assert {name: (span.service, span.instance) for name, span in trace.items() if name not in ("request", "placement")} == {
+    assert {
+        name: (span.service, span.instance) for name, span in trace.items() if name not in ("request", "placement")
+    } == {
         "prefill": ("baton-worker", "p0"),
         "kv lease": ("baton-worker", "p0"),
         "decode": ("baton-worker", "d0"),
@@ -71,18 +79,26 @@ def check_parents(trace: dict[str, ReceivedSpan]) -> None:
     assert (request.service, trace["placement"].service) == ("baton-gateway", "baton-scheduler")
 
 
-async def test_one_request_is_one_trace_over_every_process_that_it_met(cluster: ProcessCluster, collector: Collector) -> None:
+async def test_one_request_is_one_trace_over_every_process_that_it_met(
+    cluster: ProcessCluster, collector: Collector
+) -> None:
     began_s = time.time()
     answer = await complete(cluster, "What does os.path.join do? " * 20)
     assert answer.status_code == 200, answer.text
     ended_s = time.time()
     trace = await trace_of(collector, answer.headers["x-request-id"])
     check_parents(trace)
-    request, placement, prefill, pull, decode = (trace[name] for name in ("request", "placement", "prefill", "kv pull", "decode"))
+    request, placement, prefill, pull, decode = (
+        trace[name] for name in ("request", "placement", "prefill", "kv pull", "decode")
+    )
     usage = answer.json()["usage"]
     assert request.parent_id == ""
     assert request.attributes["gen_ai.request.model"] == "demo"
-    assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == prefill.attributes["baton.prompt_tokens"]
+    assert (
+        request.attributes["gen_ai.usage.input_tokens"]
+        == usage["prompt_tokens"]
+        == prefill.attributes["baton.prompt_tokens"]
+    )
     assert request.attributes["gen_ai.usage.output_tokens"] == decode.attributes["baton.output_tokens"] == 8
     assert (request.attributes["baton.attempts"], request.attributes["baton.outcome"]) == (1, "finished")
     assert placement.attributes["baton.policy"] == "least_loaded"
@@ -91,7 +107,7 @@ async def test_one_request_is_one_trace_over_every_process_that_it_met(cluster: 
     assert prefill.attributes["baton.compute_s"] > 0
     assert pull.attributes["baton.source"] == "p0"
     assert pull.attributes["baton.bytes"] > 0
-    assert (pull.attributes["baton.outcome"], pull.attributes["baton.pulls"]) == ("landed", "prompt")
+    assert (pull.attributes["baton.outcome"], pull.attributes["baton.pulls"]) == ("received", "prompt")
     assert pull.attributes["baton.transport"]
     assert trace["kv lease"].attributes["baton.outcome"] == "released"
     assert decode.attributes["baton.first_decode_s"] > 0
@@ -102,11 +118,15 @@ async def test_one_request_is_one_trace_over_every_process_that_it_met(cluster: 
     for span in (placement, prefill, decode, pull):
         assert request.start_s - slack_s <= span.start_s <= span.end_s
     assert prefill.start_s - slack_s <= prefill.events["admitted"] <= prefill.end_s + slack_s
-    assert pull.events["first ready"] <= pull.events["final ready"] <= pull.end_s <= decode.events["first token"] + slack_s
+    assert (
+        pull.events["first ready"] <= pull.events["final ready"] <= pull.end_s <= decode.events["first token"] + slack_s
+    )
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])
-async def test_a_client_that_traces_finds_the_request_below_its_own_span(cluster: ProcessCluster, collector: Collector, door: str) -> None:
+async def test_a_client_that_traces_finds_the_request_below_its_own_span(
+    cluster: ProcessCluster, collector: Collector, door: str
+) -> None:
     trace_id = CLIENT_TRACE[:-1] + {"http": "2", "grpc": "3"}[door]
     context = f"00-{trace_id}-{CLIENT_SPAN}-01"
     if door == "http":
@@ -124,7 +144,9 @@ async def test_a_client_that_traces_finds_the_request_below_its_own_span(cluster
     assert (trace["request"].trace_id, trace["request"].parent_id) == (trace_id, CLIENT_SPAN)
 
 
-async def test_a_client_that_does_not_record_its_trace_is_not_recorded(cluster: ProcessCluster, collector: Collector) -> None:
+async def test_a_client_that_does_not_record_its_trace_is_not_recorded(
+    cluster: ProcessCluster, collector: Collector
+) -> None:
     unrecorded = CLIENT_TRACE[:-1] + "4"
     assert (await complete(cluster, "Not recorded. " * 20, f"00-{unrecorded}-{CLIENT_SPAN}-00")).status_code == 200
     after = await complete(cluster, "Recorded. " * 20)

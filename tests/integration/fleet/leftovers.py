@@ -7,14 +7,15 @@ from pathlib import Path
 
 import psutil
 
-from baton.fleet.run_dir import marked
+from baton.fleet.processes.run_dir import marked
 
 GONE_S = 10.0
 SHM = Path("/dev/shm")
 
 
 class Leftovers:
-    """Looked at once, while `baton up` runs below the process `pid`; `assert_gone` then looks for the same things."""
+    """Looked at once, while `baton up` runs below the process `pid`; `assert_gone` then looks for the same
+    things."""
 
     def __init__(self, pid: int, shared_memory_before: set[str]) -> None:
         """`shared_memory_before`: what `shared_memory()` said before the start."""
@@ -22,9 +23,13 @@ class Leftovers:
         self._before = shared_memory_before
         below = {*psutil.Process(self._reaper.ppid()).children(recursive=True)} - {self._reaper}
         self.processes = below | {*marked(self.run_id)}
-        unmarked = [_words(process) for process in below - {*marked(self.run_id)} if _lives(process) and not _is_redis(process)]
+        unmarked = [
+            _words(process) for process in below - {*marked(self.run_id)} if _lives(process) and not _is_redis(process)
+        ]
         assert not unmarked, f"the reaper would not find {unmarked}"
-        self._ports = {port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)}
+        self._ports = {
+            port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)
+        }
         assert self.directory.is_dir()
 
     def assert_gone(self, within_s: float = 1.0) -> None:
@@ -35,7 +40,11 @@ class Leftovers:
             time.sleep(0.1)
 
     def _left(self) -> list[str]:
-        left = [f"process {_words(process)}" for process in {*marked(self.run_id), *self.processes, self._reaper} if _lives(process)]
+        left = [
+            f"process {_words(process)}"
+            for process in {*marked(self.run_id), *self.processes, self._reaper}
+            if _lives(process)
+        ]
         left += [str(self.directory)] if self.directory.exists() else []
         left += [f"port {port}" for port in sorted(self._ports) if not left and _answers(port)]
         return left + [f"{SHM}/{name}" for name in sorted(shared_memory() - self._before - _mapped())]
@@ -70,7 +79,7 @@ def _reaper_below(pid: int) -> tuple[psutil.Process, str, Path]:
     """The process that was told the mark and the directory."""
     for child in psutil.Process(pid).children(recursive=True):
         command = _command(child)
-        if "baton.fleet.reaper" in command:
+        if "baton.fleet.processes.reaper" in command:
             return child, command[-2], Path(command[-1])
     raise AssertionError("no reaper beside baton up")
 

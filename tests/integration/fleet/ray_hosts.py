@@ -1,4 +1,5 @@
-"""Machines of a Ray cluster on this one: each with a network, processes, a name and shared memory of its own. Needs root; Linux only."""
+"""Machines of a Ray cluster on this one: each with a network, processes, a name and shared memory of its own.
+Needs root; Linux only."""
 
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from baton.runtime.process import tethered
+from baton.runtime.process.process import tethered
 from tests.netns import Netns, Network, own_environ, pid_below, tool
 
 T = TypeVar("T")

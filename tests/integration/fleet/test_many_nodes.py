@@ -1,4 +1,5 @@
-"""A cluster of several machines: workers on nodes of a Ray that others run, which a fleet finds again, and which leave one by one."""
+"""A cluster of several machines: workers on nodes of a Ray that others run, which a fleet finds again, and
+which leave one by one."""
 
 import asyncio
 import json
@@ -22,14 +23,14 @@ import yaml
 
 import baton
 from baton.core.errors import StoreUnavailable
-from baton.runtime.config import settings_of
-from baton.runtime.network import choose_port
-from baton.runtime.settings import SERVICES
-from baton.store.connection import RedisConnection
-from baton.store.private_redis import redis_command
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.settings import SERVICES
+from baton.runtime.network.addresses import choose_port
+from baton.store.redis.private_redis import redis_command
+from baton.store.redis.redis_connection import RedisConnection
+from tests.emulated_answer import emulated_answer
 from tests.integration.fleet.ray_hosts import Host, Hosts, ray_hosts, terminate
 from tests.netns import pid_below, why_not
-from tests.paced_answer import paced_answer
 from tests.times import TEST_TIMES
 
 WHY_NOT = why_not()
@@ -45,8 +46,8 @@ START_S = 90.0
 OTHER_VERSION = "0.0.9"
 SETTINGS: dict[str, Any] = {
     "model": "demo",
-    "device": "paced",
-    "paced_costs": "step=4ms,prefill_token=20us",
+    "device": "emulated",
+    "emulated_costs": "step=4ms,prefill_token=20us",
     "kv_memory": 64 * 2**20,
     "max_model_len": 4096,
     **TEST_TIMES,
@@ -87,7 +88,9 @@ class Cluster:
         redis = self.head.call(lambda: redis_command(self.directory / "redis", host=self.head.address))
         self.redis_url = redis.url
         self._start("redis", redis.argv)
-        self.http_port, self.grpc_port = (self.head.call(lambda: choose_port(self.head.address, 0, flag="")) for _ in range(2))
+        self.http_port, self.grpc_port = (
+            self.head.call(lambda: choose_port(self.head.address, 0, flag="")) for _ in range(2)
+        )
         self.settings = {
             **SETTINGS,
             "redis_url": redis.url,
@@ -107,7 +110,9 @@ class Cluster:
         known = {item.name for item in settings_of(SERVICES[service])}
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
         file = self.directory / f"{service}.yaml"
-        file.write_text(yaml.safe_dump({name: value for name, value in {**self.settings, **ports}.items() if name in known}))
+        file.write_text(
+            yaml.safe_dump({name: value for name, value in {**self.settings, **ports}.items() if name in known})
+        )
         return [sys.executable, "-m", "baton.cli", service, "--config", str(file)]
 
     def _start(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
@@ -172,7 +177,7 @@ def ask(url: str, number: int) -> dict[str, Any]:
     body = {"model": "demo", "return_token_ids": True, "timeline": True, **asked}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
     assert answer.status_code == httpx.codes.OK, answer.text
-    right = paced_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
+    right = emulated_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
     told: dict[str, Any] = answer.json()
     assert told["choices"][0]["token_ids"] == right
     return told
@@ -222,10 +227,13 @@ def test_up_on_a_cluster_serves_and_ends_what_it_started(hosts: Hosts, tmp_path:
     said = log.read_text()
     assert re.search(r"^prefill-0 .* on node-p ", said, re.MULTILINE), said
     assert re.search(r"^decode-0 .* on node-d ", said, re.MULTILINE), said
-    assert f"node-x ({hosts.hosts[3].address}) has Baton {OTHER_VERSION}, this fleet has {baton.__version__}: refused" in said
+    assert (
+        f"node-x ({hosts.hosts[3].address}) has Baton {OTHER_VERSION}, this fleet has {baton.__version__}: refused"
+        in said
+    )
     hosts.head.call(lambda: ask(ready[1], 1))
     processes = psutil.Process(pid_below(up)).children(recursive=True)
-    reaper = next(process.cmdline() for process in processes if "baton.fleet.reaper" in process.cmdline())
+    reaper = next(process.cmdline() for process in processes if "baton.fleet.processes.reaper" in process.cmdline())
     conf = Path(reaper[-1], "redis", "redis.conf")
     assert conf.stat().st_mode & 0o777 == 0o600
     settings = dict(line.split(maxsplit=1) for line in conf.read_text().splitlines())
@@ -253,7 +261,11 @@ def test_a_fleet_places_by_role_and_refuses_another_baton_by_name(cluster: Clust
     assert refused["node"] == f"node-x ({addresses['node-x']})"
     assert refused["why"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
     told = cluster.head.call(lambda: ask(cluster.url, 7))["baton"]
-    assert (told["prefill"]["worker_id"], told["decode"]["worker_id"], told["transport"]) == ("prefill-0", "decode-0", "tcp")
+    assert (told["prefill"]["worker_id"], told["decode"]["worker_id"], told["transport"]) == (
+        "prefill-0",
+        "decode-0",
+        "tcp",
+    )
     assert told["kv_bytes"] > 0
 
 
@@ -273,14 +285,18 @@ def test_workers_live_on_without_the_fleet_and_the_next_one_adopts_them(cluster:
     thread.join()
     assert asking.failed == []
     after = cluster.workers()
-    assert {name: (w["worker"], w["pid"]) for name, w in after.items()} == {name: (w["worker"], w["pid"]) for name, w in before.items()}
+    assert {name: (w["worker"], w["pid"]) for name, w in after.items()} == {
+        name: (w["worker"], w["pid"]) for name, w in before.items()
+    }
 
 
 def test_a_drained_node_gives_its_worker_up_and_the_next_node_gets_it(cluster: Cluster) -> None:
     hosts = cluster.hosts
     node = next(host for host in hosts.hosts if host.name == "node-d")
     new = hosts.add("node-e")
-    hosts.join(new, "--num-cpus", "1", "--resources", '{"baton_decode": 1}')  # it comes while the worker waits for a node
+    hosts.join(
+        new, "--num-cpus", "1", "--resources", '{"baton_decode": 1}'
+    )  # it comes while the worker waits for a node
     done = cluster.baton(node, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "decode-0 has left"
@@ -294,7 +310,10 @@ def test_a_worker_that_dies_comes_back_and_a_fleet_that_is_stopped_leaves_all_th
     before = cluster.workers()
     node.popen("kill", "-9", str(before["prefill-0"]["pid"]), log=node.directory / "kill.out").wait(10)
     cluster.until(lambda: cluster.logged("worker_died"), "its death is seen")
-    cluster.until(lambda: cluster.workers().get("prefill-0", before["prefill-0"])["pid"] != before["prefill-0"]["pid"], "it is back")
+    cluster.until(
+        lambda: cluster.workers().get("prefill-0", before["prefill-0"])["pid"] != before["prefill-0"]["pid"],
+        "it is back",
+    )
     assert terminate(cluster.fleet, 30) == 0
     cluster.until_ready()
     assert cluster.workers().keys() == {"prefill-0", "decode-0"}
@@ -302,7 +321,8 @@ def test_a_worker_that_dies_comes_back_and_a_fleet_that_is_stopped_leaves_all_th
 
 
 def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
-    """The node that was drained before counts again, as nobody has told this fleet; that of the other Baton keeps one waiting."""
+    """The node that was drained before counts again, as nobody has told this fleet; that of the other Baton
+    keeps one waiting."""
     hosts, before = cluster.hosts, cluster.workers()
     port = cluster.head.call(lambda: choose_port(cluster.head.address, 0, flag=""))
     cluster.fleet = cluster.start_fleet(follow_places=True, admin_port=port)

@@ -1,4 +1,5 @@
-"""Workers on a Ray that somebody else runs: they outlive the driver that placed them, and the next one adopts them."""
+"""Workers on a Ray that somebody else runs: they outlive the driver that placed them, and the next one adopts
+them."""
 
 import secrets
 import shutil
@@ -12,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.core.cluster import WorkerRole
-from baton.engine.model.hub import DEMO_DIR
-from baton.fleet.plan import WorkerSpec
-from baton.fleet.ray_calls import the_ray
-from baton.fleet.ray_fleet import Joined, RayFleet, WorkerFailed
-from baton.runtime.process import tethered
-from baton.runtime.settings import WorkerConfig
+from baton.core.cluster.worker_report import WorkerRole
+from baton.fleet.ray.ray_calls import the_ray
+from baton.fleet.ray.ray_fleet import Joined, RayFleet, WorkerFailed
+from baton.fleet.worker_plan import WorkerSpec
+from baton.model.loading.model_source import DEMO_DIR
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.process.process import tethered
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -43,7 +44,10 @@ def ray_address() -> Iterator[str]:
         environ.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         environ.setenv("RAY_USAGE_STATS_ENABLED", "0")
         head = subprocess.Popen(
-            tethered([sys.executable, "-c", HEAD, str(directory)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            tethered([sys.executable, "-c", HEAD, str(directory)]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert head.stdout is not None
@@ -66,7 +70,12 @@ async def driver(address: str, log_dir: Path) -> AsyncIterator[RayFleet]:
 
 def worker(worker_id: str, model: str = "demo") -> tuple[WorkerSpec, WorkerConfig]:
     config = WorkerConfig(
-        worker_id=worker_id, model=model, transfer="local", kv_memory=64 * 2**20, max_model_len=4096, schedulers=(NOBODY,)
+        worker_id=worker_id,
+        model=model,
+        transfer="local",
+        kv_memory=64 * 2**20,
+        max_model_len=4096,
+        schedulers=(NOBODY,),
     )
     return WorkerSpec(worker_id=worker_id, role=WorkerRole.HYBRID), config
 

@@ -1,4 +1,5 @@
-"""`baton up` as a user runs it: the first answer, what it leaves behind, and what it does when something of it dies."""
+"""`baton up` as a user runs it: the first answer, what it leaves behind, and what it does when something of
+it dies."""
 
 import os
 import re
@@ -19,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from baton.runtime.process import tethered
+from baton.runtime.process.process import tethered
 from tests.integration.fleet.leftovers import GONE_S, Leftovers, shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -128,7 +129,8 @@ def up(log_dir: Path, *flags: str, **environ: str) -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Leftovers]]:
-    """One prefill and one decode worker, for the tests that leave it as they find it, and the one that ends it."""
+    """One prefill and one decode worker, for the tests that leave it as they find it, and the one that ends
+    it."""
     with up(tmp_path_factory.mktemp("logs"), "--transfer", "local") as running:
         yield running, running.until_ready()
 
@@ -144,7 +146,9 @@ def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path
         running.close()
     output = running.printed
     assert code == 0, output
-    assert re.search(r"w0 \(pid \d+\) prefilled \d+ tokens, \d+ KiB pulled by w1 \(pid \d+\) by \S+, which decoded \d+", output), output
+    assert re.search(
+        r"w0 \(pid \d+\) prefilled \d+ tokens, \d+ KiB pulled by w1 \(pid \d+\) by \S+, which decoded \d+", output
+    ), output
     assert re.search(r"TTFT \d+\.\d ms   TPOT \d+\.\d ms", output), output
     for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link", "first token"):
         assert re.search(rf"^{phase} .* \d+\.\d s$", output, re.MULTILINE), f"{phase} in {output}"
@@ -154,7 +158,9 @@ def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path
 def test_it_is_ready_once_it_has_answered(serving: tuple[Up, Leftovers]) -> None:
     """The first test of this cluster: nobody else has asked it anything yet."""
     running, _ = serving
-    counted = re.findall(r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics").text, re.MULTILINE)
+    counted = re.findall(
+        r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics").text, re.MULTILINE
+    )
     answered = [float(value) for labels, value in counted if "completions" in labels and 'code="200"' in labels]
     assert answered == [1.0], counted
 
@@ -172,12 +178,17 @@ def test_a_dead_worker_comes_back(serving: tuple[Up, Leftovers]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("scheduler", "baton.cli scheduler"), ("gateway", "baton.cli gateway"), ("redis", "unixsocket:|-server")]
+    ("name", "word"),
+    [("scheduler", "baton.cli scheduler"), ("gateway", "baton.cli gateway"), ("redis", "unixsocket:|-server")],
 )
-def test_a_dead_service_comes_back_and_the_next_request_works(serving: tuple[Up, Leftovers], name: str, word: str) -> None:
+def test_a_dead_service_comes_back_and_the_next_request_works(
+    serving: tuple[Up, Leftovers], name: str, word: str
+) -> None:
     running, _ = serving
     before = running.answer()
-    victim = next(child for child in psutil.Process(running.pid).children() if re.search(word, " ".join(child.cmdline())))
+    victim = next(
+        child for child in psutil.Process(running.pid).children() if re.search(word, " ".join(child.cmdline()))
+    )
     victim.kill()
     back = running.until(rf"^{name} died and is back, pid (\d+)")
     assert int(back[1]) != victim.pid
@@ -236,7 +247,9 @@ def test_ctrl_c_ends_a_download_that_hangs(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(START_S)
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
-        with up(tmp_path, "--model", "owner/name", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_OFFLINE="0") as running:
+        with up(
+            tmp_path, "--model", "owner/name", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_OFFLINE="0"
+        ) as running:
             asked, _ = hub.accept()  # and says nothing
             left = running.leftovers()
             began_s = time.monotonic()

@@ -1,4 +1,5 @@
-"""A gateway as a process of its own, with stub workers in another: what is sent to its ports meets what clients meet."""
+"""A gateway as a process of its own, with stub workers in another: what is sent to its ports meets what
+clients meet."""
 
 import asyncio
 import json
@@ -17,11 +18,11 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.core.front import ChoiceDelta
-from baton.fleet.supervisor import Child, ChildSpec, baton_command
-from baton.runtime.network import choose_port
-from baton.wire.channel import channel_options
-from baton.wire.inference import InferenceClient
+from baton.core.client_api import ChoiceDelta
+from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
+from baton.rpc.channel import channel_options
+from baton.rpc.inference_rpc import InferenceClient
+from baton.runtime.network.addresses import choose_port
 from tests.integration.gateway.http_gateway import request_bytes
 from tests.unit.gateway.fakes import token_at
 
@@ -71,7 +72,8 @@ class GatewayProcess:
         assert (choice["token_ids"], choice["finish_reason"]) == (GOOD_TOKENS, "length")
 
     async def _ask(self) -> bytes:
-        """The good request's answer, over one connection that stays open from check to check; without the cost of a whole client."""
+        """The good request's answer, over one connection that stays open from check to check; without the
+        cost of a whole client."""
         if self._connection is None:
             self._connection = await asyncio.open_connection("127.0.0.1", self.http_port)
         reader, writer = self._connection
@@ -84,7 +86,9 @@ class GatewayProcess:
 
     async def check_grpc(self) -> None:
         """As `check`, over gRPC."""
-        generation = await InferenceClient(self.channel, "gateway").generate(good_body(return_token_ids=None), timeout_s=20)
+        generation = await InferenceClient(self.channel, "gateway").generate(
+            good_body(return_token_ids=None), timeout_s=20
+        )
         choices: list[ChoiceDelta] = []
         while True:
             chunk = await generation.receive()

@@ -9,15 +9,15 @@ from typing import Any
 
 import httpx
 
-from baton.core.front import ProcessInfo
-from baton.gateway.inference import Admin
-from baton.gateway.keys import KeyRing
-from baton.gateway.openai_api.app import App
-from baton.gateway.openai_api.server import HttpServer
-from baton.gateway.tokenizer import Tokenizer
-from baton.runtime.metrics import expose
-from baton.runtime.network import listen
-from baton.runtime.tls import Pair
+from baton.core.client_api import ProcessInfo
+from baton.gateway.auth.api_keys import KeyRing
+from baton.gateway.grpc.inference_service import Admin
+from baton.gateway.http.http_app import App
+from baton.gateway.http.http_server import HttpServer
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.runtime.network.addresses import listen
+from baton.runtime.network.tls_files import Pair
+from baton.runtime.observability.metrics import expose
 from tests.unit.gateway.fakes import Cluster, cluster
 
 JSON = {"content-type": "application/json"}
@@ -86,7 +86,13 @@ class RawConnection:
 
 
 def request_bytes(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(body)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

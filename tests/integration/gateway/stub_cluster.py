@@ -1,17 +1,19 @@
-"""A stub scheduler and a stub hybrid worker, as one process behind real gRPC: `python -m` this, and it prints their address.
+"""A stub scheduler and a stub hybrid worker, as one process behind real gRPC: `python -m` this, and it prints
+their address.
 
-A worker's tokens follow from prompt, sample and position alone (`tests.unit.gateway.fakes.token_at`), and come at once.
+A worker's tokens follow from prompt, sample and position alone (`tests.unit.gateway.fakes.token_at`), and
+come at once.
 """
 
 import asyncio
 import sys
 from dataclasses import replace
 
-from baton.core.fingerprints import tokenizer_fingerprint
 from baton.core.ids import WorkerRef
-from baton.engine.model.hub import DEMO_DIR
-from baton.runtime.in_process import InProcessNetwork
-from baton.wire.server import GrpcServer
+from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.model.loading.model_source import DEMO_DIR
+from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.network.in_process_network import InProcessNetwork
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, StubWorker
 
@@ -30,7 +32,9 @@ async def main() -> None:
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     worker.ref = WorkerRef(worker_id="h0", worker_epoch=1, address=address)
     layout = replace(worker.report.layout, tokenizer_fingerprint=tokenizer_fingerprint(DEMO_DIR))
-    worker.report = replace(worker.report, worker=worker.ref, layout=layout, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    worker.report = replace(
+        worker.report, worker=worker.ref, layout=layout, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS
+    )
     scheduler.add(worker)
     sys.stdout.write(f"ready {address}\n")
     sys.stdout.flush()

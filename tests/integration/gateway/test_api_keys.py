@@ -1,4 +1,5 @@
-"""A gateway that wants API keys, over its real HTTP and gRPC ports: who is let in, where, and that refusals cost nothing."""
+"""A gateway that wants API keys, over its real HTTP and gRPC ports: who is let in, where, and that refusals
+cost nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,14 +8,14 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
+from baton.core.client_api import ProcessInfo
 from baton.core.errors import Code, Reason, Refused
-from baton.core.front import ProcessInfo
-from baton.gateway.inference import Admin, Inference
-from baton.gateway.keys import KeyRing, digest_of, parse_keys
+from baton.gateway.auth.api_keys import KeyRing, digest_of, parse_keys
+from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.grpc_server import GrpcServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from baton.wire.admin import AdminClient
-from baton.wire.channel import channel_options, open_channel
-from baton.wire.server import GrpcServer
 from tests import grpc_methods
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import cluster, until
@@ -22,7 +23,12 @@ from tests.unit.gateway.fakes import cluster, until
 PD = (("p0", "prefill"), ("d0", "decode"))
 ALICE, ADMIN, EVE = "key-of-alice", "key-of-an-admin", "key-of-eve"
 OPEN = ("/health", "/ready")
-FOR_KEYS = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/demo"))
+FOR_KEYS = (
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/demo"),
+)
 FOR_KEYS += (("POST", "/tokenize"), ("POST", "/detokenize"))
 FOR_ADMINS = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
 
@@ -47,11 +53,18 @@ async def gateway() -> AsyncIterator[HttpGateway]:
 
 
 @pytest.mark.parametrize(("method", "path"), [*FOR_KEYS, *FOR_ADMINS])
-async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(gateway: HttpGateway, method: str, path: str) -> None:
+async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(
+    gateway: HttpGateway, method: str, path: str
+) -> None:
     for headers in ({}, bearer("wrong"), {"authorization": "Basic eDp5"}):
-        answer = await gateway.client.request(method, path, headers=headers, content=b"{no json" if method == "POST" else None)
+        answer = await gateway.client.request(
+            method, path, headers=headers, content=b"{no json" if method == "POST" else None
+        )
         assert answer.status_code == 401, answer.text
-        assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("authentication_error", "invalid_api_key")
+        assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == (
+            "authentication_error",
+            "invalid_api_key",
+        )
         assert answer.headers["www-authenticate"] == "Bearer"
     assert not gateway.cluster.scheduler.queries
 
@@ -93,7 +106,11 @@ async def test_openais_client_with_a_key(gateway: HttpGateway) -> None:
 async def test_the_tenant_and_its_salt_follow_from_the_key_and_never_from_the_body(gateway: HttpGateway) -> None:
     scheduler = gateway.cluster.scheduler
     for key in (ALICE, EVE, ALICE):
-        assert (await gateway.client.post("/v1/completions", json={"prompt": "x" * 64, "max_tokens": 2}, headers=bearer(key))).is_success
+        assert (
+            await gateway.client.post(
+                "/v1/completions", json={"prompt": "x" * 64, "max_tokens": 2}, headers=bearer(key)
+            )
+        ).is_success
     tenants = [query.tenant for query in scheduler.queries]
     assert tenants == ["search", "ads", "search"]
     first, other, again = (query.block_hashes for query in scheduler.queries)
@@ -121,7 +138,10 @@ async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
         await until(lambda: gateway.cluster.gateway.num_open == 2)
         assert (await running).is_success
         assert (await other).is_success
-        answers = [(await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).status_code for _ in range(5)]
+        answers = [
+            (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).status_code
+            for _ in range(5)
+        ]
         assert answers == [200, 200, 429, 429, 429], "30 a minute, three at once"
 
 
@@ -189,13 +209,16 @@ async def over_grpc() -> AsyncIterator[str]:
 
 
 async def test_row_45_every_method_there_is_wants_a_key() -> None:
-    """Those of Baton's public services; gRPC's own health and reflection are for probes, and tell of nothing else."""
+    """Those of Baton's public services; gRPC's own health and reflection are for probes, and tell of nothing
+    else."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
     assert len(public) >= 7
     async with over_grpc() as address, open_channel(address, channel_options(5.0)) as channel:
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", f"Basic {ALICE}"),)):
             for method in public:
-                call = channel.unary_stream(method.path)(method.message().SerializeToString(), metadata=metadata, timeout=20)
+                call = channel.unary_stream(method.path)(
+                    method.message().SerializeToString(), metadata=metadata, timeout=20
+                )
                 assert (await call.code()).name == "UNAUTHENTICATED", method.path
                 assert "key" in await call.details()
 
@@ -205,7 +228,9 @@ async def test_grpc_wants_the_same_keys() -> None:
         channel = open_channel(address, channel_options(5.0))
         stub = inference_pb2_grpc.InferenceStub(channel)
         for metadata, expected in (((), "UNAUTHENTICATED"), ((("authorization", f"Bearer {ALICE}"),), "OK")):
-            call = stub.Generate(inference_pb2.GenerateRequest(model="demo", prompt="hello", max_tokens=3), metadata=metadata, timeout=10)
+            call = stub.Generate(
+                inference_pb2.GenerateRequest(model="demo", prompt="hello", max_tokens=3), metadata=metadata, timeout=10
+            )
             try:
                 async for _ in call:
                     pass

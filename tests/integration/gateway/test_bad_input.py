@@ -1,6 +1,8 @@
-"""Bad input on the real ports of a real gateway: the corpus through both doors, and whatever else bytes can be (faults.md 36 to 38).
+"""Bad input on the real ports of a real gateway: the corpus through both doors, and whatever else bytes can
+be (faults.md 36 to 38).
 
-After each case the gateway lives, answers a good request exactly, and has grown by less than a bound; no mistake of a client's is a 5xx.
+After each case the gateway lives, answers a good request exactly, and has grown by less than a bound; no
+mistake of a client's is a 5xx.
 """
 
 import asyncio
@@ -17,8 +19,8 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.core.limits import MAX_HEAD_BYTES
-from baton.gateway.openai_api.http import TIMEOUT_HEADER
+from baton.core.request_limits import MAX_HEAD_BYTES
+from baton.gateway.http.asgi_io import TIMEOUT_HEADER
 from tests import grpc_methods
 from tests.corpus import (
     CHAT,
@@ -41,7 +43,7 @@ from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, 
 from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
 from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
 from tests.scale import sized
-from tests.unit.wire.strategies import messages
+from tests.unit.rpc.strategies import messages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -93,7 +95,10 @@ class Checked:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Checked]:
     async with gateway_process(
-        max_body_bytes=MAX_BODY_BYTES, receive_deadline_s=RECEIVE_DEADLINE_S, log_level="warning", max_open_requests=4096
+        max_body_bytes=MAX_BODY_BYTES,
+        receive_deadline_s=RECEIVE_DEADLINE_S,
+        log_level="warning",
+        max_open_requests=4096,
     ) as process:
         for _ in range(20):
             await process.check()
@@ -179,7 +184,9 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(gateway: Check
     answered = await gateway.generate(b"\x12" + bytes(100 * 2**20))
     assert answered.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert gateway.process.rss_bytes - before_bytes < 16 * 2**20
-    assert (await gateway.post(COMPLETIONS, json.dumps(good_body(user="x" * 500)).encode().ljust(MAX_BODY_BYTES)))[0] == 200
+    assert (await gateway.post(COMPLETIONS, json.dumps(good_body(user="x" * 500)).encode().ljust(MAX_BODY_BYTES)))[
+        0
+    ] == 200
     await gateway.check()
 
 
@@ -255,10 +262,19 @@ def status_of(answer: bytes) -> int | None:
 # Fuzz: structures and bytes.
 
 GOOD: list[tuple[str, Any]] = [
-    (COMPLETIONS, good_body(temperature=0.5, stop=["x"], logit_bias={"7": 1}, slo={"ttft_ms": 5000}, stream=True, seed=1)),
+    (
+        COMPLETIONS,
+        good_body(temperature=0.5, stop=["x"], logit_bias={"7": 1}, slo={"ttft_ms": 5000}, stream=True, seed=1),
+    ),
     (COMPLETIONS, {"prompt": ["one", "two"], "n": 2, "max_tokens": 3, "logprobs": 2, "metadata": {"a": "b"}}),
-    (CHAT, HELLO | {"max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream_options": None, "tools": []}),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "bob"}], "max_tokens": 3}),
+    (
+        CHAT,
+        HELLO | {"max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream_options": None, "tools": []},
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "bob"}], "max_tokens": 3},
+    ),
     (TOKENIZE, {"prompt": "hello", "add_special_tokens": False, "model": "demo"}),
     (TOKENIZE, dict(HELLO)),
     (DETOKENIZE, {"tokens": [5, 6, 7]}),
@@ -334,7 +350,9 @@ async def test_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, t
 
 async def test_bad_timeouts_are_refused(gateway: Checked) -> None:
     for text in ("0", "-1", "1.5", "abc", "", "9" * 30, "1_000", "\u0661".encode()):
-        status, error = await gateway.post(COMPLETIONS, json.dumps(good_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text})
+        status, error = await gateway.post(
+            COMPLETIONS, json.dumps(good_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text}
+        )
         assert (status, error["param"]) == (400, TIMEOUT_HEADER), text
 
 
@@ -359,8 +377,12 @@ async def test_broken_http2_ends_its_own_connection_only(gateway: Checked) -> No
 @pytest.mark.parametrize("method", PUBLIC, ids=[method.path for method in PUBLIC])
 @settings(FUZZ, max_examples=sized(10, 200))
 @given(data=st.data())
-async def test_any_message_of_any_method_is_answered_or_refused(gateway: Checked, method: Method, data: st.DataObject) -> None:
-    raw = data.draw(st.one_of(st.binary(max_size=60), messages(method.message).map(lambda message: message.SerializeToString())))
+async def test_any_message_of_any_method_is_answered_or_refused(
+    gateway: Checked, method: Method, data: st.DataObject
+) -> None:
+    raw = data.draw(
+        st.one_of(st.binary(max_size=60), messages(method.message).map(lambda message: message.SerializeToString()))
+    )
     answered = await call(gateway.process.channel, method.path, [raw], wait_s=20, max_replies=10_000)
     assert answered.code in OURS_TO_SAY | {OK}, answered
     await gateway.check()
@@ -374,6 +396,8 @@ async def test_a_pickle_for_every_method_is_not_opened(gateway: Checked, tmp_pat
             assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (method, answered)
     for payload in canary.payloads:
         assert (await gateway.post(COMPLETIONS, payload))[0] == 400
-        await gateway.post(COMPLETIONS, json.dumps(good_body(user=payload.decode("latin-1").replace("\0", ""))).encode())
+        await gateway.post(
+            COMPLETIONS, json.dumps(good_body(user=payload.decode("latin-1").replace("\0", ""))).encode()
+        )
     canary.check()
     await gateway.check()

@@ -1,4 +1,5 @@
-"""The HTTP API over a real server on the loopback: shapes, statuses, limits, and clients that misbehave. Stub workers do the rest."""
+"""The HTTP API over a real server on the loopback: shapes, statuses, limits, and clients that misbehave. Stub
+workers do the rest."""
 
 import asyncio
 import json
@@ -10,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Code, Failure, Reason
 from baton.core.ids import JobId
 from tests.corpus import NO_JSON, WRONG_TYPES
@@ -62,7 +63,11 @@ async def read_all(stream: Any, pieces: list[str]) -> None:
 
 async def test_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model="demo", messages=HELLO["messages"], max_completion_tokens=10, stream=True, stream_options={"include_usage": True}
+        model="demo",
+        messages=HELLO["messages"],
+        max_completion_tokens=10,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -74,13 +79,21 @@ async def test_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
     usage = chunks[-1].usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(HELLO_PROMPT), 10, len(HELLO_PROMPT) + 10)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        len(HELLO_PROMPT),
+        10,
+        len(HELLO_PROMPT) + 10,
+    )
     assert usage.prompt_tokens_details.cached_tokens == 4
 
 
 async def test_openai_client_gets_whole_answers(client: openai.AsyncOpenAI) -> None:
-    chat = await client.chat.completions.create(model="demo", messages=HELLO["messages"], max_tokens=5, n=2, logprobs=True, top_logprobs=2)
-    assert [choice.message.content.encode() for choice in chat.choices] == [answer_to(HELLO_PROMPT, 5, s) for s in range(2)]
+    chat = await client.chat.completions.create(
+        model="demo", messages=HELLO["messages"], max_tokens=5, n=2, logprobs=True, top_logprobs=2
+    )
+    assert [choice.message.content.encode() for choice in chat.choices] == [
+        answer_to(HELLO_PROMPT, 5, s) for s in range(2)
+    ]
     assert chat.choices[0].message.role == "assistant"
     entries = chat.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == chat.choices[0].message.content
@@ -94,7 +107,9 @@ async def test_openai_client_gets_whole_answers(client: openai.AsyncOpenAI) -> N
 
 
 async def test_openai_client_streams_completions(client: openai.AsyncOpenAI) -> None:
-    stream = await client.completions.create(model="demo", prompt=list(b"ids"), max_tokens=6, n=2, stream=True, logprobs=0)
+    stream = await client.completions.create(
+        model="demo", prompt=list(b"ids"), max_tokens=6, n=2, stream=True, logprobs=0
+    )
     texts = {0: "", 1: ""}
     async for chunk in stream:
         for choice in chunk.choices:
@@ -145,11 +160,20 @@ async def test_openai_client_lists_models(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_request_id_timeline_and_token_ids(gateway: HttpGateway) -> None:
-    answer = await gateway.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "timeline": True, "return_token_ids": True})
+    answer = await gateway.post(
+        COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "timeline": True, "return_token_ids": True}
+    )
     body = answer.json()
     assert answer.headers["x-request-id"] == body["baton"]["request_id"] == body["id"].removeprefix("cmpl-")
-    assert (body["baton"]["prefill"], body["baton"]["decode"]) == ({"worker_id": "p0", "pid": 1}, {"worker_id": "d0", "pid": 2})
-    assert (body["baton"]["kv_bytes"], body["baton"]["transport"], body["baton"]["attempts"]) == (640, "shared-memory", 1)
+    assert (body["baton"]["prefill"], body["baton"]["decode"]) == (
+        {"worker_id": "p0", "pid": 1},
+        {"worker_id": "d0", "pid": 2},
+    )
+    assert (body["baton"]["kv_bytes"], body["baton"]["transport"], body["baton"]["attempts"]) == (
+        640,
+        "shared-memory",
+        1,
+    )
     prefilled, decoded = body["baton"]["legs"]
     assert "decode_s" not in prefilled, "what a leg did not do is absent, not zero"
     assert decoded["decode_s"] == 1.0
@@ -163,7 +187,9 @@ async def test_request_id_timeline_and_token_ids(gateway: HttpGateway) -> None:
 
 
 async def test_streamed_token_ids_and_timeline(gateway: HttpGateway) -> None:
-    events = await events_of(gateway, COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "return_token_ids": True, "timeline": True})
+    events = await events_of(
+        gateway, COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "return_token_ids": True, "timeline": True}
+    )
     assert events[0]["choices"][0]["prompt_token_ids"] == list(b"hi")
     assert all("prompt_token_ids" not in event["choices"][0] for event in events[1:-1])
     assert bytes(i for event in events[:-1] for i in event["choices"][0]["token_ids"]) == answer_to(b"hi", 3)
@@ -245,7 +271,9 @@ async def test_wrong_content_types(gateway: HttpGateway) -> None:
         answer = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415, headers
         assert "application/json" in answer.json()["error"]["message"]
-    good = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": 'Application/JSON; charset="UTF-8"'})
+    good = await gateway.post(
+        COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": 'Application/JSON; charset="UTF-8"'}
+    )
     assert good.status_code == 200
 
 
@@ -258,7 +286,9 @@ async def test_timeouts_that_are_none(gateway: HttpGateway) -> None:
 async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
     async with http_gateway(*PD, max_body_bytes=10_000) as gateway:
         raw = await gateway.connect()
-        await raw.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000000\r\n\r\n")
+        await raw.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000000\r\n\r\n"
+        )
         assert (await raw.read_until(b'"status": 413')).startswith(b"HTTP/1.1 413 ")
         await raw.close()
         # All of it sent: the client still gets the answer, and the connection goes on.
@@ -314,13 +344,17 @@ async def test_slow_heads_and_bodies_are_closed_at_the_receive_deadline() -> Non
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         body = request_bytes(COMPLETIONS, b'{"prompt": "' + b"x" * 200)
         whole = body[: body.index(b"\r\n\r\n") + 4]
-        answers = await asyncio.gather(*[drip(head * 3) for _ in range(10)], *[_then_drip(gateway, whole, b"x" * 200) for _ in range(10)])
+        answers = await asyncio.gather(
+            *[drip(head * 3) for _ in range(10)], *[_then_drip(gateway, whole, b"x" * 200) for _ in range(10)]
+        )
         assert all(answer.startswith(b"HTTP/1.1 408 ") and b'"status": 408' in answer for answer in answers)
         raw = await gateway.connect()  # says nothing at all
         assert await raw.read_until_closed() == b""
         await raw.close()
         metrics = (await gateway.client.get("/metrics")).text
-        assert 'baton_requests_total{code="408",endpoint="",reason="deadline"} 10.0' in metrics, "nobody knows yet what they would ask"
+        assert 'baton_requests_total{code="408",endpoint="",reason="deadline"} 10.0' in metrics, (
+            "nobody knows yet what they would ask"
+        )
         assert 'baton_requests_total{code="408",endpoint="completions",reason="deadline"} 10.0' in metrics
         assert 'code="499"' not in metrics
         assert (await gateway.post(COMPLETIONS, {"prompt": "x"})).status_code == 200
@@ -347,7 +381,9 @@ async def _then_drip(gateway: HttpGateway, head: bytes, body: bytes) -> bytes:
 async def test_an_answer_may_take_longer_than_the_receive_deadline() -> None:
     async with http_gateway(*PD, receive_deadline_s=0.3) as gateway:
         gateway.cluster.scheduler.workers[1].step_s = 0.1
-        async with gateway.client.stream("POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 8, "stream": True}) as answer:
+        async with gateway.client.stream(
+            "POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 8, "stream": True}
+        ) as answer:
             text = "".join([chunk async for chunk in answer.aiter_text()])
         assert text.endswith("data: [DONE]\n\n")
 
@@ -355,7 +391,9 @@ async def test_an_answer_may_take_longer_than_the_receive_deadline() -> None:
 async def test_a_connection_outlives_its_streamed_answers() -> None:
     """The time that a client has to read the rest of an answer ends with that answer."""
     async with http_gateway(("h0", "hybrid"), receive_deadline_s=1.0) as gateway:
-        gateway.cluster.scheduler.workers[0].tokens_a_step = 8  # so that the answer and the call end in one turn of the event loop
+        gateway.cluster.scheduler.workers[
+            0
+        ].tokens_a_step = 8  # so that the answer and the call end in one turn of the event loop
         raw = await gateway.connect()
         for number in range(1, 3):
             await raw.send(request_bytes(COMPLETIONS, b'{"prompt": "x", "max_tokens": 3, "stream": true}'))
@@ -378,7 +416,9 @@ async def test_a_deadline_before_the_first_token_is_504(gateway: HttpGateway, st
 
 async def test_a_deadline_in_mid_stream_is_an_error_event_and_no_done(gateway: HttpGateway) -> None:
     gateway.cluster.scheduler.workers[1].step_s = 0.1
-    answer = await gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 500, "stream": True}, headers={"x-baton-timeout-ms": "1500"})
+    answer = await gateway.post(
+        COMPLETIONS, {"prompt": "x", "max_tokens": 500, "stream": True}, headers={"x-baton-timeout-ms": "1500"}
+    )
     assert answer.status_code == 200
     *_, last, end = answer.text.split("\n\n")
     assert (last.split("\n")[0], end) == ("event: error", "")
@@ -460,7 +500,11 @@ async def test_a_draining_gateway_finishes_its_streams_and_takes_no_others(gatew
     ready, health = await gateway.client.get("/ready"), await gateway.client.get("/health")
     assert (ready.status_code, ready.json()["reasons"], health.status_code) == (503, ["draining"], 200)
     refused = await gateway.post(COMPLETIONS, {"prompt": "y"})
-    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (503, "draining", "close")
+    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (
+        503,
+        "draining",
+        "close",
+    )
     assert refused.headers["retry-after"] == "1"
     assert not drained.done()
     assert len(await stream) == 40
@@ -473,7 +517,11 @@ async def test_too_many_open_requests_are_refused() -> None:
         running = [asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 8})) for _ in range(2)]
         await until(lambda: gateway.cluster.gateway.num_open == 2)
         refused = await gateway.post(COMPLETIONS, {"prompt": "y"})
-        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (429, "queue_full", "1")
+        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (
+            429,
+            "queue_full",
+            "1",
+        )
         assert [(await answer).status_code for answer in running] == [200, 200]
 
 
@@ -487,7 +535,8 @@ async def test_several_prompts_fail_as_one(gateway: HttpGateway) -> None:
 
 
 async def test_nothing_is_held_back_to_be_sent_together(gateway: HttpGateway) -> None:
-    """Nagle's algorithm and delayed acknowledgements would cost 40 ms on a connection that was used before."""
+    """Nagle's algorithm and delayed acknowledgements would cost 40 ms on a connection that was used
+    before."""
     await gateway.client.get("/health")
     sockets = [connection.transport.get_extra_info("socket") for connection in gateway.server.connections]
     assert sockets

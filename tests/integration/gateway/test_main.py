@@ -1,4 +1,5 @@
-"""The gateway as its process runs it: real HTTP, real gRPC on both sides, the demo model's tokenizer. Stub workers behind the wire."""
+"""The gateway as its process runs it: real HTTP, real gRPC on both sides, the demo model's tokenizer. Stub
+workers behind the wire."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,24 +13,27 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import Code, ConfigError, ModelError, Reason, Refused
-from baton.core.fingerprints import tokenizer_fingerprint
 from baton.core.ids import WorkerRef
-from baton.engine.model.hub import DEMO_DIR
-from baton.gateway.main import serve
-from baton.gateway.tokenizer import HfTokenizer
-from baton.runtime.in_process import InProcessNetwork
-from baton.runtime.network import choose_port, listen
-from baton.runtime.process import Stop
-from baton.runtime.settings import GatewayConfig
-from baton.wire.admin import AdminClient
-from baton.wire.inference import InferenceClient
-from baton.wire.server import GrpcServer
+from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.gateway.gateway_main import serve
+from baton.gateway.text.tokenizer import HfTokenizer
+from baton.model.loading.model_source import DEMO_DIR
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.inference_rpc import InferenceClient
+from baton.runtime.config.settings import GatewayConfig
+from baton.runtime.network.addresses import choose_port, listen
+from baton.runtime.network.in_process_network import InProcessNetwork
+from baton.runtime.process.process import Stop
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, StubWorker, until
 
 pytestmark = pytest.mark.integration
 
-TIMES = {name: TEST_TIMES[name] for name in ("heartbeat_s", "detection_s", "scheduler_wait_s", "drain_s", "receive_deadline_s")}
+TIMES = {
+    name: TEST_TIMES[name]
+    for name in ("heartbeat_s", "detection_s", "scheduler_wait_s", "drain_s", "receive_deadline_s")
+}
 PROMPT = "What does os.getcwd do?"
 
 
@@ -56,7 +60,10 @@ async def running() -> AsyncIterator[Running]:
     worker.report = replace(worker.report, worker=worker.ref, layout=layout)
     scheduler.add(worker)
     config = GatewayConfig(
-        http_port=0, grpc_port=choose_port("127.0.0.1", 0, flag="--grpc-port"), schedulers=(f"127.0.0.1:{port}",), **TIMES
+        http_port=0,
+        grpc_port=choose_port("127.0.0.1", 0, flag="--grpc-port"),
+        schedulers=(f"127.0.0.1:{port}",),
+        **TIMES,
     )
     stop, urls = Stop(), asyncio.Queue[str]()
     task = asyncio.create_task(serve(config, stop, urls.put_nowait))
@@ -88,7 +95,9 @@ async def test_one_answer_through_both_doors() -> None:
             )
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
         assert text == demo.decode(said)
-        assert list(gateway.worker.jobs[0].token_ids) == list(await demo.encode_chat([{"role": "user", "content": PROMPT}]))
+        assert list(gateway.worker.jobs[0].token_ids) == list(
+            await demo.encode_chat([{"role": "user", "content": PROMPT}])
+        )
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
             client = InferenceClient(channel, "gateway")
             generation = await client.generate({"prompt": "hi", "max_tokens": len(said)}, timeout_s=5)
@@ -101,7 +110,10 @@ async def test_one_answer_through_both_doors() -> None:
             await generation.aclose()
             with pytest.raises(Refused) as refused:
                 await client.generate({"prompt": "x", "temperature": 3.0})
-            assert (refused.value.failure.code, refused.value.failure.reason) == (Code.INVALID_ARGUMENT, Reason.INVALID_REQUEST)
+            assert (refused.value.failure.code, refused.value.failure.reason) == (
+                Code.INVALID_ARGUMENT,
+                Reason.INVALID_REQUEST,
+            )
             assert list(await client.tokenize("hi")) == list(await demo.encode("hi"))
             status = await AdminClient(channel, "gateway").status()
             assert [worker.worker.worker_id for worker in status.workers] == ["h0"]

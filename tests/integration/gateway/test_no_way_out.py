@@ -1,4 +1,5 @@
-"""Requests that name fields of ours, addresses, templates and grammars (row 39): refused by name, and nobody is called because of them."""
+"""Requests that name fields of ours, addresses, templates and grammars (row 39): refused by name, and nobody
+is called because of them."""
 
 import asyncio
 import ctypes
@@ -111,9 +112,12 @@ def harmless_headers(address: str) -> dict[str, str]:
 
 
 async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
-    """Everything that could make the gateway call `address`. Each request is refused by name, or answered as if it had not named it."""
+    """Everything that could make the gateway call `address`. Each request is refused by name, or answered as
+    if it had not named it."""
     for path, word, body in refused_bodies(address):
-        answer = await gateway.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+        answer = await gateway.http.post(
+            path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+        )
         assert answer.status_code == (404 if word == "model" else 400), (word, answer.text)
         assert word in answer.json()["error"]["message"], answer.text
     url = f"http://{address}/x"
@@ -171,13 +175,16 @@ def why_not() -> str:
 
 
 class Network:
-    """A network namespace with one way out, behind which there is nobody; what leaves through it is counted."""
+    """A network namespace with one way out, behind which there is nobody; what leaves through it is
+    counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def num_left(self) -> int:
-        told = subprocess.run(["ip", "-n", self.name, "-s", "-j", "link", "show", "out"], capture_output=True, check=True).stdout
+        told = subprocess.run(
+            ["ip", "-n", self.name, "-s", "-j", "link", "show", "out"], capture_output=True, check=True
+        ).stdout
         packets: int = json.loads(told)[0]["stats64"]["tx"]["packets"]
         return packets
 

@@ -1,4 +1,5 @@
-"""300 clients that send a byte a second (row 41): each is closed at the receive deadline, and nobody else waits for them."""
+"""300 clients that send a byte a second (row 41): each is closed at the receive deadline, and nobody else
+waits for them."""
 
 import asyncio
 import json
@@ -19,7 +20,8 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 
 
 async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
-    """Send this, and then a byte a second, until the other side closes; what it said, and after how many seconds."""
+    """Send this, and then a byte a second, until the other side closes; what it said, and after how many
+    seconds."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -72,4 +74,7 @@ async def test_slow_clients_are_closed_at_the_deadline_and_others_are_answered()
 
 def connections_of(gateway: GatewayProcess) -> int:
     connections = psutil.Process(gateway.pid).net_connections("tcp")
-    return sum(connection.laddr.port == gateway.http_port and connection.status != psutil.CONN_LISTEN for connection in connections)
+    return sum(
+        connection.laddr.port == gateway.http_port and connection.status != psutil.CONN_LISTEN
+        for connection in connections
+    )

@@ -5,15 +5,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen import metrics
-from loadgen.client import Client
-from loadgen.metrics import Outcome, Terms
-from loadgen.plan import Plan
-from loadgen.prompts import new_prompts
-from loadgen.records import Record
-from loadgen.runner import Runner
-from loadgen.target import Target, new_client
-from loadgen.timers import now_s
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.plan.plan import Plan
+from loadgen.send.client import Client
+from loadgen.send.prompts import new_prompts
+from loadgen.send.runner import Runner
+from loadgen.send.target import Target, new_client
+from loadgen.send.timers import now_s
 
 ROOT = Path(__file__).resolve().parents[3]
 LOADGEN = [sys.executable, "-m", "loadgen"]
@@ -28,8 +28,8 @@ class Measured:
     terms: Terms
 
     @property
-    def outcomes(self) -> list[Outcome]:
-        return [metrics.classify(record, self.terms) for record in self.records]
+    def outcomes(self) -> list[RequestOutcome]:
+        return [request_metrics.classify(record, self.terms) for record in self.records]
 
 
 class _Kept:

@@ -1,20 +1,21 @@
-"""Servers that refuse, break, lie or fall silent: each request ends in the right class, with what was measured of it kept."""
+"""Servers that refuse, break, lie or fall silent: each request ends in the right class, with what was
+measured of it kept."""
 
 import asyncio
 import socket
 
 import pytest
 
-from loadgen import http_connection
-from loadgen.client import Ask, ask_once
-from loadgen.dialects import DIALECTS
-from loadgen.errors import Unreachable
-from loadgen.http_client import HttpClient, HttpSettings
-from loadgen.metrics import Outcome
-from loadgen.running import NOT_SENT
-from loadgen.scripted_server import Ending, Script, ScriptedServer, Served
-from loadgen.slo import Slo
-from loadgen.target import Target, new_client
+from loadgen.loadgen_errors import Unreachable
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.send import http_connection
+from loadgen.send.client import Ask, ask_once
+from loadgen.send.dialects import DIALECTS
+from loadgen.send.http_client import HttpClient, HttpSettings
+from loadgen.send.running import NOT_SENT
+from loadgen.send.scripted_server import Ending, Script, ScriptedServer, Served
+from loadgen.send.target import Target, new_client
+from loadgen.slo_target import SloTarget
 from tests.integration.loadgen.rig import measure
 from tests.unit.gateway.fakes import until
 from tests.unit.loadgen.plans import plan, request
@@ -29,33 +30,60 @@ def target(server: ScriptedServer) -> Target:
 @pytest.mark.parametrize(
     ("script", "outcome", "error", "num_tokens"),
     [
-        (Script(num_tokens=3, ending=Ending.CLOSE), Outcome.FAILED, "closed by the server in the middle of the answer, after 3 tokens", 3),
-        (Script(num_tokens=3, ending=Ending.RESET), Outcome.FAILED, "by the server in the middle of the answer", None),
-        (Script(num_tokens=3, ending=Ending.ERROR), Outcome.FAILED, "scripted", 3),
-        (Script(num_tokens=3, ending=Ending.GARBAGE), Outcome.FAILED, "no part of a completion: {]", 3),
-        (Script(num_tokens=3, ending=Ending.LONG_LINE), Outcome.FAILED, "longer than", 3),
-        (Script(num_tokens=3, ending=Ending.SILENCE), Outcome.TIMED_OUT, "no whole answer within 1.5 s", 3),
-        (Script(ending=Ending.NOTHING), Outcome.FAILED, "closed by the server before an answer", 0),
-        (Script(num_tokens=0, ending=Ending.CLOSE), Outcome.FAILED, "closed by the server", 0),
-        (Script(num_tokens=3, ending=Ending.NO_DONE), Outcome.TRUNCATED, "", 3),
-        (Script(num_tokens=3, finish_reason="stop"), Outcome.TRUNCATED, "", 3),
-        (Script(num_tokens=0), Outcome.FAILED, "", 0),
-        (Script(is_compressed=True), Outcome.GOOD, "", 5),
-        (Script(token_ids=False, usage=False), Outcome.GOOD, "", 5),
-        (Script(status=429, body=REFUSAL, headers={"Retry-After": "2"}), Outcome.REJECTED_EARLY, "too long a queue", 0),
-        (Script(status=429, body=REFUSAL, ttft_s=0.6), Outcome.REJECTED_LATE, "too long a queue", 0),
-        (Script(status=503, body=REFUSAL), Outcome.REJECTED_EARLY, "too long a queue", 0),
-        (Script(status=503, body=b"upstream is gone"), Outcome.FAILED, "upstream is gone", 0),
-        (Script(status=504, body=b""), Outcome.TIMED_OUT, "status 504", 0),
-        (Script(status=500, body=b'{"error": {"message": "oops"}}'), Outcome.FAILED, "oops", 0),
-        (Script(status=404, body=b'{"error": {"message": "no such model", "code": "model_not_found"}}'), Outcome.FAILED, "no such", 0),
-        (Script(body=b'{"error": {"message": "in disguise", "code": 429}}'), Outcome.REJECTED_EARLY, "in disguise", 0),
-        (Script(body=b"<html>hello</html>"), Outcome.FAILED, "no stream: <html>hello</html>", 0),
+        (
+            Script(num_tokens=3, ending=Ending.CLOSE),
+            RequestOutcome.FAILED,
+            "closed by the server in the middle of the answer, after 3 tokens",
+            3,
+        ),
+        (
+            Script(num_tokens=3, ending=Ending.RESET),
+            RequestOutcome.FAILED,
+            "by the server in the middle of the answer",
+            None,
+        ),
+        (Script(num_tokens=3, ending=Ending.ERROR), RequestOutcome.FAILED, "scripted", 3),
+        (Script(num_tokens=3, ending=Ending.GARBAGE), RequestOutcome.FAILED, "no part of a completion: {]", 3),
+        (Script(num_tokens=3, ending=Ending.LONG_LINE), RequestOutcome.FAILED, "longer than", 3),
+        (Script(num_tokens=3, ending=Ending.SILENCE), RequestOutcome.TIMED_OUT, "no whole answer within 1.5 s", 3),
+        (Script(ending=Ending.NOTHING), RequestOutcome.FAILED, "closed by the server before an answer", 0),
+        (Script(num_tokens=0, ending=Ending.CLOSE), RequestOutcome.FAILED, "closed by the server", 0),
+        (Script(num_tokens=3, ending=Ending.NO_DONE), RequestOutcome.TRUNCATED, "", 3),
+        (Script(num_tokens=3, finish_reason="stop"), RequestOutcome.TRUNCATED, "", 3),
+        (Script(num_tokens=0), RequestOutcome.FAILED, "", 0),
+        (Script(is_compressed=True), RequestOutcome.GOOD, "", 5),
+        (Script(token_ids=False, usage=False), RequestOutcome.GOOD, "", 5),
+        (
+            Script(status=429, body=REFUSAL, headers={"Retry-After": "2"}),
+            RequestOutcome.REJECTED_EARLY,
+            "too long a queue",
+            0,
+        ),
+        (Script(status=429, body=REFUSAL, ttft_s=0.6), RequestOutcome.REJECTED_LATE, "too long a queue", 0),
+        (Script(status=503, body=REFUSAL), RequestOutcome.REJECTED_EARLY, "too long a queue", 0),
+        (Script(status=503, body=b"upstream is gone"), RequestOutcome.FAILED, "upstream is gone", 0),
+        (Script(status=504, body=b""), RequestOutcome.TIMED_OUT, "status 504", 0),
+        (Script(status=500, body=b'{"error": {"message": "oops"}}'), RequestOutcome.FAILED, "oops", 0),
+        (
+            Script(status=404, body=b'{"error": {"message": "no such model", "code": "model_not_found"}}'),
+            RequestOutcome.FAILED,
+            "no such",
+            0,
+        ),
+        (
+            Script(body=b'{"error": {"message": "in disguise", "code": 429}}'),
+            RequestOutcome.REJECTED_EARLY,
+            "in disguise",
+            0,
+        ),
+        (Script(body=b"<html>hello</html>"), RequestOutcome.FAILED, "no stream: <html>hello</html>", 0),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-async def test_each_way_to_fail_has_its_class(script: Script, outcome: Outcome, error: str, num_tokens: int | None) -> None:
-    made = plan(request(0, (0, 8), output=5), slos={"default": Slo(ttft_s=0.5 if script.ttft_s else 10.0)})
+async def test_each_way_to_fail_has_its_class(
+    script: Script, outcome: RequestOutcome, error: str, num_tokens: int | None
+) -> None:
+    made = plan(request(0, (0, 8), output=5), slos={"default": SloTarget(ttft_s=0.5 if script.ttft_s else 10.0)})
     async with ScriptedServer(script) as server:
         run = await measure(made, target(server), timeout_s=1.5)
     (record,) = run.records
@@ -88,8 +116,8 @@ async def test_a_server_that_dies_leaves_what_it_had_answered() -> None:
     run = await measure(made, await there)
     await death
     assert len(run.records) == 30
-    assert run.outcomes[:8] == [Outcome.GOOD] * 8
-    assert run.outcomes[-10:] == [Outcome.FAILED] * 10
+    assert run.outcomes[:8] == [RequestOutcome.GOOD] * 8
+    assert run.outcomes[-10:] == [RequestOutcome.FAILED] * 10
     assert run.records[-1].error == "no connection: Connection refused"
     assert run.records[-1].sent_s is None
 
@@ -100,7 +128,7 @@ async def test_patience_hangs_up_on_the_server() -> None:
     async with ScriptedServer(lambda served: scripts[served.number]) as server:
         run = await measure(made, target(server), timeout_s=0.3)
         await until(lambda: all(served.hung_up_s is not None for served in server.served))
-    assert run.outcomes == [Outcome.TIMED_OUT, Outcome.CANCELLED]
+    assert run.outcomes == [RequestOutcome.TIMED_OUT, RequestOutcome.CANCELLED]
     assert len(run.records[1].arrivals) == 2
 
 
@@ -112,16 +140,21 @@ async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so()
     others = [record for record in run.records if record.sent_s is None]
     assert (len(sent), server.num_served) == (4, 4)
     assert all(record.error.startswith(f"{NOT_SENT}4 connections are open") for record in others)
-    assert run.outcomes.count(Outcome.FAILED) == 6
+    assert run.outcomes.count(RequestOutcome.FAILED) == 6
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As servers do that keep idle connections for a short time only: nothing was answered, so the request goes out once more."""
+async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As servers do that keep idle connections for a short time only: nothing was answered, so the request
+    goes out once more."""
     monkeypatch.setattr(http_connection, "STALE_S", 30.0)  # a busy machine sees the end late
     made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
-    async with ScriptedServer(lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)) as server:
+    async with ScriptedServer(
+        lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)
+    ) as server:
         run = await measure(made, target(server))
-    assert (run.outcomes, server.num_served) == ([Outcome.GOOD] * 2, 3)
+    assert (run.outcomes, server.num_served) == ([RequestOutcome.GOOD] * 2, 3)
 
 
 async def test_nobody_there() -> None:

@@ -1,4 +1,5 @@
-"""`loadgen capacity` as a user runs it: a server of so many slots, a search of a few seconds, servers that are started and stopped."""
+"""`loadgen capacity` as a user runs it: a server of so many slots, a search of a few seconds, servers that
+are started and stopped."""
 
 import json
 import os
@@ -15,23 +16,34 @@ from typing import Any
 
 import pytest
 
-from loadgen import calibration, serving
-from loadgen.calibration import processes_for
-from loadgen.errors import LoadgenError
+from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import usable_cores
-from loadgen.plan_file import read_plan
-from loadgen.priority import Priority
-from loadgen.records_file import read_result
-from loadgen.schedule import peak_rates
-from loadgen.serving import served
+from loadgen.measure.records_file import read_result
+from loadgen.plan.plan_file import read_plan
+from loadgen.plan.schedule import peak_rates
+from loadgen.send import calibration, serving
+from loadgen.send.calibration import processes_for
+from loadgen.send.priority import Priority
+from loadgen.send.serving import served
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 
 LIMIT_S = 150
 MAX_SEARCHES = 4
 SLOTS_RPS = 4 / 0.09
 """Of 4 slots with answers of 8 tokens: 20 ms, and 7 gaps of 10 ms."""
-SCRIPTED = [sys.executable, "-m", "loadgen.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
-QUICK = ["--slo", "ttft=5s,e2e=300ms", "--output-tokens", "8", "--seconds", "1s", "--max-trials", "6", "--start-rate", "40"]
+SCRIPTED = [sys.executable, "-m", "loadgen.send.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+QUICK = [
+    "--slo",
+    "ttft=5s,e2e=300ms",
+    "--output-tokens",
+    "8",
+    "--seconds",
+    "1s",
+    "--max-trials",
+    "6",
+    "--start-rate",
+    "40",
+]
 """A lax TTFT, so that a busy machine may send late by 50 ms; the e2e is what breaks."""
 AS_SERVER = shlex.join(["sh", "-c", "sleep 600 | (" + shlex.join(SCRIPTED) + " --slots {s} --port {port}; kill 0)"])
 """It serves until its input ends; if it ends before, all ends."""
@@ -61,7 +73,9 @@ def no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with subprocess.Popen([*SCRIPTED, "--slots", "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [*SCRIPTED, "--slots", "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
         process.kill()
@@ -81,7 +95,10 @@ def search(server: str, out: Path) -> Search:
     for number in range(MAX_SEARCHES):
         trial = out.with_name(f"{out.name}-{number}")
         search = Search(
-            done=capacity("--url", server, *QUICK, "--processes", "auto", "--out", str(trial), "--api-key", "secret-key"), out=trial
+            done=capacity(
+                "--url", server, *QUICK, "--processes", "auto", "--out", str(trial), "--api-key", "secret-key"
+            ),
+            out=trial,
         )
         if search.done.returncode != 3:
             break
@@ -110,7 +127,10 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
         min(processes_for(peak, 0, calibration.load(Priority.HIGH)), usable_cores()) for peak in peaks
     ]
     assert max(peaks) > SLOTS_RPS
-    assert "secret" not in (out / "capacity.json").read_text() + (out / "trials" / trials[0]["directory"] / "run.json").read_text()
+    assert (
+        "secret"
+        not in (out / "capacity.json").read_text() + (out / "trials" / trials[0]["directory"] / "run.json").read_text()
+    )
     report = subprocess.run(
         [*LOADGEN, "report", *(str(result.path) for result in results), "--out", str(tmp_path / "report")],
         capture_output=True,
@@ -120,7 +140,9 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
     )
     assert report.returncode == 0, report.stderr
     last = done.stdout.strip().splitlines()[-1]
-    match = re.fullmatch(r"capacity (\S+) req/s \[(\S+), (\S+)\] at 90 % joint attainment \(95 % confidence, \d+ trials\)", last)
+    match = re.fullmatch(
+        r"capacity (\S+) req/s \[(\S+), (\S+)\] at 90 % joint attainment \(95 % confidence, \d+ trials\)", last
+    )
     assert match, done.stdout
     found, low, high = map(float, match.groups())
     assert low < found < high
@@ -128,7 +150,9 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
     answer = point["answers"][0]
     assert answer["state"] in ("found", "wide")
     assert answer["capacity_rps"] == pytest.approx(found, rel=0.01)
-    broke = [trial for trial in trials if trial["rate_rps"] > 2.5 * SLOTS_RPS and not (trial["invalid"] or trial["is_scout"])]
+    broke = [
+        trial for trial in trials if trial["rate_rps"] > 2.5 * SLOTS_RPS and not (trial["invalid"] or trial["is_scout"])
+    ]
     assert all(trial["judgements"][0]["verdict"] == "broke" for trial in broke)
 
 
@@ -137,7 +161,9 @@ def test_two_searches_of_one_server_state_intervals_that_overlap(server: str, se
     again = search(server, tmp_path / "again")
     points = [read(one.out)["points"][0] for one in (searched, again)]
     assert not {trial["seed"] for trial in points[0]["trials"]} & {trial["seed"] for trial in points[1]["trials"]}
-    (low, high), (other_low, other_high) = ((answer["low_rps"], answer["high_rps"]) for answer in (point["answers"][0] for point in points))
+    (low, high), (other_low, other_high) = (
+        (answer["low_rps"], answer["high_rps"]) for answer in (point["answers"][0] for point in points)
+    )
     assert low <= other_high
     assert other_low <= high
     assert high < 4 * low, "an interval that holds everything would overlap with any"
@@ -154,7 +180,11 @@ def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> Non
     assert (first["name"], first["error"]) == ("s=4", "")
     assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, 2.0]
     assert all(len(trial["judgements"]) == 2 for trial in first["trials"])
-    assert all(trial["seconds"] == pytest.approx(max(1.0, 60 / trial["rate_rps"])) for trial in first["trials"] if not trial["is_scout"])
+    assert all(
+        trial["seconds"] == pytest.approx(max(1.0, 60 / trial["rate_rps"]))
+        for trial in first["trials"]
+        if not trial["is_scout"]
+    )
     assert (out / "s=4" / "trials" / first["trials"][0]["directory"] / "records.jsonl").exists()
     assert "before it was ready" in second["error"]
     assert "invalid int value" in second["error"]
@@ -167,7 +197,9 @@ def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> Non
 
 
 def processes_with(text: str) -> list[str]:
-    listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return [line for line in listed if text in line and "ps -eo" not in line]
 
 
@@ -232,12 +264,19 @@ time.sleep(600)
 """
 
 
-def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "PATIENCE_S", ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 10.0)))
     is_up = tmp_path / "up"
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)
-    with served([sys.executable, str(program), str(is_up)], lambda: 200 if is_up.exists() else None, tmp_path / "log", ready_s=60):
+    with served(
+        [sys.executable, str(program), str(is_up)],
+        lambda: 200 if is_up.exists() else None,
+        tmp_path / "log",
+        ready_s=60,
+    ):
         assert len(processes_with(str(program))) == 2
     deadline_s = time.monotonic() + 20  # orphans are collected by somebody else
     while [line for line in processes_with(str(program)) if "<defunct>" not in line]:

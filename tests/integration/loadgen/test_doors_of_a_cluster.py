@@ -1,14 +1,15 @@
-"""One plan through HTTP and through gRPC, each time on a fresh float32 cluster of real processes: the same tokens and cache hits."""
+"""One plan through HTTP and through gRPC, each time on a fresh float32 cluster of real processes: the same
+tokens and cache hits."""
 
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from loadgen.metrics import Outcome
-from loadgen.plan import Plan, PlannedRequest
-from loadgen.target import Target
-from loadgen.timeline import Stages
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.measure.timeline import Stages
+from loadgen.plan.plan import Plan, PlannedRequest
+from loadgen.send.target import Target
 from tests.cluster import process_cluster
 from tests.integration.loadgen.rig import Measured, measure
 from tests.unit.loadgen.plans import plan, request
@@ -30,7 +31,9 @@ def one_after_the_other() -> Plan:
     """No two requests overlap: each goes out when the one before has ended."""
 
     def nth(index: int) -> PlannedRequest:
-        return request(index, *PROMPTS[index], output=12, session="s", turn=index, **({"after": index - 1} if index else {}))
+        return request(
+            index, *PROMPTS[index], output=12, session="s", turn=index, **({"after": index - 1} if index else {})
+        )
 
     return plan(*map(nth, range(len(PROMPTS))))
 
@@ -45,7 +48,7 @@ async def through(protocol: str) -> Measured:
 async def test_the_same_tokens_and_cache_hits_through_both_doors_of_a_cluster() -> None:
     http, grpc = await through("http"), await through("grpc")
     for run in (http, grpc):
-        assert run.outcomes == [Outcome.GOOD] * len(PROMPTS)
+        assert run.outcomes == [RequestOutcome.GOOD] * len(PROMPTS)
         ends = [(record.sent_s, record.ended_s) for record in run.records]
         assert all(ended_s <= sent_s for (_, ended_s), (sent_s, _) in pairwise(ends)), "none overlap"
         assert all(Stages.of(record.timeline).is_handed_off for record in run.records)

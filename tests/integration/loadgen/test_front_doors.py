@@ -1,4 +1,5 @@
-"""Baton's own gateway, with stub workers behind it: HTTP and gRPC say the same of the same plan, also where they say no."""
+"""Baton's own gateway, with stub workers behind it: HTTP and gRPC say the same of the same plan, also where
+they say no."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,27 +10,28 @@ from typing import Any
 
 import pytest
 
-from baton.core.cluster import Placement, PlacementQuery, Rejection, WorkerState
+from baton.core.client_api import ProcessInfo
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
-from baton.core.front import ProcessInfo
-from baton.gateway.inference import Admin, Inference
-from baton.runtime.tls import Pair
-from baton.wire.server import GrpcServer
-from baton.wire.tls import Tls
-from loadgen import grpc_client
-from loadgen.client import Ask
-from loadgen.commands.run import command
+from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_tls import Tls
+from baton.runtime.network.tls_files import Pair
+from loadgen.commands.run_command import command
 from loadgen.commands.target_options import server_facts, target_of
-from loadgen.discover import ask_grpc, ask_http
-from loadgen.errors import LoadgenError, NotTrusted, Unreachable
-from loadgen.grpc_channel import AUTHORITIES
-from loadgen.grpc_client import GrpcClient, GrpcSettings
-from loadgen.metrics import Outcome
-from loadgen.plan import Plan, Vocabulary
-from loadgen.serving import grpc_probe, http_probe
-from loadgen.slo import Slo
-from loadgen.target import Target
-from loadgen.timeline import Stages
+from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.measure.timeline import Stages
+from loadgen.plan.plan import Plan, Vocabulary
+from loadgen.send import grpc_client
+from loadgen.send.client import Ask
+from loadgen.send.discover import ask_grpc, ask_http
+from loadgen.send.grpc_channel import AUTHORITIES
+from loadgen.send.grpc_client import GrpcClient, GrpcSettings
+from loadgen.send.serving import grpc_probe, http_probe
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
 from tests.builders import blocks, layout
 from tests.certificates import Authority
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway
@@ -43,7 +45,9 @@ LETTERS = Vocabulary(low=97, high=123)
 
 
 @asynccontextmanager
-async def both_doors(*, has_admin: bool = True, tls: Pair | None = None) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
+async def both_doors(
+    *, has_admin: bool = True, tls: Pair | None = None
+) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
     """`tls`: the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
         server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
@@ -54,8 +58,17 @@ async def both_doors(*, has_admin: bool = True, tls: Pair | None = None) -> Asyn
         try:
             yield (
                 gateway,
-                Target(urls=(gateway.url if tls is None else f"https://127.0.0.1:{gateway.port}",), model="demo", dialect="baton"),
-                Target(urls=(f"{'' if tls is None else 'https://'}127.0.0.1:{port}",), model="demo", dialect="baton", protocol="grpc"),
+                Target(
+                    urls=(gateway.url if tls is None else f"https://127.0.0.1:{gateway.port}",),
+                    model="demo",
+                    dialect="baton",
+                ),
+                Target(
+                    urls=(f"{'' if tls is None else 'https://'}127.0.0.1:{port}",),
+                    model="demo",
+                    dialect="baton",
+                    protocol="grpc",
+                ),
             )
         finally:
             await server.stop(0.1)
@@ -83,7 +96,7 @@ async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
         scheduler.answer = predicted
         runs = [await measure(conversation(), target) for target in (http, grpc)]
     for run in runs:
-        assert run.outcomes == [Outcome.GOOD] * 3
+        assert run.outcomes == [RequestOutcome.GOOD] * 3
         assert [record.num_prompt_tokens for record in run.records] == [12, 20, 22]
         assert [record.num_output_tokens for record in run.records] == [6, 9, 5]
         assert all(len(record.request_id) == 32 and record.finish_reason == "length" for record in run.records)
@@ -96,12 +109,14 @@ async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
 
 async def test_a_refusal_is_the_same_refusal() -> None:
     async with both_doors() as (gateway, http, grpc):
-        gateway.cluster.scheduler.answer = lambda _: Rejection(reason=Reason.TTFT_SLO, message="too long a queue", retry_after_s=3.0)
-        made = plan(request(0, (0, 12), output=6), vocabulary=LETTERS, slos={"default": Slo(ttft_s=20.0)})
+        gateway.cluster.scheduler.answer = lambda _: Rejection(
+            reason=Reason.TTFT_SLO, message="too long a queue", retry_after_s=3.0
+        )
+        made = plan(request(0, (0, 12), output=6), vocabulary=LETTERS, slos={"default": SloTarget(ttft_s=20.0)})
         runs: list[Measured] = [await measure(made, target) for target in (http, grpc)]
     for run in runs:
         (record,) = run.records
-        assert run.outcomes == [Outcome.REJECTED_EARLY]
+        assert run.outcomes == [RequestOutcome.REJECTED_EARLY]
         assert (record.status, record.reason, record.retry_after_s, record.arrivals) == (429, "ttft_slo", 3.0, ())
         assert "too long a queue" in record.error
 
@@ -115,7 +130,7 @@ async def test_bad_requests_and_the_clients_own_cancel() -> None:
     async with both_doors() as (_, http, grpc):
         runs = [await measure(made, target) for target in (http, grpc)]
     for run in runs:
-        assert run.outcomes == [Outcome.FAILED, Outcome.CANCELLED]
+        assert run.outcomes == [RequestOutcome.FAILED, RequestOutcome.CANCELLED]
         assert (run.records[0].status, run.records[0].reason) == (400, "context_length_exceeded")
         assert 5 <= len(run.records[1].token_ids) < 400
 
@@ -143,7 +158,9 @@ async def test_a_baton_tells_how_many_workers_it_has_and_what_they_hold() -> Non
         by_grpc = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", admin)
         by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin)
         alone = await asyncio.to_thread(asked, "--url", http.urls[0])
-        told = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640")
+        told = await asyncio.to_thread(
+            asked, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640"
+        )
         with pytest.raises(LoadgenError, match="serves demo, not other"):
             await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin, "--model", "other")
         prefill, view = gateway.cluster.scheduler.workers[0], gateway.cluster.gateway.view
@@ -182,7 +199,9 @@ def front(authority: Authority) -> Pair:
     return authority.pair("front", "localhost", "127.0.0.1")
 
 
-async def test_over_tls_one_file_of_authorities_is_for_both_doors(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_over_tls_one_file_of_authorities_is_for_both_doors(
+    ours: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors(tls=front(ours)) as (_, http, grpc):
         assert all(target.urls[0].startswith("https://") for target in (http, grpc))
@@ -191,12 +210,14 @@ async def test_over_tls_one_file_of_authorities_is_for_both_doors(ours: Authorit
         by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", grpc.urls[0])
         assert await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=False)) == 200
     one, other = runs
-    assert one.outcomes == other.outcomes == [Outcome.GOOD] * 3
+    assert one.outcomes == other.outcomes == [RequestOutcome.GOOD] * 3
     assert [record.token_ids for record in one.records] == [record.token_ids for record in other.records]
     assert facts["workers"] == by_http["workers"] == 2
 
 
-async def test_over_tls_grpcs_own_variable_goes_before(ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_over_tls_grpcs_own_variable_goes_before(
+    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = Authority.new(tmp_path / "theirs")
     for variable, authority in zip(AUTHORITIES, (ours, theirs), strict=True):
         monkeypatch.setenv(variable, str(authority.file))
@@ -207,7 +228,9 @@ async def test_over_tls_grpcs_own_variable_goes_before(ours: Authority, tmp_path
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
-async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
+    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grpc_client, "OPEN_S", 1.0)
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
     async with both_doors(tls=front(ours)) as (_, http, grpc):
@@ -216,10 +239,14 @@ async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(ours: Authorit
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
         with pytest.raises(NotTrusted, match=words):
             await measure(conversation(), grpc)
-        with pytest.raises(NotTrusted, match=f"{http.urls[0]} is not trusted here .*name its authorities in SSL_CERT_FILE, or take any"):
+        with pytest.raises(
+            NotTrusted, match=f"{http.urls[0]} is not trusted here .*name its authorities in SSL_CERT_FILE, or take any"
+        ):
             await asyncio.to_thread(ask_http, http.urls[0], {})
         for probe in (http_probe(http.urls[0], {}, is_insecure=False), grpc_probe(grpc.urls[0], {}, is_insecure=False)):
-            with pytest.raises(NotTrusted):  # `capacity --command` need not wait until its server is ready: this one never is
+            with pytest.raises(
+                NotTrusted
+            ):  # `capacity --command` need not wait until its server is ready: this one never is
                 await asyncio.to_thread(probe)
         assert await asyncio.to_thread(http_probe(http.urls[0], {}, is_insecure=True)) == 200
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
@@ -241,7 +268,10 @@ async def test_who_speaks_tls_and_who_does_not(ours: Authority, monkeypatch: pyt
 async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
     refusal = "gRPC checks every certificate, so --insecure is not for https://"
     async with both_doors(tls=front(ours)) as (_, http, grpc):
-        for arguments in (("--protocol", "grpc", "--url", grpc.urls[0]), ("--url", http.urls[0], "--admin", grpc.urls[0])):
+        for arguments in (
+            ("--protocol", "grpc", "--url", grpc.urls[0]),
+            ("--url", http.urls[0], "--admin", grpc.urls[0]),
+        ):
             with pytest.raises(LoadgenError, match=refusal):
                 await asyncio.to_thread(asked, *arguments, "--insecure")
         with pytest.raises(LoadgenError, match=refusal):
@@ -249,12 +279,16 @@ async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
         with pytest.raises(LoadgenError, match=refusal):
             await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=True))
     async with both_doors() as (_, _, grpc):
-        assert (await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0], "--insecure"))["workers"] == 2
+        assert (await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0], "--insecure"))[
+            "workers"
+        ] == 2
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
 @pytest.mark.usefixtures("ours")
-def test_authorities_that_cannot_be_read_are_named(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_authorities_that_cannot_be_read_are_named(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "ca.pem"
     if text is not None:
         file.write_text(text)

@@ -1,8 +1,8 @@
-"""Against a server whose delays are known: times are what the script says, within what this machine adds, and every metric is exactly what
-follows from them by hand.
+"""Against a server whose delays are known: times are what the script says, within what this machine adds, and
+every metric is exactly what follows from them by hand.
 
-The server writes down when it sent each event, by the same clock. Nothing may arrive before that; how much later it arrives is loadgen's
-error and the machine's, and is not held tightly here (`loadgen selftest` does).
+The server writes down when it sent each event, by the same clock. Nothing may arrive before that; how much
+later it arrives is loadgen's error and the machine's, and is not held tightly here (`loadgen selftest` does).
 """
 
 import ssl
@@ -11,14 +11,14 @@ from itertools import pairwise
 import pytest
 import trustme
 
-from loadgen import metrics
-from loadgen.errors import Unreachable
-from loadgen.metrics import Outcome
-from loadgen.records import Record
-from loadgen.scripted_server import Script, ScriptedServer, Served
-from loadgen.selftest import event_errors_s
-from loadgen.slo import Slo
-from loadgen.target import Target
+from loadgen.loadgen_errors import Unreachable
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.send.scripted_server import Script, ScriptedServer, Served
+from loadgen.send.selftest import event_errors_s
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
 from tests.integration.loadgen.rig import measure
 from tests.unit.loadgen.plans import plan, request
 
@@ -32,15 +32,23 @@ def target(server: ScriptedServer, **changes: object) -> Target:
 
 
 async def test_each_metric_is_what_the_script_says() -> None:
-    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s ever after; two tokens to a message, six messages."""
+    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s ever after; two tokens to a message, six
+    messages."""
     script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3, 0.05), tokens_per_event=2)
-    made = plan(*(request(index, (index, 20), at_s=index * 0.05, output=12) for index in range(4)), slos={"default": Slo(ttft_s=10)})
+    made = plan(
+        *(request(index, (index, 20), at_s=index * 0.05, output=12) for index in range(4)),
+        slos={"default": SloTarget(ttft_s=10)},
+    )
     async with ScriptedServer(script) as server:
         run = await measure(made, target(server))
-    assert run.outcomes == [Outcome.GOOD] * 4
+    assert run.outcomes == [RequestOutcome.GOOD] * 4
     for record, served in zip(run.records, server.served, strict=True):
         assert [arrival.num_tokens for arrival in record.arrivals] == [2] * 6
-        assert (metrics.num_output_tokens(record), record.num_prompt_tokens, len(record.token_ids)) == (12, 20, 12)
+        assert (request_metrics.num_output_tokens(record), record.num_prompt_tokens, len(record.token_ids)) == (
+            12,
+            20,
+            12,
+        )
         assert served.body["prompt"]
         assert record.intended_s == pytest.approx(record.index * 0.05, abs=EXACT_S)
         assert record.sent_s is not None
@@ -54,31 +62,33 @@ async def test_each_metric_is_what_the_script_says() -> None:
 
 
 def check_by_hand(record: Record, sent_s: float) -> None:
-    """Six messages of two tokens: tokens of one message come together, so every other one of the 11 gaps is 0, and two are a tenth."""
+    """Six messages of two tokens: tokens of one message come together, so every other one of the 11 gaps is
+    0, and two are a tenth."""
     arrivals = [arrival.at_s for arrival in record.arrivals]
     first, last = arrivals[0], arrivals[-1]
     waits = [later - earlier for earlier, later in pairwise(arrivals)]
     expected = {
-        "ttft": (metrics.ttft_s(record), first - record.intended_s),
-        "ttft_sent": (metrics.ttft_s(record, from_intended=False), first - sent_s),
-        "tpot": (metrics.tpot_s(record), (last - first) / 11),
-        "tbt": (metrics.tbt_s(record), sum(sorted(waits)[-2:]) / 2),
-        "e2e": (metrics.e2e_s(record), last - record.intended_s),
-        "e2e_sent": (metrics.e2e_s(record, from_intended=False), last - sent_s),
-        "normalised": (metrics.normalised_s(record), (last - record.intended_s) / 12),
-        "send_lag": (metrics.send_lag_s(record), sent_s - record.intended_s),
+        "ttft": (request_metrics.ttft_s(record), first - record.intended_s),
+        "ttft_sent": (request_metrics.ttft_s(record, from_intended=False), first - sent_s),
+        "tpot": (request_metrics.tpot_s(record), (last - first) / 11),
+        "tbt": (request_metrics.tbt_s(record), sum(sorted(waits)[-2:]) / 2),
+        "e2e": (request_metrics.e2e_s(record), last - record.intended_s),
+        "e2e_sent": (request_metrics.e2e_s(record, from_intended=False), last - sent_s),
+        "normalised": (request_metrics.normalised_s(record), (last - record.intended_s) / 12),
+        "send_lag": (request_metrics.send_lag_s(record), sent_s - record.intended_s),
     }
     for name, (value, by_hand) in expected.items():
         assert value == pytest.approx(by_hand, rel=0, abs=EXACT_S), name
     gaps = [0.0, waits[0], 0.0, waits[1], 0.0, waits[2], 0.0, waits[3], 0.0, waits[4], 0.0]
-    assert list(metrics.itl_s(record)) == pytest.approx(gaps, rel=0, abs=EXACT_S)
+    assert list(request_metrics.itl_s(record)) == pytest.approx(gaps, rel=0, abs=EXACT_S)
 
 
 async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall() -> None:
     """One stall of 2 s. Requests go on leaving at their times, and those of the stall wait for its end."""
     stall = (0.3, 2.3)
     made = plan(
-        *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)), slos={"default": Slo(ttft_s=SLACK_S + 0.05)}
+        *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)),
+        slos={"default": SloTarget(ttft_s=SLACK_S + 0.05)},
     )
     async with ScriptedServer(Script(ttft_s=0.01, gaps_s=(0.01,)), stalls=[stall]) as server:
         run = await measure(made, target(server))
@@ -88,36 +98,47 @@ async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall
     for record in run.records:
         assert record.sent_s is not None
         assert record.sent_s - record.intended_s < SLACK_S
-        ttft = metrics.ttft_s(record)
+        ttft = request_metrics.ttft_s(record)
         assert ttft is not None
         if begin <= record.intended_s < end - 0.02:
             assert ttft >= end - record.intended_s
         assert ttft < max(0.0, end - record.intended_s) + SLACK_S
-    assert 6 <= run.outcomes.count(Outcome.LATE) <= 20
+    assert 6 <= run.outcomes.count(RequestOutcome.LATE) <= 20
 
 
 async def test_a_plan_of_everything_ends_in_classes_that_sum_to_what_was_offered() -> None:
     """Sessions, cancels, refusals and failures at once."""
-    refused = Script(status=429, body=b'{"error": {"message": "full", "code": "queue_full"}}', headers={"Retry-After": "2"})
+    refused = Script(
+        status=429, body=b'{"error": {"message": "full", "code": "queue_full"}}', headers={"Retry-After": "2"}
+    )
 
     def script(served: Served) -> Script:
-        return refused if served.number % 5 == 3 else Script(ttft_s=0.01, gaps_s=(0.005,), num_tokens=3 if served.number % 7 == 5 else None)
+        return (
+            refused
+            if served.number % 5 == 3
+            else Script(ttft_s=0.01, gaps_s=(0.005,), num_tokens=3 if served.number % 7 == 5 else None)
+        )
 
     requests = [request(index, (index, 8), at_s=index * 0.01, output=4, session=f"s{index}") for index in range(20)]
     requests += [
-        request(20 + index, (index, 8), index, output=4, after=index, session=f"s{index}", turn=1, think_s=0.01) for index in range(20)
+        request(20 + index, (index, 8), index, output=4, after=index, session=f"s{index}", turn=1, think_s=0.01)
+        for index in range(20)
     ]
     requests += [request(40, (50, 8), at_s=0.3, output=30, cancel_after_tokens=5)]
-    made = plan(*requests, slos={"default": Slo(ttft_s=5)})
+    made = plan(*requests, slos={"default": SloTarget(ttft_s=5)})
     async with ScriptedServer(script) as server:
         run = await measure(made, target(server))
-    counts = {outcome: run.outcomes.count(outcome) for outcome in Outcome}
+    counts = {outcome: run.outcomes.count(outcome) for outcome in RequestOutcome}
     assert sum(counts.values()) == 41 == len(run.records)
-    assert counts[Outcome.REJECTED_EARLY] == sum(1 for served in server.served if served.number % 5 == 3)
-    assert counts[Outcome.GOOD] > 0 < counts[Outcome.TRUNCATED]
-    not_whole = {record.index for record, outcome in zip(run.records, run.outcomes, strict=True) if outcome is not Outcome.GOOD}
-    assert all(run.outcomes[20 + index] is Outcome.CANCELLED for index in range(20) if index in not_whole)
-    assert run.outcomes[40] in (Outcome.CANCELLED, Outcome.REJECTED_EARLY)
+    assert counts[RequestOutcome.REJECTED_EARLY] == sum(1 for served in server.served if served.number % 5 == 3)
+    assert counts[RequestOutcome.GOOD] > 0 < counts[RequestOutcome.TRUNCATED]
+    not_whole = {
+        record.index
+        for record, outcome in zip(run.records, run.outcomes, strict=True)
+        if outcome is not RequestOutcome.GOOD
+    }
+    assert all(run.outcomes[20 + index] is RequestOutcome.CANCELLED for index in range(20) if index in not_whole)
+    assert run.outcomes[40] in (RequestOutcome.CANCELLED, RequestOutcome.REJECTED_EARLY)
 
 
 async def test_several_endpoints_take_turns() -> None:
@@ -133,13 +154,21 @@ async def test_what_is_sent(api: str, prompts: str) -> None:
     made = plan(
         request(0, (0, 6), output=2, session="s"),
         request(1, (0, 6), 0, (1, 3), output=2, session="s", turn=1, after=0, priority=3),
-        slos={"default": Slo(ttft_s=1.5, tpot_s=0.25)},
+        slos={"default": SloTarget(ttft_s=1.5, tpot_s=0.25)},
     )
     async with ScriptedServer(Script()) as server:
         run = await measure(
-            made, target(server, api=api, prompts=prompts, headers={"X-Team": "a"}, more={"temperature": 0.5, "user": "me"}, timeout_s=9)
+            made,
+            target(
+                server,
+                api=api,
+                prompts=prompts,
+                headers={"X-Team": "a"},
+                more={"temperature": 0.5, "user": "me"},
+                timeout_s=9,
+            ),
         )
-    assert run.outcomes == [Outcome.GOOD] * 2
+    assert run.outcomes == [RequestOutcome.GOOD] * 2
     served = server.served[1]
     body = {name: value for name, value in served.body.items() if name not in ("prompt", "messages")}
     assert body == {
@@ -177,7 +206,7 @@ async def test_over_tls() -> None:
         run = await measure(made, target(server, is_insecure=True))
         with pytest.raises(Unreachable, match="TLS"):
             await measure(made, target(server))
-    assert run.outcomes == [Outcome.GOOD] * 5
+    assert run.outcomes == [RequestOutcome.GOOD] * 5
     assert all(record.sent_s is not None for record in run.records)
 
 
@@ -187,7 +216,7 @@ async def test_a_long_prompt_is_sent_when_its_last_byte_is() -> None:
     async with ScriptedServer(Script()) as server:
         run = await measure(made, target(server))
     (record,) = run.records
-    assert run.outcomes == [Outcome.GOOD]
+    assert run.outcomes == [RequestOutcome.GOOD]
     assert record.sent_s is not None
     assert record.sent_s <= record.arrivals[0].at_s
     assert record.num_prompt_tokens == 1_500_000

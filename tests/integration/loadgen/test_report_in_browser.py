@@ -1,4 +1,5 @@
-"""The page in a real browser: no console error, no empty plot, tooltips and legend at work. Skipped where there is none."""
+"""The page in a real browser: no console error, no empty plot, tooltips and legend at work. Skipped where
+there is none."""
 
 import re
 import shutil
@@ -12,7 +13,10 @@ from tests.loadgen_synthetic import write_result
 
 pytestmark = pytest.mark.integration
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    None,
+)
 PROBE = """
 <script>
 const told = [];
@@ -40,7 +44,13 @@ document.body.dataset.told = told.join("; ") || "all drawn: " + document.querySe
 
 def loaded(path: Path, profile: Path) -> tuple[str, list[str]]:
     """(the page as it is after its scripts have run, what its console said)."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+    ]
     flags += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", "--window-size=1280,2000", "--dump-dom"]
     done = subprocess.run([str(BROWSER), *flags, path.as_uri()], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout, re.findall(r"CONSOLE.*", done.stderr)

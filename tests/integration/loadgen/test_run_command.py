@@ -1,4 +1,5 @@
-"""`loadgen run` as a user runs it: real processes, a server in a process of its own, exit codes, and what is left on disk."""
+"""`loadgen run` as a user runs it: real processes, a server in a process of its own, exit codes, and what is
+left on disk."""
 
 import json
 import re
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.metrics import Outcome, Terms, classify
-from loadgen.plan_file import plan_hash, write_plan
-from loadgen.records import Record
-from loadgen.records_file import Result, from_json, read_result
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import Result, from_json, read_result
+from loadgen.measure.request_metrics import RequestOutcome, Terms, classify
+from loadgen.plan.plan_file import plan_hash, write_plan
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 from tests.unit.loadgen.plans import plan, request
 
@@ -23,7 +24,7 @@ LIMIT_S = 60
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Its address. 32 tokens take about 0.3 s."""
-    command = [LOADGEN[0], "-m", "loadgen.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+    command = [LOADGEN[0], "-m", "loadgen.send.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -44,20 +45,36 @@ def loadgen(*arguments: str) -> subprocess.CompletedProcess[str]:
 def classes(result: Result) -> dict[str, int]:
     terms = Terms(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
     found = [classify(record, terms) for record in result.records]
-    return {outcome.value: found.count(outcome) for outcome in Outcome if outcome in found}
+    return {outcome.value: found.count(outcome) for outcome in RequestOutcome if outcome in found}
 
 
 def last_line(text: str) -> tuple[int, dict[str, int]]:
     """What it says was offered, and the classes."""
     match = re.fullmatch(r"offered (\d+) = (.*?)(   INVALID)?", text.strip().splitlines()[-1])
     assert match, text
-    return int(match[1]), {name: int(count) for name, count in (term.rsplit(" ", 1) for term in match[2].split(" + ")) if int(count)}
+    return int(match[1]), {
+        name: int(count) for name, count in (term.rsplit(" ", 1) for term in match[2].split(" + ")) if int(count)
+    }
 
 
 def test_a_first_look_makes_a_plan_keeps_it_and_accounts_for_every_request(server: str, tmp_path: Path) -> None:
     out = tmp_path / "result"
-    arguments = ["--rate", "25", "--seconds", "1", "--output-tokens", "4", "--slo", "ttft=30s,tpot=5s", "--check", "--processes", "2"]
-    done = loadgen("run", *arguments, "--url", server, "--out", str(out), "--api-key", "secret-key", "--header", "X-Also: secret")
+    arguments = [
+        "--rate",
+        "25",
+        "--seconds",
+        "1",
+        "--output-tokens",
+        "4",
+        "--slo",
+        "ttft=30s,tpot=5s",
+        "--check",
+        "--processes",
+        "2",
+    ]
+    done = loadgen(
+        "run", *arguments, "--url", server, "--out", str(out), "--api-key", "secret-key", "--header", "X-Also: secret"
+    )
     assert done.returncode in (0, 3), done.stderr  # on a busy machine the generator itself may be late, and says so
     result = read_result(out)
     offered, found = last_line(done.stdout)
@@ -93,7 +110,20 @@ def interrupt_when_running(process: subprocess.Popen[str], after_s: float, numbe
 
 def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
     out = tmp_path / "result"
-    command = [*LOADGEN, "run", "--rate", "20", "--seconds", "60", "--url", server, "--out", str(out), "--slo", "ttft=20s"]
+    command = [
+        *LOADGEN,
+        "run",
+        "--rate",
+        "20",
+        "--seconds",
+        "60",
+        "--url",
+        server,
+        "--out",
+        str(out),
+        "--slo",
+        "ttft=20s",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         interrupt_when_running(process, 1.8)
         stdout, _ = process.communicate(timeout=LIMIT_S)
@@ -110,7 +140,20 @@ def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: Path, processes: int) -> None:
     out = tmp_path / "result"
-    command = [*LOADGEN, "run", "--rate", "20", "--seconds", "60", "--url", server, "--out", str(out), "--output-tokens", "4"]
+    command = [
+        *LOADGEN,
+        "run",
+        "--rate",
+        "20",
+        "--seconds",
+        "60",
+        "--url",
+        server,
+        "--out",
+        str(out),
+        "--output-tokens",
+        "4",
+    ]
     command += ["--processes", str(processes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         interrupt_when_running(process, 1.5, signal.SIGKILL)
@@ -145,7 +188,10 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
     for arguments, message in (
         (["run", str(tmp_path / "none.jsonl"), "--url", server], "none.jsonl: there is no such file"),
         (["run", str(broken), "--url", server], "broken.jsonl:3: "),
-        (["run", "--rate", "5", "--url", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9: Connection refused"),
+        (
+            ["run", "--rate", "5", "--url", "http://127.0.0.1:9"],
+            "nothing answers at http://127.0.0.1:9: Connection refused",
+        ),
         (["run", "--rate", "5", "--url", server, "--slo", "chat:ttft=1s"], "the plan has no class of that name"),
         (["run", "--rate", "5", "--url", server, "--api-key", "sk-SECRET-é"], "characters that no header can carry"),
         (["run", "--rate", "5", "--url", server, "--body", "max_tokens=9"], "said by the plan"),
@@ -160,9 +206,24 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
         assert not (tmp_path / "result").exists()
 
 
-def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_run(server: str, tmp_path: Path) -> None:
+def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_run(
+    server: str, tmp_path: Path
+) -> None:
     out = tmp_path / "result"
-    arguments = ["--rate", "400", "--seconds", "1s", "--input-tokens", "4", "--output-tokens", "2", "--url", server, "--out", str(out)]
+    arguments = [
+        "--rate",
+        "400",
+        "--seconds",
+        "1s",
+        "--input-tokens",
+        "4",
+        "--output-tokens",
+        "2",
+        "--url",
+        server,
+        "--out",
+        str(out),
+    ]
     done = loadgen("run", *arguments)
     assert done.returncode in (0, 3), done.stderr
     assert "warning: the plan asks for up to" in done.stderr
@@ -174,7 +235,7 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     """A server whose answers depend on how many requests it has had."""
     code = (
         "import asyncio, sys\n"
-        "from loadgen.scripted_server import Script, ScriptedServer\n"
+        "from loadgen.send.scripted_server import Script, ScriptedServer\n"
         "async def main():\n"
         "    async with ScriptedServer(lambda served: Script(salt=served.number // 8)) as server:\n"
         "        print(server.url, flush=True)\n"
@@ -183,11 +244,24 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     )
     made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=4) for index in range(8)))
     write_plan(made, tmp_path / "plan.jsonl.gz")
-    with subprocess.Popen([LOADGEN[0], "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [LOADGEN[0], "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         out = tmp_path / "result"
-        done = loadgen("run", str(tmp_path / "plan.jsonl.gz"), "--url", url, "--out", str(out), "--check", "--warmup", "0", "--quiet")
+        done = loadgen(
+            "run",
+            str(tmp_path / "plan.jsonl.gz"),
+            "--url",
+            url,
+            "--out",
+            str(out),
+            "--check",
+            "--warmup",
+            "0",
+            "--quiet",
+        )
         process.kill()
     assert done.returncode in (3, 4), done.stderr
     result = read_result(out)
@@ -197,9 +271,13 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_selftest_measures_and_remembers(tmp_path: Path) -> None:
-    done = loadgen("selftest", "--rate", "20", "--seconds", "500ms", "--gap", "5ms", "--output-tokens", "8", "--attempts", "1")
+    done = loadgen(
+        "selftest", "--rate", "20", "--seconds", "500ms", "--gap", "5ms", "--output-tokens", "8", "--attempts", "1"
+    )
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("20 ")]
     assert rows, done.stderr
     assert all(row[2] == "0" for row in rows)  # nothing was dropped
     is_kept = "timing is kept" in done.stdout
-    assert (done.returncode, (tmp_path / "cache" / "loadgen" / "selftest.json").exists()) == ((0, True) if is_kept else (3, False))
+    assert (done.returncode, (tmp_path / "cache" / "loadgen" / "selftest.json").exists()) == (
+        (0, True) if is_kept else (3, False)
+    )

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from baton.core.errors import ConfigError, StoreUnavailable
-from baton.store import private_redis
-from baton.store.connection import RedisConnection
-from baton.store.private_redis import PrivateRedis, find_server, redis_command
+from baton.store.redis import private_redis
+from baton.store.redis.private_redis import PrivateRedis, find_server, redis_command
+from baton.store.redis.redis_connection import RedisConnection
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +88,7 @@ async def test_a_server_that_does_not_answer_is_given_up(directory: Path, monkey
 def test_it_dies_with_the_process_that_started_it(directory: Path) -> None:
     code = (
         "import asyncio, pathlib, sys\n"
-        "from baton.store.private_redis import PrivateRedis, redis_command\n"
+        "from baton.store.redis.private_redis import PrivateRedis, redis_command\n"
         "async def main():\n"
         "    redis = await PrivateRedis.start(redis_command(pathlib.Path(sys.argv[1])))\n"
         "    print(redis.pid, flush=True)\n"

@@ -1,4 +1,5 @@
-"""A real Redis that dies, hangs, forgets, is full, or holds nonsense (faults.md 27 to 30, as far as these two stores go)."""
+"""A real Redis that dies, hangs, forgets, is full, or holds nonsense (faults.md 27 to 30, as far as these two
+stores go)."""
 
 import asyncio
 import signal
@@ -8,12 +9,12 @@ from contextlib import suppress
 import pytest
 import redis as sync_redis
 
-from baton.core.apis import Member, MemberKind
 from baton.core.errors import ConfigError, StoreUnavailable
-from baton.store.connection import RedisConnection
-from baton.store.decisions import RedisDecisionStore
-from baton.store.keys import Keys
-from baton.store.membership import RedisMembership
+from baton.core.interfaces import Member, MemberKind
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_decision_store import RedisDecisionStore
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_membership import RedisMembership
 from tests.contract.test_decision_store import placed
 from tests.redis_server import RunningRedis, running_redis
 
@@ -42,7 +43,9 @@ def membership(connection: RedisConnection) -> RedisMembership:
     return RedisMembership(connection, KEYS)
 
 
-async def test_a_killed_server_is_told_and_its_return_noticed(server: RunningRedis, membership: RedisMembership) -> None:
+async def test_a_killed_server_is_told_and_its_return_noticed(
+    server: RunningRedis, membership: RedisMembership
+) -> None:
     await membership.announce(WORKER, LONG_S)
     server.kill()
     for _ in range(3):
@@ -111,7 +114,9 @@ async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_
         assert await decisions.get(placed().request_id) == (placed(),)
 
 
-async def test_a_call_that_is_cancelled_leaves_no_answer_for_the_next(server: RunningRedis, membership: RedisMembership) -> None:
+async def test_a_call_that_is_cancelled_leaves_no_answer_for_the_next(
+    server: RunningRedis, membership: RedisMembership
+) -> None:
     await membership.announce(WORKER, LONG_S)
     for turns in range(20):
         call = asyncio.create_task(membership.members(MemberKind.GATEWAY))
@@ -122,7 +127,9 @@ async def test_a_call_that_is_cancelled_leaves_no_answer_for_the_next(server: Ru
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def test_what_a_flush_took_the_next_announcement_brings_back(server: RunningRedis, membership: RedisMembership) -> None:
+async def test_what_a_flush_took_the_next_announcement_brings_back(
+    server: RunningRedis, membership: RedisMembership
+) -> None:
     await membership.announce(WORKER, LONG_S)
     with sync_redis.Redis.from_url(server.url) as client:
         client.flushall()
@@ -142,7 +149,9 @@ async def test_a_full_server_refuses_and_forgets_nothing(
     assert await membership.members(MemberKind.WORKER) == (WORKER,)
 
 
-@pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"kind": "gateway", "member_id": "x"}', b"null"])
+@pytest.mark.parametrize(
+    "value", [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"kind": "gateway", "member_id": "x"}', b"null"]
+)
 async def test_nonsense_in_the_store_is_skipped(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership, value: bytes
 ) -> None:
@@ -160,7 +169,9 @@ async def test_nonsense_in_the_store_is_skipped(
     assert await decisions.get(None) == ()
 
 
-async def test_a_key_of_another_kind_is_an_error_of_the_store(server: RunningRedis, membership: RedisMembership) -> None:
+async def test_a_key_of_another_kind_is_an_error_of_the_store(
+    server: RunningRedis, membership: RedisMembership
+) -> None:
     with sync_redis.Redis.from_url(server.url) as client:
         client.set(KEYS.members(MemberKind.WORKER), "mine")
     with pytest.raises(StoreUnavailable):

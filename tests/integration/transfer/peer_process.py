@@ -1,7 +1,9 @@
-"""A worker without an engine, as a process of its own: pool, owner's service and reader over a real backend and gRPC.
+"""A worker without an engine, as a process of its own: pool, owner's service and reader over a real backend
+and gRPC.
 
-Takes commands as JSON lines on standard input and answers each with one JSON line. Blocks hold a pattern of (text, index), so that a wrong
-block is seen. Run as `python -m tests.integration.transfer.peer_process BACKEND WORKER_ID EPOCH PORT`.
+Takes commands as JSON lines on standard input and answers each with one JSON line. Blocks hold a pattern of
+(text, index), so that a wrong block is seen. Run as `python -m tests.integration.transfer.peer_process
+BACKEND WORKER_ID EPOCH PORT`.
 """
 
 import asyncio
@@ -18,24 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from baton.core.apis import Duplex
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Refused
 from baton.core.ids import WorkerRef
-from baton.core.kv_layout import KvComponent, KvLayout, LayerGroup
-from baton.core.peer import FirstToken, OwnerMessage, ReaderMessage
-from baton.engine.block_pool import BlockPool
+from baton.core.interfaces import Duplex
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.messages.peer_messages import FirstToken, OwnerMessage, ReaderMessage
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
 from baton.runtime import logging
 from baton.transfer.backend import TransferBackend
-from baton.transfer.life_table import MemoryLifeTable
-from baton.transfer.local_backend import LocalBackend
-from baton.transfer.memory import HostMemory, allocate_private, allocate_shared
-from baton.transfer.nixl_backend import NixlBackend
-from baton.transfer.owner_service import OwnerService
-from baton.transfer.peer_reads import ReaderTimes
-from baton.transfer.reader import KvReader
-from baton.wire.network import GrpcNetwork
-from baton.wire.server import GrpcServer
+from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
+from baton.transfer.backends.local_backend import LocalBackend
+from baton.transfer.backends.nixl_backend import NixlBackend
+from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.transfer.owner.owner_service import OwnerService
+from baton.transfer.reader.kv_reader import KvReader
+from baton.transfer.reader.peer_reads import ReaderTimes
 from tests import builders
 from tests.times import TEST_TIMES
 
@@ -60,12 +62,14 @@ def pattern(text: str, index: int, size: int) -> Any:
 
 def make_backend(kind: str, worker: WorkerRef) -> tuple[HostMemory, TransferBackend]:
     memory = (allocate_shared if kind == "local" else allocate_private)(NUM_BLOCKS, layout().block_bytes)
-    MemoryLifeTable(memory.life_table, worker.worker_epoch)
+    MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
     if kind == "local":
         return memory, LocalBackend(worker=worker, layout=layout(), memory=memory)
     import nixl_meta_utils
 
-    nixl_meta_utils.detect_cuda_major = lambda: None  # else NIXL imports torch, which takes a second, only to ask it for its CUDA version
+    nixl_meta_utils.detect_cuda_major = lambda: (
+        None
+    )  # else NIXL imports torch, which takes a second, only to ask it for its CUDA version
     loopback = os.environ.get("PEER_LOOPBACK", "1") == "1"
     return memory, NixlBackend.over(memory, worker=worker, layout=layout(), loopback_only=loopback)
 
@@ -74,7 +78,7 @@ class Peer:
     def __init__(self, kind: str, worker_id: str, epoch: int, port: int, host: str) -> None:
         self.worker = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{host}:{port}")
         self.memory, self.backend = make_backend(kind, self.worker)
-        self.table = MemoryLifeTable(self.memory.life_table, epoch)
+        self.table = MemoryGenerationTable(self.memory.generation_table, epoch)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, self.table)
         self.network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
         self.server = GrpcServer(heartbeat_s=TEST_TIMES["heartbeat_s"])
@@ -144,24 +148,28 @@ class Peer:
         num_blocks = -(-num_tokens // BLOCK_TOKENS)
         hashes = hashes_of(text, num_tokens // BLOCK_TOKENS)
         self.texts.update({h: (text, index) for index, h in enumerate(hashes)})
-        landing: list[int] = []
-        answer: dict[str, Any] = {"outcome": "landed"}
+        receiving: list[int] = []
+        answer: dict[str, Any] = {"outcome": "received"}
         try:
             pull = self.reader.pull(WorkerRef(**owner), builders.job_id(request), have_blocks=0, expected=hashes)
             await pull.first_ready()
-            landing = self.pool.allocate_landing(num_blocks) or []
-            assert landing, self.pool.counts()
-            pull.land_into(dict(enumerate(landing)), 0)
+            receiving = self.pool.allocate_receiving(num_blocks) or []
+            assert receiving, self.pool.counts()
+            pull.receive_into(dict(enumerate(receiving)), 0)
             result = await pull.done()
-            answer |= {"bytes": result.transfer_bytes, "transport": result.transport, "kv_transfer_s": result.kv_transfer_s}
+            answer |= {
+                "bytes": result.transfer_bytes,
+                "transport": result.transport,
+                "kv_transfer_s": result.kv_transfer_s,
+            }
             answer |= {"exposed_s": result.kv_exposed_s, "first_tokens": [t.token_id for t in result.first_tokens]}
             answer["wrong"] = sum(
                 not np.array_equal(self.memory.kv[block_id], pattern(text, index, self.memory.block_bytes))
-                for index, block_id in enumerate(landing)
+                for index, block_id in enumerate(receiving)
             )
         except Refused as refused:
             answer["outcome"] = refused.failure.reason.value
-        self.pool.unref(landing)
+        self.pool.unref(receiving)
         return answer
 
     async def do_reuse(self, text: str) -> Any:
@@ -175,7 +183,10 @@ class Peer:
 
     async def do_canary(self) -> Any:
         """How many of the blocks that the last `reuse` wrote hold something else now."""
-        damaged = sum(not np.array_equal(self.memory.kv[b], pattern(*was, self.memory.block_bytes)) for b, was in self.canary.items())
+        damaged = sum(
+            not np.array_equal(self.memory.kv[b], pattern(*was, self.memory.block_bytes))
+            for b, was in self.canary.items()
+        )
         return {"damaged": damaged, "blocks": len(self.canary)}
 
     async def do_warm(self, owner: dict[str, Any]) -> Any:
@@ -189,7 +200,10 @@ class Peer:
             known = self.texts.get(self.pool.hash_of(block_id))
             if self.pool.hash_of(block_id) != NO_HASH and known is not None:
                 audit += not np.array_equal(self.memory.kv[block_id], pattern(*known, self.memory.block_bytes))
-        links = [{"bytes_per_s": link.bytes_per_s, "broken": link.broken, "transport": link.transport} for link in self.reader.links()]
+        links = [
+            {"bytes_per_s": link.bytes_per_s, "broken": link.broken, "transport": link.transport}
+            for link in self.reader.links()
+        ]
         return {
             "blocks": asdict(self.pool.counts()),
             "open_leases": self.owner.open_leases,

@@ -82,9 +82,24 @@ class Peers:
         self.handles: list[PeerHandle] = []
 
     async def start(
-        self, kind: str, worker_id: str, epoch: int, *, port: int | None = None, env: Mapping[str, str] | None = None, netns: str = ""
+        self,
+        kind: str,
+        worker_id: str,
+        epoch: int,
+        *,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        netns: str = "",
     ) -> PeerHandle:
-        arguments = [sys.executable, "-m", "tests.integration.transfer.peer_process", kind, worker_id, str(epoch), str(port or free_port())]
+        arguments = [
+            sys.executable,
+            "-m",
+            "tests.integration.transfer.peer_process",
+            kind,
+            worker_id,
+            str(epoch),
+            str(port or free_port()),
+        ]
         process = await asyncio.create_subprocess_exec(
             *(["ip", "netns", "exec", netns] if netns else []),
             *arguments,

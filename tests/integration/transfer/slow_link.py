@@ -50,7 +50,9 @@ def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
             _run(f"ip link set {side.netns} netns {side.netns}")
             _run(f"ip -n {side.netns} addr add {side.address}/30 dev {side.netns}")
             _run(f"ip -n {side.netns} link set {side.netns} up")
-            _run(f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root tbf rate {rate} burst 32kbit latency 400ms")
+            _run(
+                f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root tbf rate {rate} burst 32kbit latency 400ms"
+            )
         yield sides[0], sides[1]
     finally:
         for side in sides:

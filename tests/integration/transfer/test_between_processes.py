@@ -1,4 +1,5 @@
-"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts never make a wrong block visible."""
+"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts never make a wrong
+block visible."""
 
 import asyncio
 import os
@@ -22,7 +23,9 @@ LEASE_S = TEST_TIMES["lease_s"]
 
 async def handed_over(owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **more: object) -> dict:
     """One prompt computed there and pulled here."""
-    prefill = asyncio.create_task(owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **more))
+    prefill = asyncio.create_task(
+        owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **more)
+    )
     answer = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=TOKENS)
     await prefill
     return answer
@@ -48,7 +51,7 @@ async def test_prompts_are_handed_over_exactly_both_ways_and_nothing_grows(backe
         one, two = await asyncio.gather(group.start(backend, "h0", 7), group.start(backend, "h1", 8))
         assert (await two.ask("warm", owner=one.ref))["is_warm"]
         answer = await handed_over(one, two, chunks=4, chunk_s=0.01)
-        assert (answer["outcome"], answer["wrong"], answer["bytes"]) == ("landed", 0, 201 * 65536)
+        assert (answer["outcome"], answer["wrong"], answer["bytes"]) == ("received", 0, 201 * 65536)
         assert answer["first_tokens"] == [0]
         (link,) = (await two.ask("state"))["links"]
         assert link["transport"] == answer["transport"] in ("shared-memory", "cma", "tcp")
@@ -57,12 +60,14 @@ async def test_prompts_are_handed_over_exactly_both_ways_and_nothing_grows(backe
         for request in range(1, sized(4, 100)):
             both = [(one, two, 2 * request), (two, one, 2 * request + 1)]
             answers = await asyncio.gather(*(handed_over(a, b, number, f"t{number}") for a, b, number in both))
-            assert [(a["outcome"], a["wrong"]) for a in answers] == [("landed", 0)] * 2
+            assert [(a["outcome"], a["wrong"]) for a in answers] == [("received", 0)] * 2
             before = before or [await handle.ask("state") for handle in (one, two)]
         await assert_clean(one, two)
         for was, handle in zip(before, (one, two), strict=True):
             now = await handle.ask("state")
-            assert {key: now[key] for key in ("threads", "fds", "tasks")} == {key: was[key] for key in ("threads", "fds", "tasks")}
+            assert {key: now[key] for key in ("threads", "fds", "tasks")} == {
+                key: was[key] for key in ("threads", "fds", "tasks")
+            }
         for handle in (two, one):
             await handle.ask("close")
             assert handle.process.stdin is not None
@@ -86,7 +91,7 @@ async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: s
                 await handover  # the half that asks the owner
             for _attempt in range(100):
                 state = await reader.ask("state")
-                if state["blocks"]["landing"] == state["blocks"]["used"] == 0:
+                if state["blocks"]["receiving"] == state["blocks"]["used"] == 0:
                     break
                 await asyncio.sleep(0.1)
             assert state["blocks"]["quarantined"] == 0
@@ -96,7 +101,7 @@ async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: s
             # "transfer_failed": a read has failed, and the reader has not dialled again since.
             assert stale["outcome"] in ("wrong_epoch", "worker_lost", "transfer_failed")
             answer = await handed_over(owner, reader, 2000 + round_, "after")
-            assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+            assert (answer["outcome"], answer["wrong"]) == ("received", 0)
             await assert_clean(owner, reader)
 
 
@@ -116,7 +121,7 @@ async def test_a_reader_killed_at_any_moment_costs_the_owner_a_lease(backend: st
             await assert_clean(owner)
         reader = await group.start(backend, "d0", 999)
         answer = await handed_over(owner, reader, 99, "after")
-        assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+        assert (answer["outcome"], answer["wrong"]) == ("received", 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,10 +141,10 @@ async def test_an_owner_stopped_for_three_leases_serves_nothing_stale(backend: s
         await assert_clean(owner, reader)
         for attempt in range(20):  # the pair is probed and works again
             answer = await handed_over(owner, reader, 10 + attempt, f"b{attempt}")
-            if answer["outcome"] == "landed":
+            if answer["outcome"] == "received":
                 break
             await asyncio.sleep(0.2)
-        assert (answer["outcome"], answer["wrong"]) == ("landed", 0)
+        assert (answer["outcome"], answer["wrong"]) == ("received", 0)
         await assert_clean(owner, reader)
 
 
@@ -148,7 +153,7 @@ async def test_shared_memory_leaves_no_name_behind() -> None:
     before = set(os.listdir("/dev/shm"))
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start("local", "p0", 7), group.start("local", "d0", 8))
-        assert (await handed_over(owner, reader))["outcome"] == "landed"
+        assert (await handed_over(owner, reader))["outcome"] == "received"
         assert set(os.listdir("/dev/shm")) <= before
         await owner.kill()
         await reader.kill()
@@ -159,9 +164,11 @@ async def test_shared_memory_leaves_no_name_behind() -> None:
 async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
     tcp = {"UCX_TLS": "tcp"}
     async with peers() as group:
-        owner, reader = await asyncio.gather(group.start("nixl", "p0", 7, env=tcp), group.start("nixl", "d0", 8, env=tcp))
+        owner, reader = await asyncio.gather(
+            group.start("nixl", "p0", 7, env=tcp), group.start("nixl", "d0", 8, env=tcp)
+        )
         answer = await handed_over(owner, reader, chunks=4, chunk_s=0.01)
-        assert (answer["outcome"], answer["wrong"], answer["transport"]) == ("landed", 0, "tcp")
+        assert (answer["outcome"], answer["wrong"], answer["transport"]) == ("received", 0, "tcp")
         await asyncio.sleep(LEASE_S)
         before = (await owner.ask("state"))["cpu_s"]
         await asyncio.sleep(1.0)
@@ -172,5 +179,9 @@ async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
 
 @on_linux
 def test_the_processes_have_no_child_left() -> None:
-    left = [child.pid for child in psutil.Process().children(recursive=True) if any("peer_process" in word for word in child.cmdline())]
+    left = [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if any("peer_process" in word for word in child.cmdline())
+    ]
     assert not left

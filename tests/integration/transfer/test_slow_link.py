@@ -1,4 +1,5 @@
-"""Faults in the middle of a real read: a link of 40 Mbit/s makes it last, so that a kill or a pause strikes with bytes under way."""
+"""Faults in the middle of a real read: a link of 40 Mbit/s makes it last, so that a kill or a pause strikes
+with bytes under way."""
 
 import asyncio
 import signal
@@ -11,7 +12,11 @@ from tests.integration.transfer.slow_link import Side, sent_bytes
 from tests.integration.transfer.test_between_processes import TOKENS, assert_clean, handed_over
 
 WHY_NOT = slow_link.why_not()
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(110), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is one")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(110),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is one"),
+]
 RATE = "40mbit"
 
 
@@ -42,7 +47,7 @@ async def works_again(owner: PeerHandle, reader: PeerHandle, request: int) -> No
     """The pair is probed, and then used."""
     for attempt in range(40):
         answer = await handed_over(owner, reader, request + attempt, f"b{attempt}")
-        if answer["outcome"] == "landed":
+        if answer["outcome"] == "received":
             assert answer["wrong"] == 0
             return
         await asyncio.sleep(0.2)
@@ -59,7 +64,7 @@ async def test_an_owner_paused_in_mid_read_writes_late_into_quarantine_only() ->
             assert answer["outcome"] in ("transfer_timeout", "lease_lost")
             for _attempt in range(40):  # a lease may end before the read's deadline
                 state = await reader.ask("state")
-                if state["blocks"]["landing"] == 0:
+                if state["blocks"]["receiving"] == 0:
                     break
                 await asyncio.sleep(0.1)
             assert 0 < state["blocks"]["quarantined"] <= 1024 * 0.02

@@ -1,4 +1,5 @@
-"""Worker processes over real gRPC, NIXL or shared memory and the demo model, and a scheduler that listens to them."""
+"""Worker processes over real gRPC, NIXL or shared memory and the demo model, and a scheduler that listens to
+them."""
 
 import asyncio
 import os
@@ -8,13 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.core.apis import Network
-from baton.core.cluster import WorkerReport, WorkerState
+from baton.core.cluster.worker_report import WorkerReport, WorkerState
 from baton.core.ids import WorkerRef
-from baton.runtime.config import dump
-from baton.runtime.settings import WorkerConfig
-from baton.wire.network import GrpcNetwork
-from baton.wire.server import GrpcServer
+from baton.core.interfaces import Network
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.config.config_base import dump
+from baton.runtime.config.settings import WorkerConfig
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import ListeningScheduler
 
@@ -55,13 +56,16 @@ class Processes:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1', 0)}"
 
     async def start_workers(self, *workers: tuple[str, dict[str, Any], dict[str, str]]) -> list[WorkerProcess]:
-        """(worker_id, settings, further environment) of each, all at the same time; returns when all are ready."""
+        """(worker_id, settings, further environment) of each, all at the same time; returns when all are
+        ready."""
         started = [await self._spawn(*worker) for worker in workers]
         for worker in started:
             worker.ref = (await self.report(worker.worker_id, within_s=START_S)).worker
         return started
 
-    async def report(self, worker_id: str, state: WorkerState = WorkerState.READY, within_s: float = 10.0) -> WorkerReport:
+    async def report(
+        self, worker_id: str, state: WorkerState = WorkerState.READY, within_s: float = 10.0
+    ) -> WorkerReport:
         """The first report that tells of this state."""
         async with asyncio.timeout(within_s):
             while True:
@@ -70,7 +74,9 @@ class Processes:
                         return report
                 for worker in self._workers:
                     if worker.worker_id == worker_id and worker.process.returncode is not None:
-                        raise AssertionError(f"{worker_id} ended with {worker.process.returncode}:\n{worker.log.read_text()[-4000:]}")
+                        raise AssertionError(
+                            f"{worker_id} ended with {worker.process.returncode}:\n{worker.log.read_text()[-4000:]}"
+                        )
                 await asyncio.sleep(0.02)
 
     async def latest_clean(self, worker_id: str, within_s: float = 10.0) -> WorkerReport:

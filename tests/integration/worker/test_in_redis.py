@@ -1,4 +1,5 @@
-"""What a worker process leaves in a real Redis: the blocks that it holds, for schedulers; its costs, for the next worker of its kind."""
+"""What a worker process leaves in a real Redis: the blocks that it holds, for schedulers; its costs, for the
+next worker of its kind."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import Tier
-from baton.runtime.process import Stop
-from baton.runtime.settings import WorkerConfig
-from baton.sim.executor import SimStepCost
-from baton.store.connection import RedisConnection
-from baton.store.costs import RedisCostStore
-from baton.store.keys import Keys
-from baton.store.kv_event_feed import RedisKvEventFeed
-from baton.wire.network import GrpcNetwork
-from baton.worker import main
+from baton.core.kv.kv_events import Tier
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.process.process import Stop
+from baton.sim.sim_executor import SimStepCost
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_cost_store import RedisCostStore
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
+from baton.worker import worker_main
 from baton.worker.device import Device
-from baton.worker.main import WorkerReady, run_worker
+from baton.worker.worker_main import WorkerReady, run_worker
 from tests.redis_server import RunningRedis, running_redis
 from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.job_builders import decode_job
@@ -39,7 +40,7 @@ async def test_blocks_and_costs_are_there(redis: RunningRedis, monkeypatch: pyte
     def open_costed(settings: WorkerConfig, worker: WorkerRef) -> Device:
         return replace(device.open(settings, worker), costs=SimStepCost().model, costs_key="kind")
 
-    monkeypatch.setattr(main, "open_device", open_costed)
+    monkeypatch.setattr(worker_main, "open_device", open_costed)
     stop, ready = Stop(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result))
     started: WorkerReady = await asyncio.wait_for(ready, 10.0)

@@ -1,4 +1,5 @@
-"""All that a worker computes, it computes in one thread: another that ever did would keep OpenMP's threads from waiting awake."""
+"""All that a worker computes, it computes in one thread: another that ever did would keep OpenMP's threads
+from waiting awake."""
 
 import subprocess
 import sys
@@ -7,11 +8,11 @@ import pytest
 
 COUNT = """
 import os, sys
-from baton.core.blocks import token_ids
+from baton.core.kv.block_hash import token_ids
 from baton.core.ids import WorkerRef
-from baton.engine.model.hub import DEMO_DIR
-from baton.engine.step import StepPlan, StepSequence
-from baton.runtime.settings import WorkerConfig
+from baton.model.loading.model_source import DEMO_DIR
+from baton.engine.state.step import StepPlan, StepSequence
+from baton.runtime.config.settings import WorkerConfig
 from baton.worker.device import open_device
 
 config = WorkerConfig(model=str(DEMO_DIR), kv_memory=2**26, transfer="local", threads_per_worker=int(sys.argv[1]))
@@ -28,7 +29,11 @@ OPENMPS, TORCHS = 1, 1
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
 def test_a_second_thread_a_step_makes_one_team() -> None:
     one, two = (
-        int(subprocess.run([sys.executable, "-c", COUNT, str(n)], capture_output=True, text=True, check=True, timeout=120).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", COUNT, str(n)], capture_output=True, text=True, check=True, timeout=120
+            ).stdout
+        )
         for n in (1, 2)
     )
     assert two - one == OPENMPS + TORCHS

@@ -1,4 +1,5 @@
-"""Prefill and decode workers as processes, with the demo model in float32: real gRPC, real NIXL, real shared memory."""
+"""Prefill and decode workers as processes, with the demo model in float32: real gRPC, real NIXL, real shared
+memory."""
 
 import asyncio
 import math
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from baton.core.blocks import token_ids
-from baton.core.cluster import Command, CommandKind, WorkerState
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
 from baton.core.ids import JobId
-from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import Cancel, DecodeJob, PrefillJob
 from baton.core.request import Sampling
-from baton.worker.main import UNHEALTHY_EXIT_CODE
+from baton.worker.worker_main import UNHEALTHY_EXIT_CODE
 from tests.integration.worker.processes import Processes, WorkerProcess, processes
 from tests.scale import sized
 from tests.times import TEST_TIMES
@@ -35,7 +37,9 @@ def prompt(number: int, num_tokens: int) -> Any:
     return token_ids(drawn.randrange(3, MARKER) for _ in range(num_tokens))
 
 
-def both_jobs(p: WorkerProcess, d: WorkerProcess, number: int, tokens: Any, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
+def both_jobs(
+    p: WorkerProcess, d: WorkerProcess, number: int, tokens: Any, **fields: Any
+) -> tuple[PrefillJob, DecodeJob]:
     shared = {
         "job": JobId(request_id=b"request-%d" % number, attempt=0),
         "token_ids": tokens,
@@ -53,14 +57,15 @@ def reference() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from baton.engine.model.hub import DEMO_DIR
+    from baton.model.loading.model_source import DEMO_DIR
 
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def check_exact(tokens: Any, answer: list[int], logprobs: list[float]) -> None:
-    """One teacher-forced pass: each token is the reference's best, or within a near-tie of it, and has the reference's logprob."""
+    """One teacher-forced pass: each token is the reference's best, or within a near-tie of it, and has the
+    reference's logprob."""
     import torch
 
     with torch.inference_mode():
@@ -80,8 +85,9 @@ async def gateway_to(made: Processes, worker: WorkerProcess) -> Gateway:
 
 @pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
 async def test_two_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
-    """Then: a cancelled request leaves nothing, a stuck worker exits (row 11), a decode worker finishes its work after SIGTERM (row 47) and
-    a prefill worker waits for its readers (row 48). One start serves all: a process takes seconds to load torch."""
+    """Then: a cancelled request leaves nothing, a stuck worker exits (row 11), a decode worker finishes its
+    work after SIGTERM (row 47) and a prefill worker waits for its readers (row 48). One start serves all: a
+    process takes seconds to load torch."""
     async with processes(tmp_path) as made:
         shared = {"transfer": transfer, "workers_on_host": 3, "step_limit_s": 1.5}
         stuck = {"BATON_FAILPOINTS": f"sequence_step[token={MARKER}]=sleep:60"}
@@ -90,7 +96,7 @@ async def test_two_processes_answer_as_one_model(tmp_path: Path, transfer: str) 
             ("q", {**shared, "role": "prefill", "max_num_batched_tokens": 64}, stuck),
             ("d", {**shared, "role": "decode"}, {}),
         )
-        made.scheduler.send("d", Command(kind=CommandKind.CONNECT, peer=p.ref))
+        made.scheduler.send("d", WorkerCommand(kind=CommandKind.CONNECT, peer=p.ref))
         to_p, to_q, to_d = [await gateway_to(made, worker) for worker in (p, q, d)]
         await _answers_are_exact(p, d, to_p, to_d)
         await _a_cancelled_request_leaves_nothing(made, p, d, to_p, to_d)
@@ -115,7 +121,9 @@ async def _answers_are_exact(p: WorkerProcess, d: WorkerProcess, to_p: Gateway, 
         assert timeline.transport
 
 
-async def _a_cancelled_request_leaves_nothing(made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
+async def _a_cancelled_request_leaves_nothing(
+    made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
+) -> None:
     prefill, decode = both_jobs(p, d, 100, prompt(100, 1500), sampling=Sampling(max_tokens=400, ignore_eos=True))
     to_p.send(prefill)
     to_d.send(decode)
@@ -127,7 +135,9 @@ async def _a_cancelled_request_leaves_nothing(made: Processes, p: WorkerProcess,
         await made.latest_clean(worker_id)
 
 
-async def _a_stuck_worker_exits_and_is_blamed(made: Processes, q: WorkerProcess, d: WorkerProcess, to_q: Gateway, to_d: Gateway) -> None:
+async def _a_stuck_worker_exits_and_is_blamed(
+    made: Processes, q: WorkerProcess, d: WorkerProcess, to_q: Gateway, to_d: Gateway
+) -> None:
     tokens = prompt(102, 300)
     tokens[200] = MARKER
     prefill, decode = both_jobs(q, d, 102, tokens)
@@ -141,8 +151,12 @@ async def _a_stuck_worker_exits_and_is_blamed(made: Processes, q: WorkerProcess,
     await made.latest_clean("d")
 
 
-async def _sigterm_loses_nothing(made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
-    prefill, decode = both_jobs(p, d, 101, prompt(101, 700), sampling=Sampling(max_tokens=60, temperature=0.0, ignore_eos=True))
+async def _sigterm_loses_nothing(
+    made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
+) -> None:
+    prefill, decode = both_jobs(
+        p, d, 101, prompt(101, 700), sampling=Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+    )
     to_p.send(prefill)
     to_d.send(decode)
     await to_p.ended_prefill(prefill.job)
@@ -160,7 +174,9 @@ async def test_a_killed_owner_is_blamed(tmp_path: Path) -> None:
     """Row 2, as far as workers go."""
     async with processes(tmp_path) as made:
         shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}
-        p, d = await made.start_workers(("p", {**shared, "role": "prefill"}, {}), ("d", {**shared, "role": "decode"}, {}))
+        p, d = await made.start_workers(
+            ("p", {**shared, "role": "prefill"}, {}), ("d", {**shared, "role": "decode"}, {})
+        )
         to_p, to_d = await gateway_to(made, p), await gateway_to(made, d)
         prefill, decode = both_jobs(p, d, 0, prompt(0, 2000))
         to_p.send(prefill)

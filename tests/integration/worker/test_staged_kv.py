@@ -1,4 +1,5 @@
-"""A GPU whose KV no transport reaches: what stands for one here is memory of torch's own, which NIXL refuses to register as a GPU's."""
+"""A GPU whose KV no transport reaches: what stands for one here is memory of torch's own, which NIXL refuses
+to register as a GPU's."""
 
 import asyncio
 from itertools import count
@@ -8,10 +9,10 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.core.ids import ReadId
-from baton.engine.model.kv_cache import KvCache
-from baton.runtime.settings import WorkerConfig
+from baton.model.device.kv_tensors import KvCache
+from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import ReadState
-from baton.transfer.staged_backend import StagedBackend
+from baton.transfer.backends.staged_backend import StagedBackend
 from baton.worker import device
 from tests import builders
 
@@ -25,7 +26,9 @@ WORKERS = (builders.worker_ref("p0"), builders.worker_ref("d0"))
 async def test_kv_goes_through_host_memory(transfer: str) -> None:
     config = WorkerConfig(transfer=transfer)  # type: ignore[arg-type]
     caches = [KvCache.zeros(builders.layout(), NUM_BLOCKS) for _ in WORKERS]
-    memories = [await asyncio.to_thread(device._device_memory, config, *pair) for pair in zip(WORKERS, caches, strict=True)]
+    memories = [
+        await asyncio.to_thread(device._device_memory, config, *pair) for pair in zip(WORKERS, caches, strict=True)
+    ]
     owner, reader = (memory.backend for memory in memories)
     assert isinstance(owner, StagedBackend)
     assert all("staged through host memory" in memory.note for memory in memories)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from baton.cli import admin
+from baton.cli import admin_commands
 from baton.cli.main import cli, main
-from baton.core.cluster import DecisionRecord, WorkerReport
+from baton.core.client_api import ClusterStatus, ProcessInfo
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
-from baton.core.front import ClusterStatus, ProcessInfo
 from tests.builders import cluster_status, decision_record, worker_report
 
 UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
@@ -44,20 +45,20 @@ class StandIn:
         self.explained.append(request_id)
         return self.records
 
-    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> None:
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None:
         self.drained.append(worker_id)
-        if node_leaves:
+        if node_shutting_down:
             self.leaving_nodes.append(worker_id)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, gateway: StandIn, *args: str, env: dict[str, str] | None = None) -> Result:
     @asynccontextmanager
-    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
+    async def connect(where: admin_commands.Where) -> AsyncIterator[StandIn]:
         yield gateway
 
-    monkeypatch.setattr(admin, "connect", connect)
+    monkeypatch.setattr(admin_commands, "connect", connect)
     for name in ("WAIT_POLL_S", "WATCH_S", "RETRY_S"):
-        monkeypatch.setattr(admin, name, 0.001)
+        monkeypatch.setattr(admin_commands, name, 0.001)
     return CliRunner().invoke(cli, args, prog_name="baton", env=env)
 
 
@@ -75,7 +76,13 @@ def test_status_as_tables_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_watch_goes_on_while_the_gateway_is_away_and_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cluster_status(worker_report("w0"))
-    done = asked(monkeypatch, StandIn(found, StreamBroken("h:1: gone"), found, KeyboardInterrupt()), "status", "--watch", "--json")
+    done = asked(
+        monkeypatch,
+        StandIn(found, StreamBroken("h:1: gone"), found, KeyboardInterrupt()),
+        "status",
+        "--watch",
+        "--json",
+    )
     assert done.exit_code == 0
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line.get("model") for line in lines] == ["demo", None, "demo"]
@@ -116,7 +123,7 @@ def test_drain_here_means_the_workers_of_this_machine(monkeypatch: pytest.Monkey
 
 
 def test_drain_here_goes_by_the_address_where_two_machines_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "own_addresses", lambda: {"10.0.0.1", "fd00::1"})
+    monkeypatch.setattr(admin_commands, "own_addresses", lambda: {"10.0.0.1", "fd00::1"})
     ours, theirs = on(socket.gethostname(), "w0", "w1"), on(socket.gethostname(), "w2")
     addresses = {"w0": "10.0.0.1:7", "w1": "[fd00::1]:7", "w2": "10.0.0.2:7"}
     reports = [replace(r, worker=replace(r.worker, address=addresses[r.worker.worker_id])) for r in (*ours, *theirs)]
@@ -128,7 +135,7 @@ def test_drain_here_goes_by_the_address_where_two_machines_have_one_name(monkeyp
 def test_waiting_has_a_limit_and_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = StandIn(cluster_status(*on("a", "w0", "w1")))
     done = asked(monkeypatch, gateway, "drain", "w1", "--wait", "--limit-s", "0.01")
-    assert done.exit_code == admin.NOT_GONE_EXIT_CODE == 3
+    assert done.exit_code == admin_commands.NOT_GONE_EXIT_CODE == 3
     assert done.stderr == "baton: not gone within 0.01 s: w1\n"
 
 
@@ -141,7 +148,7 @@ def test_waiting_ends_when_that_life_is_gone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_scheduler_that_has_just_come_does_not_know_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "FIND_S", 0.6)
+    monkeypatch.setattr(admin_commands, "FIND_S", 0.6)
     before = cluster_status(*on("a", "w0"))
     new = replace(before, scheduler=ProcessInfo(process_id="another"))
     gone = [replace(new, workers=()), replace(new, workers=())]
@@ -152,7 +159,7 @@ def test_a_scheduler_that_has_just_come_does_not_know_everybody(monkeypatch: pyt
 
 
 def test_waiting_ends_when_the_gateway_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "SILENCE_S", 0.01)
+    monkeypatch.setattr(admin_commands, "SILENCE_S", 0.01)
     gateway = StandIn(cluster_status(*on("a", "w0")), StreamBroken("gone"))
     done = asked(monkeypatch, gateway, "drain", "w0", "--wait")
     assert isinstance(done.exception, BatonError)
@@ -161,7 +168,12 @@ def test_waiting_ends_when_the_gateway_stays_away(monkeypatch: pytest.MonkeyPatc
 
 def test_who_waits_asks_again_until_a_gateway_answers_that_knows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     here = cluster_status(*on(socket.gethostname(), "w0"))
-    not_yet = [StreamBroken("h:1: not yet"), replace(here, scheduler=None), Refused(UNAVAILABLE), cluster_status(*on("elsewhere", "w1"))]
+    not_yet = [
+        StreamBroken("h:1: not yet"),
+        replace(here, scheduler=None),
+        Refused(UNAVAILABLE),
+        cluster_status(*on("elsewhere", "w1")),
+    ]
     gateway = StandIn(*not_yet, here, here, cluster_status())
     done = asked(monkeypatch, gateway, "drain", "--here", "--wait", "--limit-s", "5")
     assert done.exit_code == 0, done.output
@@ -178,7 +190,9 @@ def test_who_waits_asks_again_until_a_gateway_answers_that_knows_the_workers(mon
         (cluster_status(*on("elsewhere", "w1")), "no worker on this machine"),
     ],
 )
-def test_who_waits_asks_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch, answer: ClusterStatus | BaseException, said: str) -> None:
+def test_who_waits_asks_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, answer: ClusterStatus | BaseException, said: str
+) -> None:
     gateway = StandIn(answer)
     done = asked(monkeypatch, gateway, "drain", "--here", "--wait", "--limit-s", "0.5")
     assert isinstance(done.exception, BatonError)
@@ -187,7 +201,7 @@ def test_who_waits_asks_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_a_worker_that_no_scheduler_knows_is_asked_for_only_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "FIND_S", 0.5)
+    monkeypatch.setattr(admin_commands, "FIND_S", 0.5)
     gateway = StandIn(cluster_status(*on("elsewhere", "w1")))
     done = asked(monkeypatch, gateway, "drain", "--here", "--wait")
     assert "no worker on this machine" in str(done.exception)
@@ -196,7 +210,11 @@ def test_a_worker_that_no_scheduler_knows_is_asked_for_only_a_while(monkeypatch:
 
 @pytest.mark.parametrize("args", [("w0",), ("--here",), ("w0", "--wait")])
 def test_what_no_patience_helps_is_said_at_once(monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
-    answer = StreamBroken("h:1: gone") if "--wait" not in args else Refused(replace(UNAVAILABLE, code=Code.PERMISSION_DENIED))
+    answer = (
+        StreamBroken("h:1: gone")
+        if "--wait" not in args
+        else Refused(replace(UNAVAILABLE, code=Code.PERMISSION_DENIED))
+    )
     gateway = StandIn(answer, cluster_status(*on(socket.gethostname(), "w0")))
     done = asked(monkeypatch, gateway, "drain", *args)
     assert isinstance(done.exception, BatonError)
@@ -210,13 +228,13 @@ def test_a_gateway_that_did_not_answer_is_dialled_anew(monkeypatch: pytest.Monke
     dialled: list[StandIn] = []
 
     @asynccontextmanager
-    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
+    async def connect(where: admin_commands.Where) -> AsyncIterator[StandIn]:
         dialled.append(gateways[len(dialled)])
         yield dialled[-1]
 
-    monkeypatch.setattr(admin, "connect", connect)
+    monkeypatch.setattr(admin_commands, "connect", connect)
     for name in ("WAIT_POLL_S", "RETRY_S"):
-        monkeypatch.setattr(admin, name, 0.001)
+        monkeypatch.setattr(admin_commands, name, 0.001)
     assert CliRunner().invoke(cli, ["drain", "--here", "--wait"]).exit_code == 0
     assert dialled == gateways
 
@@ -230,7 +248,9 @@ def test_a_worker_that_is_not_there_is_an_error_that_names_those_that_are(monkey
     assert gateway.drained == []
 
 
-@pytest.mark.parametrize("args", [["drain"], ["drain", "w0", "--here"], ["explain"], ["status", "--gateway", "http://h:1"]])
+@pytest.mark.parametrize(
+    "args", [["drain"], ["drain", "w0", "--here"], ["explain"], ["status", "--gateway", "http://h:1"]]
+)
 def test_what_makes_no_sense_is_a_usage_error(args: list[str]) -> None:
     assert CliRunner().invoke(cli, args).exit_code == 2
 
@@ -250,34 +270,42 @@ def test_without_a_gateway_one_line_says_so_and_what_to_do(capsys: pytest.Captur
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"baton: no gateway answers at {address}")
-    assert "; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, and with --gateway-ca FILE who" in said.err
+    assert (
+        "; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, and with --gateway-ca FILE who"
+        in said.err
+    )
     assert said.err.count("\n") == 1
 
 
 def test_the_gateway_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_at: list[admin.Where] = []
+    asked_at: list[admin_commands.Where] = []
 
     @asynccontextmanager
-    async def connect(where: admin.Where) -> AsyncIterator[StandIn]:
+    async def connect(where: admin_commands.Where) -> AsyncIterator[StandIn]:
         asked_at.append(where)
         yield StandIn(cluster_status())
 
-    monkeypatch.setattr(admin, "connect", connect)
+    monkeypatch.setattr(admin_commands, "connect", connect)
     CliRunner().invoke(
-        cli, ["status"], env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem", "BATON_GATEWAY_NAME": "n"}
+        cli,
+        ["status"],
+        env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem", "BATON_GATEWAY_NAME": "n"},
     )
     CliRunner().invoke(cli, ["status", "--api-key", "other"])
     CliRunner().invoke(cli, ["status", "--gateway-ca", "system"])
     assert asked_at == [
-        admin.Where("h:1", "k", "ca.pem", "n"),
-        admin.Where("127.0.0.1:8001", "other"),
-        admin.Where(admin.GATEWAY, ca="system"),
+        admin_commands.Where("h:1", "k", "ca.pem", "n"),
+        admin_commands.Where("127.0.0.1:8001", "other"),
+        admin_commands.Where(admin_commands.GATEWAY, ca="system"),
     ]
 
 
 def test_authorities_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty.pem").touch()
-    for file, problem in (("missing.pem", "cannot read {}: No such file"), ("empty.pem", "{} holds no certificates of authorities")):
+    for file, problem in (
+        ("missing.pem", "cannot read {}: No such file"),
+        ("empty.pem", "{} holds no certificates of authorities"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["status", "--gateway-ca", str(tmp_path / file)])
         assert end.value.code == 1

@@ -8,7 +8,9 @@ from baton.cli.main import cli
 def offered(line: str) -> list[str]:
     """For a command line; its last word is what has been typed so far."""
     *words, incomplete = line.split(" ")
-    return [item.value for item in BashComplete(cli, {}, "baton", "_BATON_COMPLETE").get_completions(words[1:], incomplete)]
+    return [
+        item.value for item in BashComplete(cli, {}, "baton", "_BATON_COMPLETE").get_completions(words[1:], incomplete)
+    ]
 
 
 def test_commands_and_flags() -> None:

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from baton.cli.main import cli
-from baton.runtime.settings import ALL_NAMES
+from baton.runtime.config.settings import ALL_NAMES
 
 SECRET = "redis://:hunter2@h:1/0"
 
@@ -27,7 +27,9 @@ def test_each_row_says_where_the_value_comes_from() -> None:
 def test_a_variable_that_nobody_reads_is_a_warning() -> None:
     done = CliRunner().invoke(cli, ["config"], env={"BATON_PREFIL": "3"})
     assert done.exit_code == 0
-    assert done.stderr.splitlines()[0] == "warning: unknown environment variable BATON_PREFIL; did you mean BATON_PREFILL?"
+    assert (
+        done.stderr.splitlines()[0] == "warning: unknown environment variable BATON_PREFIL; did you mean BATON_PREFILL?"
+    )
 
 
 def test_the_schema_has_every_setting_and_refuses_what_is_none() -> None:

@@ -5,21 +5,25 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
-from baton.fleet import doctor
-from baton.fleet.doctor_check import Finding, fail, ok, warn
+from baton.fleet.doctor import findings as doctor_findings
+from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, found: list[Finding], *args: str) -> Result:
     def findings() -> Iterator[Finding]:
         yield from found
 
-    monkeypatch.setattr(doctor, "findings", findings)
+    monkeypatch.setattr(doctor_findings, "findings", findings)
     return CliRunner().invoke(cli, ["doctor", *args])
 
 
 def test_a_line_a_finding_and_its_advice_below(monkeypatch: pytest.MonkeyPatch) -> None:
     done = asked(monkeypatch, [ok("cpu", "x86 [fast]"), warn("cores", "1 core", "get two")])
-    assert done.stdout.splitlines() == ["ok    cpu                 x86 [fast]", "warn  cores               1 core", f"{'':<26}→ get two"]
+    assert done.stdout.splitlines() == [
+        "ok    cpu                 x86 [fast]",
+        "warn  cores               1 core",
+        f"{'':<26}→ get two",
+    ]
 
 
 def test_json_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,5 +33,7 @@ def test_json_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("last", "code"), [(warn("a", "b", "c"), 0), (fail("a", "b", "c"), 1)])
 @pytest.mark.parametrize("how", [[], ["--json"]])
-def test_only_something_that_is_needed_makes_it_fail(monkeypatch: pytest.MonkeyPatch, last: Finding, code: int, how: list[str]) -> None:
+def test_only_something_that_is_needed_makes_it_fail(
+    monkeypatch: pytest.MonkeyPatch, last: Finding, code: int, how: list[str]
+) -> None:
     assert asked(monkeypatch, [ok("cpu", "x"), last], *how).exit_code == code

@@ -3,9 +3,10 @@
 from typing import Any
 
 from baton.cli.explain_view import policy_rules, render_decisions
-from baton.core.cluster import Candidate, DecisionRecord, Rejection
+from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
-from baton.core.jobs import PrefixSource
+from baton.core.messages.jobs import PrefixSource
 from baton.core.request import Slo
 from baton.scheduler.policies import POLICIES
 from tests.builders import decision_record, placement, query, worker_ref
@@ -19,7 +20,14 @@ ACTUALS: dict[str, Any] = {
     "num_output_tokens": 13,
     "num_cached_tokens": 16,
     "legs": [
-        {"worker_id": "w0", "pid": 4711.0, "queue_s": 0.0004, "compute_s": 0.028, "num_computed_tokens": 8, "num_cached_tokens": 16},
+        {
+            "worker_id": "w0",
+            "pid": 4711.0,
+            "queue_s": 0.0004,
+            "compute_s": 0.028,
+            "num_computed_tokens": 8,
+            "num_cached_tokens": 16,
+        },
         {
             "worker_id": "w1",
             "pid": 4718,
@@ -52,7 +60,9 @@ def test_a_policy_that_this_release_does_not_know_is_named_all_the_same() -> Non
 
 def test_placements_with_one_worker_say_what_it_does() -> None:
     assert "prefill and decode w1, so no KV moves" in shown(decision_record(placement=placement(prefill=None)))
-    assert "prefill w0, which makes the one token that is wanted" in shown(decision_record(placement=placement(decode=None)))
+    assert "prefill w0, which makes the one token that is wanted" in shown(
+        decision_record(placement=placement(decode=None))
+    )
 
 
 def test_a_pulled_prefix_is_named() -> None:
@@ -85,7 +95,10 @@ def test_the_seconds_of_a_candidate_are_shown_in_the_order_in_which_they_pass() 
         "pulled_blocks": 12.0,
     }
     screen = shown(decision_record(candidates=(Candidate(worker=worker_ref("w0"), side="prefill", terms=terms),)))
-    assert row(screen, "candidate") == "candidate for cost queue prefix pull prefill exposed KV delays others pulled".split()
+    assert (
+        row(screen, "candidate")
+        == "candidate for cost queue prefix pull prefill exposed KV delays others pulled".split()
+    )
     assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
 
 
@@ -94,7 +107,9 @@ def test_predictions_stand_beside_what_happened() -> None:
     assert "  predicted  queue 0 ms, TTFT 29 ms, TPOT 3 ms" in screen
     assert "  actual     TTFT 31 ms, TPOT 2.9 ms, 13 tokens, 16 tokens of the prompt from cache; ended: stop" in screen
     assert "w0 (pid 4711): waited 0.4 ms, computed 8 tokens in 28 ms (16 more from cache)" in screen
-    pulled = "pulled 48 KiB over cma in 2 ms (0.6 ms of it after the last chunk), waited 30 ms for it, decoded for 35 ms"
+    pulled = (
+        "pulled 48 KiB over cma in 2 ms (0.6 ms of it after the last chunk), waited 30 ms for it, decoded for 35 ms"
+    )
     assert f"w1 (pid 4718): {pulled}" in screen
 
 
@@ -107,7 +122,9 @@ def test_what_is_not_known_is_not_made_up() -> None:
 
 
 def test_a_refusal_gives_its_reason_and_its_numbers() -> None:
-    refusal = Rejection(reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0, term="ttft", predicted_s=0.8, limit_s=0.5)
+    refusal = Rejection(
+        reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0, term="ttft", predicted_s=0.8, limit_s=0.5
+    )
     screen = shown(decision_record(placement=None, rejection=refusal))
     assert "attempt 1: refused, ttft_slo: too late (ttft 800 ms, limit 500 ms)" in screen
     assert "actual" not in screen
@@ -115,7 +132,13 @@ def test_a_refusal_gives_its_reason_and_its_numbers() -> None:
 
 def test_every_attempt_is_shown_with_what_it_asked_for() -> None:
     again = query(
-        attempt=1, num_prompt_tokens=45, num_output_tokens=5, avoid=(worker_ref("w1"),), slo=Slo(ttft_s=0.5), priority=-1, sample_count=2
+        attempt=1,
+        num_prompt_tokens=45,
+        num_output_tokens=5,
+        avoid=(worker_ref("w1"),),
+        slo=Slo(ttft_s=0.5),
+        priority=-1,
+        sample_count=2,
     )
     screen = shown(decision_record(), decision_record(1, query=again))
     assert [line for line in screen.splitlines() if line.startswith("attempt")] == [

@@ -11,9 +11,21 @@ from click.testing import CliRunner
 
 import baton
 from baton.cli.main import cli
-from baton.cli.options import SettingOption
+from baton.cli.setting_options import SettingOption
 
-HEAVY = {"torch", "transformers", "ray", "grpc", "redis", "nixl", "huggingface_hub", "uvicorn", "starlette", "httpx", "numpy"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "ray",
+    "grpc",
+    "redis",
+    "nixl",
+    "huggingface_hub",
+    "uvicorn",
+    "starlette",
+    "httpx",
+    "numpy",
+}
 
 OF_SERVICES = "--host --advertise-host --admin-port --redis-url --log-dir --log-level --config"
 FLAGS = {
@@ -36,7 +48,8 @@ FLAGS = {
     "key new": "--name --tenant --admin --max-open-requests --requests-per-minute --min-priority",
     "key remove": "",
 }
-"""The flags of the design's list of commands, by command. `--admission` comes with the policies that predict."""
+"""The flags of the design's list of commands, by command. `--admission` comes with the policies that
+predict."""
 
 
 def commands(group: click.Group = cli, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -82,7 +95,9 @@ def test_help_says_what_a_command_does_and_every_flags_default_and_variable(name
 
 
 def test_a_services_help_begins_with_its_own_settings_and_ends_with_those_of_every_process() -> None:
-    headings = [line for line in run("worker", "--help").splitlines() if line.endswith(":") and not line.startswith(" ")]
+    headings = [
+        line for line in run("worker", "--help").splitlines() if line.endswith(":") and not line.startswith(" ")
+    ]
     assert headings[0] == "Worker settings:"
     assert headings[-2:] == ["Process settings:", "Options:"]
     assert len(headings) == len(set(headings))
@@ -92,7 +107,9 @@ def test_version() -> None:
     assert run("--version") == f"baton {baton.__version__}\n"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["up", "--help"], ["status", "--help"], ["doctor", "--help"], ["config"], ["--version"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["up", "--help"], ["status", "--help"], ["doctor", "--help"], ["config"], ["--version"]]
+)
 def test_what_only_prints_loads_no_heavy_library(args: list[str]) -> None:
     """Also those that a command needs later: help and completion must not wait for them."""
     code = (

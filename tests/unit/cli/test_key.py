@@ -8,9 +8,9 @@ from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
 from baton.core.errors import BatonError, ConfigError, Refused
-from baton.gateway import key_file
-from baton.gateway.key_file import follow, followed_keys, read_keys
-from baton.gateway.keys import KeyRing
+from baton.gateway.auth import key_file
+from baton.gateway.auth.api_keys import KeyRing
+from baton.gateway.auth.key_file import follow, followed_keys, read_keys
 
 
 def run(*args: str) -> Result:
@@ -30,7 +30,10 @@ def test_keys_are_made_used_and_removed(tmp_path: Path) -> None:
     assert alice not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     ring = KeyRing(read_keys(file))
-    assert (ring.identify(f"Bearer {alice}").tenant, ring.identify(f"Bearer {alice}").max_open_requests) == ("search", 4)
+    assert (ring.identify(f"Bearer {alice}").tenant, ring.identify(f"Bearer {alice}").max_open_requests) == (
+        "search",
+        4,
+    )
     assert (ring.identify(f"Bearer {boss}").tenant, ring.identify(f"Bearer {boss}").is_admin) == ("boss", True)
     salt = ring.identify(f"Bearer {boss}").cache_salt
     assert run("remove", str(file), "alice").exit_code == 0

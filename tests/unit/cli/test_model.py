@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import baton.engine
-from baton.cli import model
+import baton.model
+from baton.cli import model_command
 from baton.cli.main import cli
 from baton.core.errors import BatonError
 
-WRITER = "baton.engine.model.init"
+WRITER = "baton.model.loading.random_init"
 
 
 def run(*args: str) -> Result:
@@ -29,14 +29,14 @@ def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
 
 def test_the_shapes_offered_are_those_there_are() -> None:
     """Read, not imported: that loads transformers."""
-    tree = ast.parse((Path(baton.engine.__file__).parent / "model" / "shapes.py").read_text())
+    tree = ast.parse((Path(baton.model.__file__).parent / "loading" / "model_shapes.py").read_text())
     (table,) = [
         node.value
         for node in tree.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "SHAPES"
     ]
     assert isinstance(table, ast.Dict)
-    assert tuple(key.value for key in table.keys if isinstance(key, ast.Constant)) == model.SHAPES
+    assert tuple(key.value for key in table.keys if isinstance(key, ast.Constant)) == model_command.SHAPES
 
 
 def test_a_model_is_written_and_the_next_step_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

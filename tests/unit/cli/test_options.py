@@ -23,7 +23,7 @@ def effective(*args: str, env: dict[str, str] | None = None) -> dict[str, dict[s
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, paced, got 'tpu'"),
+        (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, emulated, got 'tpu'"),
         (["--http-port", "http"], "'--http-port': expected a whole number, got 'http'"),
         (["--http-port", "65536"], "'--http-port': must be at most 65535, got 65536"),
         (["--kv-memory", "much"], "'--kv-memory': 'much' is not a size such as 512MiB"),
@@ -82,7 +82,10 @@ def failed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_an_unknown_key_of_the_file_names_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("http-port: 80\n")
-    assert failed(capsys, "up", "--config", str(file)) == f"baton: {file}: unknown key 'http-port'; did you mean 'http_port'?\n"
+    assert (
+        failed(capsys, "up", "--config", str(file))
+        == f"baton: {file}: unknown key 'http-port'; did you mean 'http_port'?\n"
+    )
     file.write_text("polcy: round_robin\n")
     assert "did you mean 'policy'?" in failed(capsys, "scheduler", "--config", str(file))
 

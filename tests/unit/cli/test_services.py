@@ -1,4 +1,5 @@
-"""One command a service: its settings, its log, its `ready` line, its exit code. The services here are stand-ins."""
+"""One command a service: its settings, its log, its `ready` line, its exit code. The services here are
+stand-ins."""
 
 import asyncio
 import json
@@ -16,8 +17,8 @@ from click.testing import CliRunner, Result
 from baton.cli.main import cli, main
 from baton.core.errors import ConfigError, ModelError
 from baton.runtime import logging as baton_logging
-from baton.runtime.process import Stop
-from baton.runtime.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.config.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.process.process import Stop
 
 ADDRESS = "127.0.0.1:4711"
 
@@ -49,7 +50,7 @@ class StandIn:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, service: str, error: BaseException | None = None) -> StandIn:
     made = StandIn(error)
-    monkeypatch.setitem(sys.modules, f"baton.{service}.main", SimpleNamespace(serve=made.serve))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, f"baton.{service}.{service}_main", SimpleNamespace(serve=made.serve))  # type: ignore[arg-type]
     return made
 
 
@@ -58,9 +59,12 @@ def run(*args: str, env: dict[str, str] | None = None) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("service", "kind"), [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig), ("fleet", FleetConfig)]
+    ("service", "kind"),
+    [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig), ("fleet", FleetConfig)],
 )
-def test_each_service_gets_its_own_settings_and_says_where_it_serves(monkeypatch: pytest.MonkeyPatch, service: str, kind: type) -> None:
+def test_each_service_gets_its_own_settings_and_says_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch, service: str, kind: type
+) -> None:
     made = stand_in(monkeypatch, service)
     done = run(service, "--drain-s", "7", env={"BATON_REDIS_URL": "redis://h:1/0"})
     assert done.exit_code == 0, done.output
@@ -129,7 +133,9 @@ def test_every_command_turns_off_what_libraries_report(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("service", ["scheduler", "up"])
-def test_a_log_that_cannot_be_written_names_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str) -> None:
+def test_a_log_that_cannot_be_written_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str
+) -> None:
     stand_in(monkeypatch, service)
     (tmp_path / "file").touch()
     done = run(service, "--log-dir", str(tmp_path / "file" / "logs"))
@@ -137,7 +143,9 @@ def test_a_log_that_cannot_be_written_names_the_flag(monkeypatch: pytest.MonkeyP
     assert "choose another directory with --log-dir" in str(done.exception)
 
 
-def test_up_gets_the_settings_of_a_cluster_and_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_up_gets_the_settings_of_a_cluster_and_prints_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def up(config: Any, stop: Stop, say: Callable[[str], None]) -> None:
         say(f"{config.prefill} prefill, {config.model_name}")
 

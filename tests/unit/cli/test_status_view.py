@@ -1,7 +1,7 @@
 """`baton status` as text: what stands in which row."""
 
 from baton.cli.status_view import render_status
-from baton.core.cluster import WorkerState
+from baton.core.cluster.worker_report import WorkerState
 from tests.builders import blocks, cluster_status, link, worker_report
 from tests.unit.cli.screen import printed, row
 
@@ -31,14 +31,17 @@ def test_a_worker_shows_its_load() -> None:
 
 
 def test_blocks_are_shown_by_state() -> None:
-    counts = blocks(total=1_000, cached=20, used=30, landing=4, quarantined=5, held_for_others=6)
+    counts = blocks(total=1_000, cached=20, used=30, receiving=4, quarantined=5, held_for_others=6)
     screen = printed(render_status(cluster_status(worker_report("w0", blocks=counts))))
     below = screen[screen.index("blocks") :]
     assert row(below, "w0") == ["w0", "1,000", "941", "20", "30", "6", "4", "5", "4", "tokens", "1,000", "KiB"]
 
 
 def test_links_say_what_carries_them_and_which_are_broken() -> None:
-    reports = (worker_report("w0", "prefill"), worker_report("w1", "decode", links=(link("w0"), link("w2", broken=True))))
+    reports = (
+        worker_report("w0", "prefill"),
+        worker_report("w1", "decode", links=(link("w0"), link("w2", broken=True))),
+    )
     screen = printed(render_status(cluster_status(*reports)))
     assert row(screen, "w1 reads w0") == ["w1", "reads", "w0", "shared-memory", "1", "GB/s", "0", "B", "ok"]
     assert row(screen, "w1 reads w2")[-1] == "broken"

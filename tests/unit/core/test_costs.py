@@ -1,4 +1,5 @@
-"""The cost model: what it predicts, that a fit finds it again, and that live steps correct it without believing a stall."""
+"""The cost model: what it predicts, that a fit finds it again, and that live steps correct it without
+believing a stall."""
 
 import math
 from random import Random
@@ -7,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import COSTS_VERSION, CostCorrection, StepCostModel, StepKind, StepWork, fit_costs
+from baton.core.step_cost import COSTS_VERSION, CostCorrection, StepCostModel, StepKind, StepWork, fit_costs
 
-TRUE = StepCostModel(step_s=2e-3, prefill_token_s=8e-5, prefill_attended_s=3e-9, decode_seq_s=2e-4, decode_context_s=4e-8)
+TRUE = StepCostModel(
+    step_s=2e-3, prefill_token_s=8e-5, prefill_attended_s=3e-9, decode_seq_s=2e-4, decode_context_s=4e-8
+)
 
 WORKS = [
     *(StepWork.of([(tokens, before)]) for tokens in (16, 128, 512) for before in (0, 512, 4096)),
@@ -24,7 +27,9 @@ def close(model: StepCostModel, other: StepCostModel, relative: float) -> bool:
 
 def test_a_prompt_costs_what_its_chunks_cost() -> None:
     chunks = [(512, 100), (512, 612), (76, 1124)]
-    assert TRUE.prefill_s(1100, 100, 512) == pytest.approx(sum(TRUE.step_seconds(StepWork.of([chunk])) for chunk in chunks))
+    assert TRUE.prefill_s(1100, 100, 512) == pytest.approx(
+        sum(TRUE.step_seconds(StepWork.of([chunk])) for chunk in chunks)
+    )
     assert TRUE.prefill_s(0, 100, 512) == 0
 
 
@@ -34,7 +39,11 @@ def test_a_decode_step_costs_its_sequences_and_their_contexts() -> None:
 
 
 def test_each_kind_of_step_has_its_own_factor() -> None:
-    assert [work.kind for work in (WORKS[0], WORKS[9], WORKS[-1])] == [StepKind.PREFILL, StepKind.DECODE, StepKind.MIXED]
+    assert [work.kind for work in (WORKS[0], WORKS[9], WORKS[-1])] == [
+        StepKind.PREFILL,
+        StepKind.DECODE,
+        StepKind.MIXED,
+    ]
     slow = StepCostModel.from_plain(TRUE.to_plain() | {"mixed_factor": 2.0})
     assert slow.step_seconds(WORKS[-1]) == pytest.approx(2 * TRUE.step_seconds(WORKS[-1]))
     assert slow.step_seconds(WORKS[0]) == TRUE.step_seconds(WORKS[0])
@@ -118,6 +127,12 @@ def test_no_measurement_makes_a_model_useless(seconds: float, repeats: int) -> N
 
 def test_a_model_survives_its_plain_form_and_nonsense_does_not() -> None:
     assert StepCostModel.from_plain(TRUE.to_plain() | {"new_field_s": 3}) == TRUE
-    for change in ({"version": COSTS_VERSION + 1}, {"step_s": "nan"}, {"decode_seq_s": -1}, {"prefill_factor": 0}, {"step_s": None}):
+    for change in (
+        {"version": COSTS_VERSION + 1},
+        {"step_s": "nan"},
+        {"decode_seq_s": -1},
+        {"prefill_factor": 0},
+        {"step_s": None},
+    ):
         with pytest.raises(ValueError, match=r"StepCostModel|cannot be used"):
             StepCostModel.from_plain(TRUE.to_plain() | change)

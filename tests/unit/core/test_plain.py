@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.apis import Member, MemberKind
-from baton.core.cluster import DecisionRecord, WorkerReport
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import Code, Failure
-from baton.core.jobs import SessionHello
-from baton.core.plain import from_plain, to_plain
+from baton.core.interfaces import Member, MemberKind
+from baton.core.messages.jobs import SessionHello
+from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import Sampling
 from tests import builders
-from tests.unit.wire.strategies import values
+from tests.unit.rpc.strategies import values
 
 MEMBER = Member(kind=MemberKind.WORKER, member_id="w0", epoch=2**64 - 1, address="h:1", info=(("pid", "7"),))
 
@@ -38,7 +39,11 @@ def test_people_can_read_it() -> None:
         "info": [["pid", "7"]],
     }
     assert to_plain(Code.NOT_FOUND) == "NOT_FOUND"
-    assert to_plain({"bytes": b"\x00\xff", "small": 2**53, "never": math.inf}) == {"bytes": "00ff", "small": 2**53, "never": "inf"}
+    assert to_plain({"bytes": b"\x00\xff", "small": 2**53, "never": math.inf}) == {
+        "bytes": "00ff",
+        "small": 2**53,
+        "never": "inf",
+    }
 
 
 def test_what_another_release_wrote_can_be_read() -> None:

@@ -1,16 +1,16 @@
 """A pool of a few blocks, and what is done to it again and again."""
 
-from baton.core.kv_events import KvEventKind
-from baton.engine.block_pool import BlockPool
-from tests.fake_executor import FakeLifeTable
+from baton.core.kv.kv_events import KvEventKind
+from baton.engine.kv_cache.block_pool import BlockPool
+from tests.fake_executor import FakeGenerationTable
 
 STORED, EVICTED = KvEventKind.STORED, KvEventKind.EVICTED
 A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
 
 
-def make_pool(num_blocks: int = 4) -> tuple[BlockPool, FakeLifeTable]:
-    life_table = FakeLifeTable(num_blocks)
-    return BlockPool(num_blocks, 4, life_table), life_table
+def make_pool(num_blocks: int = 4) -> tuple[BlockPool, FakeGenerationTable]:
+    generation_table = FakeGenerationTable(num_blocks)
+    return BlockPool(num_blocks, 4, generation_table), generation_table
 
 
 def allocated(pool: BlockPool, num_blocks: int) -> list[int]:
@@ -19,8 +19,8 @@ def allocated(pool: BlockPool, num_blocks: int) -> list[int]:
     return block_ids
 
 
-def landing(pool: BlockPool, num_blocks: int) -> list[int]:
-    block_ids = pool.allocate_landing(num_blocks)
+def receiving(pool: BlockPool, num_blocks: int) -> list[int]:
+    block_ids = pool.allocate_receiving(num_blocks)
     assert block_ids is not None
     return block_ids
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request import FinishReason
-from baton.engine.step import StepPlan, StepSequence
+from baton.engine.state.step import StepPlan, StepSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 
@@ -161,11 +161,11 @@ def test_nothing_lands_where_a_step_ahead_may_still_write() -> None:
     rig.apply(plan)
     assert rig.ends[1, 0] is FinishReason.STOP
     assert rig.pool.counts().used == 0
-    landing = rig.pool.allocate_landing(3) or rig.pool.allocate_landing(2)
-    assert landing
-    assert writes_to not in landing
+    receiving = rig.pool.allocate_receiving(3) or rig.pool.allocate_receiving(2)
+    assert receiving
+    assert writes_to not in receiving
     rig.apply(after)
-    assert rig.pool.allocate_landing(4 - len(landing)) is not None
+    assert rig.pool.allocate_receiving(4 - len(receiving)) is not None
     rig.engine.check()
 
 

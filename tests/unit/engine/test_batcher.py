@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from baton.core.lifecycle import SequenceState
-from baton.engine.batcher import one_token_behind, queue_order, share_budget, victim
-from baton.engine.sequence import EngineSequence
+from baton.core.state_machines import SequenceState
+from baton.engine.scheduling.batcher import one_token_behind, queue_order, share_budget, victim
+from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
 
 
-def make_seq(arrival: int, *, behind: int = 1, state: SequenceState = SequenceState.RUNNING, **request: Any) -> EngineSequence:
+def make_seq(
+    arrival: int, *, behind: int = 1, state: SequenceState = SequenceState.RUNNING, **request: Any
+) -> EngineSequence:
     seq = EngineSequence(sequence_request(arrival, range(20), **request), key=arrival, arrival=arrival)
     seq.lifecycle.state = state
     seq.num_computed_tokens = 20 - behind
@@ -38,7 +40,7 @@ def test_victim_is_the_lowest_priority_then_the_youngest() -> None:
 
 
 def test_who_may_not_be_preempted_is_no_victim() -> None:
-    seqs = [make_seq(1), make_seq(2, prefill_only=True), make_seq(3, state=SequenceState.LANDING)]
+    seqs = [make_seq(1), make_seq(2, prefill_only=True), make_seq(3, state=SequenceState.RECEIVING)]
     assert victim(seqs) is seqs[0]
     assert victim(seqs[1:]) is None
 

@@ -2,17 +2,17 @@
 
 import pytest
 
-from baton.core.blocks import NO_HASH
-from baton.engine.block_pool import BlockPool
-from tests.unit.engine.pools import EVICTED, A, B, C, D, allocated, landing, make_pool, stored_chain
+from baton.core.kv.block_hash import NO_HASH
+from baton.engine.kv_cache.block_pool import BlockPool
+from tests.unit.engine.pools import EVICTED, A, B, C, D, allocated, make_pool, receiving, stored_chain
 
 
 def copied(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
     """Brought from another worker's cache, and in use by nobody."""
-    block_ids = landing(pool, len(hashes))
+    block_ids = receiving(pool, len(hashes))
     pool.mark_copies(block_ids)
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
-        pool.land(block_id, block_hash)
+        pool.mark_received(block_id, block_hash)
     pool.unref(block_ids)
     pool.check()
     return block_ids
@@ -73,12 +73,12 @@ def test_a_copy_in_use_is_counted_and_cannot_be_dropped() -> None:
 
 def test_what_does_not_come_is_no_copy() -> None:
     pool, _ = make_pool(4)
-    blocks = landing(pool, 4)
+    blocks = receiving(pool, 4)
     pool.mark_copies(blocks)
     pool.quarantine(blocks[:1])
-    pool.drop_landing(blocks[1:2])
-    pool.land(blocks[2], NO_HASH)
-    pool.land(blocks[3], A)
+    pool.drop_receiving(blocks[1:2])
+    pool.mark_received(blocks[2], NO_HASH)
+    pool.mark_received(blocks[3], A)
     pool.check()
     assert pool.num_copies == 2
     pool.unref(blocks)
@@ -92,10 +92,10 @@ def test_what_does_not_come_is_no_copy() -> None:
 
 def test_a_copy_of_what_was_computed_meanwhile_is_free_again() -> None:
     pool, _ = make_pool(2)
-    blocks = landing(pool, 1)
+    blocks = receiving(pool, 1)
     pool.mark_copies(blocks)
     stored_chain(pool, (A,))
-    pool.land(blocks[0], A)
+    pool.mark_received(blocks[0], A)
     pool.unref(blocks)
     assert (pool.num_copies, pool.counts().free, pool.counts().cached) == (0, 1, 0)
     pool.check()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.core.blocks import NO_HASH
-from tests.unit.engine.pools import EVICTED, STORED, A, B, C, D, allocated, landing, make_pool, stored_chain
+from baton.core.kv.block_hash import NO_HASH
+from tests.unit.engine.pools import EVICTED, STORED, A, B, C, D, allocated, make_pool, receiving, stored_chain
 
 
 def test_all_or_nothing() -> None:
@@ -17,16 +17,16 @@ def test_all_or_nothing() -> None:
 
 
 def test_each_handing_out_is_a_new_life_without_a_hash() -> None:
-    pool, life_table = make_pool(1)
+    pool, generation_table = make_pool(1)
     (block,) = stored_chain(pool, (A,))
-    assert (pool.life(block), life_table.hashes[block]) == (1, A)
+    assert (pool.generation(block), generation_table.hashes[block]) == (1, A)
     pool.unref([block])
-    assert life_table.hashes[block] == A  # still provable while it is only cached
+    assert generation_table.hashes[block] == A  # still provable while it is only cached
     assert pool.match([A], 1) == [block]
-    assert pool.life(block) == 1  # used again, not written
+    assert pool.generation(block) == 1  # used again, not written
     pool.unref([block])
     allocated(pool, 1)
-    assert (pool.life(block), life_table.hashes[block]) == (2, NO_HASH)
+    assert (pool.generation(block), generation_table.hashes[block]) == (2, NO_HASH)
 
 
 def test_a_chain_is_evicted_from_its_tail_and_the_longest_unused_first() -> None:
@@ -90,12 +90,15 @@ def test_events_of_one_copy() -> None:
 
 
 def test_a_second_copy_tells_nothing_and_the_last_copy_is_the_one_that_is_evicted() -> None:
-    pool, life_table = make_pool(2)
+    pool, generation_table = make_pool(2)
     first, second = stored_chain(pool, (A,)), stored_chain(pool, (A,))
     assert pool.take_events() == [(STORED, A)]
-    assert life_table.hashes[second[0]] == A  # a reader of the second copy must find its proof
+    assert generation_table.hashes[second[0]] == A  # a reader of the second copy must find its proof
     pool.unref(first)
-    assert (pool.counts().free, pool.counts().cached) == (1, 0)  # the other copy is in use: this one is not worth keeping
+    assert (pool.counts().free, pool.counts().cached) == (
+        1,
+        0,
+    )  # the other copy is in use: this one is not worth keeping
     assert allocated(pool, 1) == first
     assert (pool.take_events(), pool.match([A], 1)) == ([], second)
     pool.unref([*second, *second])
@@ -145,33 +148,33 @@ def test_pins_keep_blocks_for_others() -> None:
 
 
 def test_a_landing_block_is_nobodys_until_it_lands() -> None:
-    pool, life_table = make_pool(2)
-    blocks = landing(pool, 2)
-    assert [pool.life(b) for b in blocks] == [1, 1]
-    assert (pool.counts().landing, pool.counts().used) == (2, 0)
+    pool, generation_table = make_pool(2)
+    blocks = receiving(pool, 2)
+    assert [pool.generation(b) for b in blocks] == [1, 1]
+    assert (pool.counts().receiving, pool.counts().used) == (2, 0)
     assert not any(pool.is_readable(b) for b in blocks)
-    pool.land(blocks[0], A)
-    pool.land(blocks[1], NO_HASH)
-    assert (pool.counts().used, life_table.hashes, pool.take_events()) == (2, [A, NO_HASH], [(STORED, A)])
+    pool.mark_received(blocks[0], A)
+    pool.mark_received(blocks[1], NO_HASH)
+    assert (pool.counts().used, generation_table.hashes, pool.take_events()) == (2, [A, NO_HASH], [(STORED, A)])
     pool.unref(blocks)
     assert (pool.counts().free, pool.counts().cached) == (1, 1)
 
 
 def test_what_lands_after_its_sequence_is_cache() -> None:
     pool, _ = make_pool(2)
-    blocks = landing(pool, 2)
+    blocks = receiving(pool, 2)
     pool.unref(blocks)
-    assert (pool.counts().landing, pool.allocate(1)) == (2, None)
-    pool.land(blocks[0], A)
-    pool.land(blocks[1], NO_HASH)
+    assert (pool.counts().receiving, pool.allocate(1)) == (2, None)
+    pool.mark_received(blocks[0], A)
+    pool.mark_received(blocks[1], NO_HASH)
     assert (pool.counts().free, pool.counts().cached) == (1, 1)
     pool.check()
 
 
 def test_dropped_while_its_sequence_holds_it_a_block_stays_used_and_unreadable() -> None:
     pool, _ = make_pool(1)
-    blocks = landing(pool, 1)
-    pool.drop_landing(blocks)
+    blocks = receiving(pool, 1)
+    pool.drop_receiving(blocks)
     assert (pool.counts().used, pool.allocate(1), pool.is_readable(blocks[0])) == (1, None, False)
     pool.check()
     pool.unref(blocks)
@@ -180,18 +183,18 @@ def test_dropped_while_its_sequence_holds_it_a_block_stays_used_and_unreadable()
 
 def test_dropped_after_its_sequence_a_block_is_free() -> None:
     pool, _ = make_pool(1)
-    blocks = landing(pool, 1)
+    blocks = receiving(pool, 1)
     pool.unref(blocks)
-    pool.drop_landing(blocks)
+    pool.drop_receiving(blocks)
     assert pool.counts().free == 1
 
 
 @pytest.mark.parametrize("sequence_ends_first", [True, False])
 def test_quarantine_outlives_the_sequence(sequence_ends_first: bool) -> None:
     pool, _ = make_pool(1)
-    blocks = landing(pool, 1)
+    blocks = receiving(pool, 1)
     pool.quarantine(blocks)
-    assert (pool.counts().quarantined, pool.counts().landing) == (1, 0)
+    assert (pool.counts().quarantined, pool.counts().receiving) == (1, 0)
     if sequence_ends_first:
         pool.unref(blocks)
         assert (pool.counts().quarantined, pool.allocate(1)) == (1, None)
@@ -204,10 +207,10 @@ def test_quarantine_outlives_the_sequence(sequence_ends_first: bool) -> None:
     pool.check()
 
 
-@pytest.mark.parametrize("lands", [False, True])
-def test_a_block_freed_during_a_step_is_nobodys_before_that_step_has_finished(lands: bool) -> None:
+@pytest.mark.parametrize("receives", [False, True])
+def test_a_block_freed_during_a_step_is_nobodys_before_that_step_has_finished(receives: bool) -> None:
     pool, _ = make_pool(2)
-    take = pool.allocate_landing if lands else pool.allocate
+    take = pool.allocate_receiving if receives else pool.allocate
     blocks = allocated(pool, 2)
     pool.step_launched()
     pool.unref(blocks[:1])
@@ -230,19 +233,19 @@ def test_a_step_that_is_withdrawn_keeps_nothing_from_landing() -> None:
     pool.unref(blocks)
     pool.step_withdrawn()
     pool.check()
-    assert pool.allocate_landing(1) is None, "the step before it still runs"
+    assert pool.allocate_receiving(1) is None, "the step before it still runs"
     pool.step_finished()
     pool.check()
-    assert pool.allocate_landing(2) is not None
+    assert pool.allocate_receiving(2) is not None
 
 
 def test_in_doubt_means_not_found_and_not_proven() -> None:
-    pool, life_table = make_pool(2)
+    pool, generation_table = make_pool(2)
     blocks = stored_chain(pool, (A,)) + allocated(pool, 1)
     pool.take_events()
     pool.unpublish(blocks)
-    assert (pool.lookup([A]), pool.take_events(), life_table.hashes) == ([], [(EVICTED, A)], [NO_HASH, NO_HASH])
-    assert life_table.lives == [2, 2]
+    assert (pool.lookup([A]), pool.take_events(), generation_table.hashes) == ([], [(EVICTED, A)], [NO_HASH, NO_HASH])
+    assert generation_table.generations == [2, 2]
     pool.unref(blocks)
     assert pool.counts().free == 2
 
@@ -251,35 +254,35 @@ def test_whoever_waits_hears_of_room() -> None:
     pool, _ = make_pool(4)
     heard: list[int] = []
     pool.on_room = lambda: heard.append(pool.num_allocatable)
-    blocks, landing_blocks = allocated(pool, 2), landing(pool, 2)
+    blocks, receiving_blocks = allocated(pool, 2), receiving(pool, 2)
     pool.pin(blocks)
     pool.unref(blocks)
     pool.unpin(blocks)
-    pool.unref(landing_blocks)
-    pool.quarantine(landing_blocks[:1])
-    pool.drop_landing(landing_blocks[1:])
-    pool.end_quarantine(landing_blocks[:1])
+    pool.unref(receiving_blocks)
+    pool.quarantine(receiving_blocks[:1])
+    pool.drop_receiving(receiving_blocks[1:])
+    pool.end_quarantine(receiving_blocks[:1])
     assert heard[-1] == 4
     assert sorted(set(heard)) == [0, 2, 3, 4]
 
 
 def test_misuse_is_refused_by_name() -> None:
     pool, _ = make_pool(4)
-    (used,), (lands,) = allocated(pool, 1), landing(pool, 1)
+    (used,), (receives,) = allocated(pool, 1), receiving(pool, 1)
     free = 3
     wrong = [
         lambda: pool.ref([free]),
         lambda: pool.unref([free]),
         lambda: pool.pin([free]),
-        lambda: pool.pin([lands]),
+        lambda: pool.pin([receives]),
         lambda: pool.unpin([used]),
-        lambda: pool.land(used, A),
-        lambda: pool.drop_landing([used]),
+        lambda: pool.mark_received(used, A),
+        lambda: pool.drop_receiving([used]),
         lambda: pool.quarantine([free]),
-        lambda: pool.end_quarantine([lands]),
+        lambda: pool.end_quarantine([receives]),
         lambda: pool.set_hash(free, A),
         lambda: pool.set_hash(used, NO_HASH),
-        lambda: pool.set_hash(lands, A),
+        lambda: pool.set_hash(receives, A),
         lambda: pool.mark_copies([used]),
         lambda: pool.mark_copies([free]),
         pool.step_finished,
@@ -292,4 +295,4 @@ def test_misuse_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="block"):
         pool.set_hash(used, B)
     pool.check()
-    assert (pool.counts().used, pool.counts().landing, pool.counts().free) == (1, 1, 2)
+    assert (pool.counts().used, pool.counts().receiving, pool.counts().free) == (1, 1, 2)

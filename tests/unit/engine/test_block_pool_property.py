@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.core.blocks import NO_HASH
-from baton.core.kv_events import KvEventKind
-from baton.engine.block_pool import BlockPool
-from tests.fake_executor import FakeLifeTable
+from baton.core.kv.block_hash import NO_HASH
+from baton.core.kv.kv_events import KvEventKind
+from baton.engine.kv_cache.block_pool import BlockPool
+from tests.fake_executor import FakeGenerationTable
 from tests.scale import sized
 
 
@@ -18,7 +18,7 @@ class NaiveBlock:
     pins: int = 0
     block_hash: bytes = NO_HASH
     fill: str = ""
-    life: int = 0
+    generation: int = 0
     released_in_step: int = 0  # 0: no step that is still in flight
     released_at: int = 0  # when it became what it is while idle
     is_copy: bool = False
@@ -26,7 +26,7 @@ class NaiveBlock:
 
     @property
     def state(self) -> str:
-        if self.fill in ("landing", "quarantined"):
+        if self.fill in ("receiving", "quarantined"):
             return self.fill
         if self.refs or self.pins:
             return "used"
@@ -44,8 +44,8 @@ class Pools:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.num_blocks = self.rng.randint(1, 12)
-        self.life_table = FakeLifeTable(self.num_blocks)
-        self.pool = BlockPool(self.num_blocks, 4, self.life_table)
+        self.generation_table = FakeGenerationTable(self.num_blocks)
+        self.pool = BlockPool(self.num_blocks, 4, self.generation_table)
         self.naive = [NaiveBlock(released_at=i) for i in range(self.num_blocks)]
         self.now = self.num_blocks
         self.in_flight: list[int] = []
@@ -68,31 +68,37 @@ class Pools:
             if block.state not in ("free", "cached"):
                 continue
             block.fill = ""
-            if any(other.block_hash == block.block_hash for j, other in enumerate(self.naive) if j != i and block.block_hash != NO_HASH):
+            if any(
+                other.block_hash == block.block_hash
+                for j, other in enumerate(self.naive)
+                if j != i and block.block_hash != NO_HASH
+            ):
                 block.block_hash = NO_HASH
             block.is_copy &= block.block_hash != NO_HASH
             block.released_at = self.tick()
             block.released_in_step = self.in_flight[-1] if self.in_flight else 0
 
-    def allocate(self, lands: bool) -> None:
+    def allocate(self, receives: bool) -> None:
         count = self.rng.randint(0, self.num_blocks)
         idle = [i for i in self.where("free", "cached") if self.naive[i].released_in_step not in self.in_flight]
-        got = self.pool.allocate_landing(count) if lands else self.pool.allocate(count)
+        got = self.pool.allocate_receiving(count) if receives else self.pool.allocate(count)
         assert (got is None) == (count > len(idle))
         if got is None:
             return
         assert got == sorted(idle, key=lambda i: self.naive[i].goes)[:count]
         for i in got:
-            self.naive[i] = NaiveBlock(refs=1, fill="landing" if lands else "", life=self.naive[i].life + 1)
+            self.naive[i] = NaiveBlock(
+                refs=1, fill="receiving" if receives else "", generation=self.naive[i].generation + 1
+            )
 
     def act(self) -> None:
         rng, pool, naive = self.rng, self.pool, self.naive
         action = rng.choice(
-            "allocate allocate landing landing copy copy use use forget ref unref unref pin unpin hash land drop quarantine heal".split()
+            "allocate allocate receiving receiving copy copy use use forget ref unref unref pin unpin hash land drop quarantine heal".split()
             + "launch launch finish withdraw doubt".split()
         )
-        if action in ("allocate", "landing"):
-            self.allocate(action == "landing")
+        if action in ("allocate", "receiving"):
+            self.allocate(action == "receiving")
         elif action == "ref":
             chosen = self.some([i for i in self.where("used", "cached") if naive[i].fill == ""])
             pool.ref(chosen)
@@ -116,18 +122,22 @@ class Pools:
                 naive[i].pins -= 1
             self.released(chosen)
         elif action == "hash":
-            for i in self.some([i for i in self.where("used") if naive[i].block_hash == NO_HASH and naive[i].fill == ""]):
-                naive[i].block_hash = rng.randbytes(1) * 16 if rng.random() < 0.3 else rng.choice([b"a", b"b", b"c"]) * 16
+            for i in self.some(
+                [i for i in self.where("used") if naive[i].block_hash == NO_HASH and naive[i].fill == ""]
+            ):
+                naive[i].block_hash = (
+                    rng.randbytes(1) * 16 if rng.random() < 0.3 else rng.choice([b"a", b"b", b"c"]) * 16
+                )
                 if naive[i].block_hash != NO_HASH:
                     pool.set_hash(i, naive[i].block_hash)
         elif action == "land":
-            for i in self.some(self.where("landing")):
+            for i in self.some(self.where("receiving")):
                 naive[i].fill, naive[i].block_hash = "", rng.choice([NO_HASH, b"a" * 16, b"d" * 16, b"e" * 16])
                 naive[i].is_copy &= naive[i].block_hash != NO_HASH
-                pool.land(i, naive[i].block_hash)
+                pool.mark_received(i, naive[i].block_hash)
                 self.released([i])
         elif action == "copy":
-            chosen = self.some(self.where("landing"))
+            chosen = self.some(self.where("receiving"))
             pool.mark_copies(chosen)
             for i in chosen:
                 naive[i].is_copy = True
@@ -145,13 +155,13 @@ class Pools:
             for i in cold[:count]:
                 naive[i].block_hash, naive[i].is_copy, naive[i].released_at = NO_HASH, False, self.tick()
         elif action == "drop":
-            chosen = self.some(self.where("landing"))
-            pool.drop_landing(chosen)
+            chosen = self.some(self.where("receiving"))
+            pool.drop_receiving(chosen)
             for i in chosen:
                 naive[i].fill = "void"
             self.released(chosen)
         elif action == "quarantine":
-            chosen = self.some(self.where("landing"))
+            chosen = self.some(self.where("receiving"))
             pool.quarantine(chosen)
             for i in chosen:
                 naive[i].fill = "quarantined"
@@ -179,17 +189,17 @@ class Pools:
             pool.unpublish(chosen)
             for i in chosen:
                 naive[i].block_hash, naive[i].is_copy = NO_HASH, False
-                naive[i].life += 1
+                naive[i].generation += 1
 
     def compare(self) -> None:
         pool, counts = self.pool, self.pool.counts()
         pool.check()
-        told = (counts.free, counts.cached, counts.used, counts.landing, counts.quarantined)
-        assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "landing", "quarantined"))
+        told = (counts.free, counts.cached, counts.used, counts.receiving, counts.quarantined)
+        assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined"))
         assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
         copies = [b for b in self.naive if b.is_copy and b.fill != "void"]
         assert (pool.num_copies, pool.num_cold_copies) == (len(copies), sum(b.state == "cached" for b in copies))
-        assert self.life_table.lives == [b.life for b in self.naive]
+        assert self.generation_table.generations == [b.generation for b in self.naive]
         assert [pool.hash_of(i) for i in range(self.num_blocks)] == [b.block_hash for b in self.naive]
         here = {b.block_hash for b in self.naive} - {NO_HASH}
         assert set(pool.hashes()) == here

@@ -5,8 +5,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.core.blocks import TokenIds, token_ids
-from baton.engine.content import START, extend, slots_of, token_after, wrong_slot
+from baton.core.kv.block_hash import TokenIds, token_ids
+from baton.engine.kv_cache.checksum import START, extend, slots_of, token_after, wrong_slot
 
 
 def tokens(number: int, seed: int = 0) -> TokenIds:
@@ -61,7 +61,11 @@ def test_the_first_wrong_slot_is_found_in_any_row() -> None:
 
 def test_the_next_token_depends_on_the_whole_key() -> None:
     base = token_after(START, 1, 2, 3, 1 << 30)
-    others = [token_after(START + 1, 1, 2, 3, 1 << 30), token_after(START, 2, 2, 3, 1 << 30), token_after(START, 1, 3, 3, 1 << 30)]
+    others = [
+        token_after(START + 1, 1, 2, 3, 1 << 30),
+        token_after(START, 2, 2, 3, 1 << 30),
+        token_after(START, 1, 3, 3, 1 << 30),
+    ]
     assert len({base, *others, token_after(START, 1, 2, 4, 1 << 30)}) == 5
     drawn = [token_after(int(slot), 0, 0, 0, 10) for slot in slots_of(tokens(5000))]
     assert min(drawn.count(token) for token in range(10)) > 400, "every token of the vocabulary is as likely"

@@ -1,12 +1,13 @@
-"""What one engine does with requests, a step at a time. The fake device checks every slot that a step attends to."""
+"""What one engine does with requests, a step at a time. The fake device checks every slot that a step attends
+to."""
 
 import pytest
 
-from baton.core.costs import attended_tokens
 from baton.core.errors import ConfigError
 from baton.core.request import FinishReason
-from baton.engine.outcome import MEAN_OVER_SAMPLES
-from baton.engine.step import StepPlan
+from baton.core.step_cost import attended_tokens
+from baton.engine.state.outcome import MEAN_OVER_SAMPLES
+from baton.engine.state.step import StepPlan
 from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 
@@ -61,7 +62,9 @@ def test_output_index_counts_over_attempts() -> None:
     rig = EngineRig()
     whole = sequence_request(1, (5, 6, 7), max_tokens=8, sampling={"ignore_eos": True})
     answer, finish = rig.expected(whole, 0)
-    again = rig.add(sequence_request(2, [5, 6, 7, *answer[:5]], num_prompt_tokens=3, max_tokens=8, sampling={"ignore_eos": True}))
+    again = rig.add(
+        sequence_request(2, [5, 6, 7, *answer[:5]], num_prompt_tokens=3, max_tokens=8, sampling={"ignore_eos": True})
+    )
     rig.run()
     assert [output.output_index for output in rig.all_outputs] == [5, 6, 7]
     assert (rig.outputs[2, 0], rig.ends[2, 0]) == (answer[5:], finish)
@@ -172,7 +175,9 @@ def test_a_sample_that_ends_with_its_first_token_has_no_sequence() -> None:
     rig = EngineRig()
     request = sequence_request(tokens=range(10, 16), sample_indices=(0, 1))
     first = rig.expected(request, 0)[0][0]
-    request = rig.add(sequence_request(tokens=range(10, 16), sample_indices=(0, 1), sampling={"stop_token_ids": (first,)}))
+    request = rig.add(
+        sequence_request(tokens=range(10, 16), sample_indices=(0, 1), sampling={"stop_token_ids": (first,)})
+    )
     rig.step()
     assert (rig.ends, rig.engine.running_seqs) == ({(1, 0): FinishReason.STOP}, 1)
     rig.run()
@@ -190,7 +195,9 @@ def test_samples_take_places_before_they_part() -> None:
 
 def test_samples_that_find_no_room_to_part_are_computed_later() -> None:
     rig = EngineRig(num_blocks=4)
-    request = rig.add(sequence_request(tokens=range(10, 20), max_tokens=6, sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
+    request = rig.add(
+        sequence_request(tokens=range(10, 20), max_tokens=6, sample_indices=(0, 1, 2), sampling={"ignore_eos": True})
+    )
     rig.run()
     assert rig.engine.counters.preemptions > 0
     rig.assert_answered(request)

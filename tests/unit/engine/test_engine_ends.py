@@ -1,4 +1,5 @@
-"""What is cancelled or fails ends alone, and what it held is free as soon as nothing writes there any more."""
+"""What is cancelled or fails ends alone, and what it held is free as soon as nothing writes there any
+more."""
 
 from baton.core.errors import Code, Failure, Reason
 from tests.builders import sequence_request
@@ -11,10 +12,10 @@ def test_a_failed_pull_frees_its_sequence_and_only_then_its_blocks() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     rig.step()
-    rig.land(request, [0])
+    rig.mark_received(request, [0])
     table = rig.admissions[1].block_table
     rig.pool.quarantine([table[1]])
-    rig.pool.drop_landing([table[2]])
+    rig.pool.drop_receiving([table[2]])
     rig.step()
     rig.engine.fail(1, FAILURE)
     rig.step()
@@ -28,15 +29,15 @@ def test_a_failed_pull_frees_its_sequence_and_only_then_its_blocks() -> None:
 def test_cancel_in_every_state_frees_at_once() -> None:
     rig = EngineRig(num_blocks=12, max_num_seqs=3)
     rig.add(sequence_request(1, range(10, 20), max_tokens=20))
-    landing = rig.add(sequence_request(2, range(20, 30), pulled=True))
+    receiving = rig.add(sequence_request(2, range(20, 30), pulled=True))
     rig.step()
     rig.add(sequence_request(3, range(30, 70), max_tokens=4))
     for seq_id in (3, 2, 1, 1, 77):
         rig.engine.cancel(seq_id)
         rig.engine.check()
     assert rig.engine.is_idle
-    assert (rig.pool.counts().used, rig.pool.counts().landing) == (0, 3)
-    rig.land(landing)
+    assert (rig.pool.counts().used, rig.pool.counts().receiving) == (0, 3)
+    rig.mark_received(receiving)
     assert rig.step().is_empty
     assert not rig.ends
     rig.assert_clean()
@@ -65,7 +66,7 @@ def test_cancel_while_the_step_runs() -> None:
     assert plan.block_copies
     rig.engine.cancel(1)
     rig.engine.check()
-    assert rig.pool.allocate_landing(64 - 2) is None  # the step may still write to what was just freed
+    assert rig.pool.allocate_receiving(64 - 2) is None  # the step may still write to what was just freed
     rig.apply(plan)
     assert not [o for o in rig.all_outputs if o.seq_id == 1 and o.output_index > 0]
     rig.run()

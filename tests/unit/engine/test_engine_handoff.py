@@ -1,19 +1,27 @@
-"""An engine's part in a handoff: prompts that it computes for others, and sequences whose blocks come from elsewhere."""
+"""An engine's part in a handoff: prompts that it computes for others, and sequences whose blocks come from
+elsewhere."""
 
 import pytest
 
 from baton.core.errors import Failure
 from baton.core.request import FinishReason
-from baton.engine.step import SampledToken
+from baton.engine.state.step import SampledToken
 from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "for_reader", "ends"),
-    [(32, True, [8, 16, 24, 27, 32]), (32, False, [8, 16, 24, 32]), (24, True, [8, 16, 24]), (33, True, [8, 16, 24, 32, 33])],
+    [
+        (32, True, [8, 16, 24, 27, 32]),
+        (32, False, [8, 16, 24, 32]),
+        (24, True, [8, 16, 24]),
+        (33, True, [8, 16, 24, 32, 33]),
+    ],
 )
-def test_the_last_chunk_of_a_long_prompt_for_a_reader_is_at_most_a_sixth(num_tokens: int, for_reader: bool, ends: list[int]) -> None:
+def test_the_last_chunk_of_a_long_prompt_for_a_reader_is_at_most_a_sixth(
+    num_tokens: int, for_reader: bool, ends: list[int]
+) -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add(sequence_request(tokens=range(10, 10 + num_tokens), prefill_only=True, for_reader=for_reader))
     rig.run()
@@ -76,13 +84,15 @@ def test_no_prefill_for_others_while_they_hold_more_than_half() -> None:
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_a_pulled_sequence_goes_on_from_its_owners_token(num_tokens: int, num_samples: int) -> None:
     rig = EngineRig()
-    request = rig.add(sequence_request(tokens=range(10, 10 + num_tokens), pulled=True, sample_indices=tuple(range(num_samples))))
+    request = rig.add(
+        sequence_request(tokens=range(10, 10 + num_tokens), pulled=True, sample_indices=tuple(range(num_samples)))
+    )
     assert rig.step().is_empty
     admission = rig.admissions[1]
-    assert admission.landing_block_ids == admission.block_table
-    rig.land(request)
+    assert admission.receiving_block_ids == admission.block_table
+    rig.mark_received(request)
     assert rig.step().is_empty
-    rig.engine.landed(1, rig.first_tokens(request))
+    rig.engine.received(1, rig.first_tokens(request))
     rig.step()
     assert [output.output_index for output in rig.all_outputs[:num_samples]] == [0] * num_samples
     rig.run()
@@ -98,10 +108,10 @@ def test_what_is_cached_is_not_pulled() -> None:
     second = rig.add(sequence_request(2, range(10, 26), pulled=True))
     rig.step()
     admission = rig.admissions[2]
-    assert (admission.num_cached_blocks, len(admission.landing_block_ids)) == (3, 1)
-    assert admission.block_table[3:] == admission.landing_block_ids
-    rig.land(second)
-    rig.engine.landed(2, rig.first_tokens(second))
+    assert (admission.num_cached_blocks, len(admission.receiving_block_ids)) == (3, 1)
+    assert admission.block_table[3:] == admission.receiving_block_ids
+    rig.mark_received(second)
+    rig.engine.received(2, rig.first_tokens(second))
     rig.run()
     rig.assert_answered(first, second)
 
@@ -112,10 +122,10 @@ def test_landing_blocks_are_all_or_nothing_and_leave_a_spare_block_a_sequence() 
     rig.step()
     pulled = rig.add(sequence_request(2, range(20, 40), max_tokens=2, pulled=True))
     rig.step()
-    assert (list(rig.admissions), rig.pool.counts().landing) == ([1], 0)
+    assert (list(rig.admissions), rig.pool.counts().receiving) == ([1], 0)
     rig.run_until(lambda: 2 in rig.admissions)
-    rig.land(pulled)
-    rig.engine.landed(2, rig.first_tokens(pulled))
+    rig.mark_received(pulled)
+    rig.engine.received(2, rig.first_tokens(pulled))
     rig.run()
     rig.assert_answered(running, pulled)
 
@@ -126,9 +136,9 @@ def test_a_landing_sequence_is_not_preempted() -> None:
     rig.step()
     pulled = rig.add(sequence_request(2, range(20, 40), max_tokens=4, pulled=True, sampling={"ignore_eos": True}))
     rig.run()
-    assert (rig.engine.counters.preemptions, rig.engine.waiting_seqs, rig.pool.counts().landing) == (1, 1, 5)
-    rig.land(pulled)
-    rig.engine.landed(2, rig.first_tokens(pulled))
+    assert (rig.engine.counters.preemptions, rig.engine.waiting_seqs, rig.pool.counts().receiving) == (1, 1, 5)
+    rig.mark_received(pulled)
+    rig.engine.received(2, rig.first_tokens(pulled))
     rig.run()
     rig.assert_answered(running, pulled)
     rig.assert_clean()
@@ -158,8 +168,8 @@ def test_a_first_token_that_ends_the_sample_starts_nothing() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), max_tokens=1, pulled=True))
     rig.step()
-    rig.land(request)
-    rig.engine.landed(1, rig.first_tokens(request))
+    rig.mark_received(request)
+    rig.engine.received(1, rig.first_tokens(request))
     rig.run()
     rig.assert_answered(request)
     rig.assert_clean()
@@ -170,14 +180,14 @@ def test_landed_before_all_blocks_have_landed_fails_that_sequence() -> None:
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     other = rig.add(sequence_request(2))
     rig.step()
-    rig.land(request, [0, 1])
-    rig.engine.landed(1, rig.first_tokens(request))
+    rig.mark_received(request, [0, 1])
+    rig.engine.received(1, rig.first_tokens(request))
     rig.run()
     end = rig.ends[1, 0]
     assert isinstance(end, Failure)
     assert "1 blocks not landed as asked" in end.message
     rig.assert_answered(other)
-    rig.pool.drop_landing([rig.admissions[1].block_table[2]])
+    rig.pool.drop_receiving([rig.admissions[1].block_table[2]])
     rig.assert_clean()
 
 
@@ -185,9 +195,9 @@ def test_landed_with_other_content_than_asked_for_fails_that_sequence() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     rig.step()
-    rig.land(request, [0, 2])
-    rig.pool.land(rig.admissions[1].block_table[1], hashes_of(range(20, 24))[0])
-    rig.engine.landed(1, rig.first_tokens(request))
+    rig.mark_received(request, [0, 2])
+    rig.pool.mark_received(rig.admissions[1].block_table[1], hashes_of(range(20, 24))[0])
+    rig.engine.received(1, rig.first_tokens(request))
     rig.step()
     assert isinstance(rig.ends[1, 0], Failure)
 
@@ -196,8 +206,8 @@ def test_landed_without_a_token_for_a_sample_fails_that_sequence() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True, sample_indices=(0, 1)))
     rig.step()
-    rig.land(request)
-    rig.engine.landed(1, rig.first_tokens(request)[:1])
+    rig.mark_received(request)
+    rig.engine.received(1, rig.first_tokens(request)[:1])
     rig.step()
     assert all(isinstance(rig.ends[1, i], Failure) for i in (0, 1))
     rig.assert_clean()
@@ -206,11 +216,11 @@ def test_landed_without_a_token_for_a_sample_fails_that_sequence() -> None:
 def test_landed_twice_or_for_nobody_changes_nothing() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
-    rig.engine.landed(1, rig.first_tokens(request))  # it waits
-    rig.engine.landed(99, [])
+    rig.engine.received(1, rig.first_tokens(request))  # it waits
+    rig.engine.received(99, [])
     rig.step()
-    rig.land(request)
-    rig.engine.landed(1, rig.first_tokens(request))
-    rig.engine.landed(1, [SampledToken(sample_index=0, token_id=1)])
+    rig.mark_received(request)
+    rig.engine.received(1, rig.first_tokens(request))
+    rig.engine.received(1, [SampledToken(sample_index=0, token_id=1)])
     rig.run()
     rig.assert_answered(request)

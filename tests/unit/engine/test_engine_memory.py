@@ -46,7 +46,10 @@ def test_who_does_not_fit_is_not_overtaken() -> None:
     rig = EngineRig(num_blocks=6)
     first = rig.add(sequence_request(1, range(10, 22), max_tokens=4, sampling={"ignore_eos": True}))
     rig.step()
-    large, small = rig.add(sequence_request(2, range(30, 46), max_tokens=2)), rig.add(sequence_request(3, (1, 2), max_tokens=2))
+    large, small = (
+        rig.add(sequence_request(2, range(30, 46), max_tokens=2)),
+        rig.add(sequence_request(3, (1, 2), max_tokens=2)),
+    )
     rig.step()
     assert list(rig.admissions) == [1]
     rig.run()
@@ -92,8 +95,8 @@ def test_landing_waits_for_a_step_that_may_still_write() -> None:
     assert not rig.pool.counts().used
     rig.pool.step_finished()
     rig.step()
-    rig.land(pulled)
-    rig.engine.landed(2, rig.first_tokens(pulled))
+    rig.mark_received(pulled)
+    rig.engine.received(2, rig.first_tokens(pulled))
     rig.run()
     rig.assert_answered(pulled)
 
@@ -118,7 +121,9 @@ def test_what_can_never_run_is_refused_at_once(changes: dict[str, Any], reason: 
 
 def test_what_just_fits_runs() -> None:
     rig = EngineRig(num_blocks=10)
-    request = rig.add(sequence_request(tokens=range(30), max_tokens=11, sampling={"ignore_eos": True}))  # the last token needs no KV
+    request = rig.add(
+        sequence_request(tokens=range(30), max_tokens=11, sampling={"ignore_eos": True})
+    )  # the last token needs no KV
     rig.run()
     rig.assert_answered(request)
     prefill = rig.add(sequence_request(2, range(40), max_tokens=500, prefill_only=True))
@@ -137,7 +142,9 @@ def test_a_full_queue_refuses() -> None:
     rig.add(sequence_request(3))
 
 
-@pytest.mark.parametrize("changes", [{"seq_id": 1}, {"block_hashes": ()}, {"sample_indices": ()}, {"sample_indices": (1, 1)}])
+@pytest.mark.parametrize(
+    "changes", [{"seq_id": 1}, {"block_hashes": ()}, {"sample_indices": ()}, {"sample_indices": (1, 1)}]
+)
 def test_a_callers_mistake_is_a_value_error(changes: dict[str, Any]) -> None:
     rig = EngineRig()
     rig.add(sequence_request(1))

@@ -1,17 +1,18 @@
-"""The engine against the definition of an answer: random requests, pulls, cancels and failures in pools that are too small for them."""
+"""The engine against the definition of an answer: random requests, pulls, cancels and failures in pools that
+are too small for them."""
 
 import random
 from collections import Counter
 
 import pytest
 
-from baton.core.blocks import NO_HASH
-from baton.core.costs import StepCostModel
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.kv_events import KvEventKind
-from baton.engine.sequence import SequenceRequest
-from baton.engine.stall_free import Pace
-from baton.engine.step import StepPlan, StepSequence
+from baton.core.kv.block_hash import NO_HASH
+from baton.core.kv.kv_events import KvEventKind
+from baton.core.step_cost import StepCostModel
+from baton.engine.scheduling.step_budget import StepTiming
+from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.step import StepPlan, StepSequence
 from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 from tests.fake_executor import contents
@@ -39,8 +40,8 @@ class World:
         )
         self.requests: dict[int, SequenceRequest] = {}
         self.cancelled: set[tuple[int, int]] = set()  # samples
-        self.pulls: dict[int, list[int]] = {}  # seq_id -> table indices still landing
-        self.landed: set[int] = set()
+        self.pulls: dict[int, list[int]] = {}  # seq_id -> table indices still receiving
+        self.received: set[int] = set()
         self.pins: list[list[int]] = []
         self.quarantined: list[int] = []
         self.published: set[bytes] = set()
@@ -51,9 +52,11 @@ class World:
         self.fail_rate = rng.choice([0.0, 0.0, 0.01])
         self.now_s = 0.0
         token_s = rng.choice([1e-5, 1e-3, 1e-2])
-        costs = StepCostModel(step_s=4e-3, prefill_token_s=token_s, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
+        costs = StepCostModel(
+            step_s=4e-3, prefill_token_s=token_s, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7
+        )
         if rng.random() < 0.7:
-            self.rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: self.now_s)
+            self.rig.engine.pace = StepTiming(costs=lambda: costs, now_s=lambda: self.now_s)
 
     def maybe_fail(self, _: StepSequence) -> Failure | None:
         return INJECTED if self.rng.random() < self.fail_rate else None
@@ -137,12 +140,12 @@ class World:
         """What a worker does at once: pins for a reader, begins a pull."""
         for seq_id, admission in self.rig.admissions.items():
             request = self.requests[seq_id]
-            if request.pulled and seq_id not in self.pulls and seq_id not in self.landed:
+            if request.pulled and seq_id not in self.pulls and seq_id not in self.received:
                 self.pulls[seq_id] = list(range(admission.num_cached_blocks, len(admission.block_table)))
-                assert tuple(admission.block_table[i] for i in self.pulls[seq_id]) == admission.landing_block_ids
+                assert tuple(admission.block_table[i] for i in self.pulls[seq_id]) == admission.receiving_block_ids
                 self.happened["pulls"] += 1
-            elif request.for_reader and not request.pulled and seq_id not in self.landed and self.live(seq_id):
-                self.landed.add(seq_id)
+            elif request.for_reader and not request.pulled and seq_id not in self.received and self.live(seq_id):
+                self.received.add(seq_id)
                 self.rig.pool.pin(admission.block_table)
                 self.pins.append(list(admission.block_table))
                 self.happened["pins"] += 1
@@ -157,57 +160,58 @@ class World:
         table = rig.admissions[seq_id].block_table
         chance = rng.random()
         if left and chance < 0.75:
-            self.land_one(seq_id)
+            self.receive_one(seq_id)
         elif left and (chance > 0.95 or not self.live(seq_id)):
             doubtful = rng.sample(left, rng.randint(0, len(left)))
             pool.quarantine([table[i] for i in doubtful])
-            pool.drop_landing([table[i] for i in left if i not in doubtful])
+            pool.drop_receiving([table[i] for i in left if i not in doubtful])
             self.quarantined += [table[i] for i in doubtful]
             self.happened["quarantines"] += bool(doubtful)
             rig.engine.check()
-            self.landed.add(seq_id)
+            self.received.add(seq_id)
             del self.pulls[seq_id]
             if rng.random() < 0.5:
                 self.step()  # the worker's `fail` comes only after a step
             rig.engine.fail(seq_id, PULL_FAILED)
         elif not left:
             del self.pulls[seq_id]
-            self.landed.add(seq_id)
-            rig.engine.landed(seq_id, rig.first_tokens(request))
+            self.received.add(seq_id)
+            rig.engine.received(seq_id, rig.first_tokens(request))
 
-    def land_one(self, seq_id: int | None = None) -> None:
+    def receive_one(self, seq_id: int | None = None) -> None:
         """A block of this pull, or of any."""
         pulls = [s for s, left in self.pulls.items() if left] if seq_id is None else [seq_id]
         if pulls:
             seq_id = self.rng.choice(pulls)
             left = self.pulls[seq_id]
-            self.rig.land(self.requests[seq_id], [left.pop(self.rng.randrange(len(left)))])
+            self.rig.mark_received(self.requests[seq_id], [left.pop(self.rng.randrange(len(left)))])
             self.happened["landings"] += 1
 
     def spoil(self) -> None:
         """Reads that still run write whatever they want to."""
-        landing = [self.rig.admissions[s].block_table[i] for s, left in self.pulls.items() for i in left]
-        for block_id in [*landing, *self.quarantined]:
+        receiving = [self.rig.admissions[s].block_table[i] for s, left in self.pulls.items() for i in left]
+        for block_id in [*receiving, *self.quarantined]:
             self.rig.executor.memory[block_id] = [self.rng.randrange(10**6) for _ in range(4)]
 
     def bring(self) -> None:
-        """The beginning of prompts to come is pulled out of another worker's cache, or as much of it as there is time for."""
+        """The beginning of prompts to come is pulled out of another worker's cache, or as much of it as there
+        is time for."""
         rng, pool = self.rng, self.rig.pool
         tokens = rng.choice(self.prefixes)[: 4 * rng.randint(1, 7)]
         hashes = hashes_of(tokens)
         self.contents_of_hash |= {h: contents(tokens)[4 * i : 4 * i + 4] for i, h in enumerate(hashes)}
         held = pool.match(hashes, len(hashes))
-        landing = pool.allocate_landing(len(hashes) - len(held)) or []
-        pool.mark_copies(landing)
-        pool.drop_copies(max(0, pool.num_copies - max(len(landing), pool.num_blocks // 4)))
-        num_landed = rng.choice([len(landing), rng.randint(0, len(landing))])
-        for block_id, index in zip(landing[:num_landed], range(len(held), len(hashes)), strict=False):
-            self.rig.executor.write(held + landing, tokens[: 4 * index + 4], 4 * index)
-            pool.land(block_id, hashes[index])
-        pool.drop_landing(landing[num_landed:])
-        pool.unref(landing)
+        receiving = pool.allocate_receiving(len(hashes) - len(held)) or []
+        pool.mark_copies(receiving)
+        pool.drop_copies(max(0, pool.num_copies - max(len(receiving), pool.num_blocks // 4)))
+        num_received = rng.choice([len(receiving), rng.randint(0, len(receiving))])
+        for block_id, index in zip(receiving[:num_received], range(len(held), len(hashes)), strict=False):
+            self.rig.executor.write(held + receiving, tokens[: 4 * index + 4], 4 * index)
+            pool.mark_received(block_id, hashes[index])
+        pool.drop_receiving(receiving[num_received:])
+        pool.unref(receiving)
         pool.unref(held)
-        self.happened["copies brought"] += num_landed
+        self.happened["copies brought"] += num_received
         self.rig.engine.check()
 
     def unpin(self) -> None:
@@ -217,7 +221,8 @@ class World:
             self.rig.pool.end_quarantine([self.quarantined.pop(self.rng.randrange(len(self.quarantined)))])
 
     def step(self) -> bool:
-        """A step, and often those that can follow it at once; whether there was one. What others do goes on meanwhile."""
+        """A step, and often those that can follow it at once; whether there was one. What others do goes on
+        meanwhile."""
         plan = self.rig.plan()
         self.after_admissions()
         self.spoil()
@@ -228,7 +233,7 @@ class World:
             self.happened["steps beside a prompt that is cut short"] += (
                 self.rig.engine.step_budget_tokens < self.rig.config.max_num_batched_tokens
             )
-            self.happened["steps as long as promised"] += self.rig.engine.promised_step_s > 0
+            self.happened["steps as long as promised"] += self.rig.engine.slo_step_s > 0
             self.now_s += self.rng.uniform(0.002, 0.02)
             after = self.ahead_of(plan)
             result = self.rig.executor.run(plan)
@@ -241,7 +246,9 @@ class World:
             if after is None:
                 break
             self.happened["steps ahead"] += 1
-            self.happened["steps ahead of an end"] += any(p.seq_id not in self.rig.engine._sequences.running for p in after.sequences)
+            self.happened["steps ahead of an end"] += any(
+                p.seq_id not in self.rig.engine._sequences.running for p in after.sequences
+            )
             self.meanwhile()
             plan = after
         return has_run
@@ -266,7 +273,7 @@ class World:
         if self.rng.random() < 0.3:
             self.bring()
         for _ in range(self.rng.randint(0, 2)):
-            self.land_one()
+            self.receive_one()
         self.unpin()
         self.spoil()
 
@@ -280,7 +287,7 @@ class World:
             block_hash = self.rig.pool.hash_of(block_id)
             if block_hash != NO_HASH:
                 assert self.rig.executor.memory[block_id] == self.contents_of_hash[block_hash]
-                assert self.rig.life_table.hashes[block_id] == block_hash
+                assert self.rig.generation_table.hashes[block_id] == block_hash
 
     def assert_right(self) -> None:
         """All that came out is a prefix of the definition; whole, unless somebody ended it."""
@@ -343,9 +350,20 @@ def test_the_worlds_see_what_they_should() -> None:
         counters = world.rig.engine.counters
         happened.update(world.happened)
         happened.update(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
-    seen = {"preemptions", "copies", "cached", "pulls", "landings", "quarantines", "pins", "replays", "queue_full", "no_capacity"}
+    seen = {
+        "preemptions",
+        "copies",
+        "cached",
+        "pulls",
+        "landings",
+        "quarantines",
+        "pins",
+        "replays",
+        "queue_full",
+        "no_capacity",
+    }
     seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "copies brought"} | {
-        f"cancel {state}" for state in ("WAITING", "RUNNING", "LANDING")
+        f"cancel {state}" for state in ("WAITING", "RUNNING", "RECEIVING")
     }
     seen |= {"steps beside a prompt that is cut short", "steps as long as promised"}
     assert all(happened[what] >= 3 for what in seen), happened

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.engine.kv_memory import free_host_bytes, num_kv_blocks
+from baton.engine.kv_cache.sizing import free_host_bytes, num_kv_blocks
 from tests import builders
 
 MIB = 1 << 20
@@ -40,13 +40,17 @@ def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
     assert blocks(step_bytes=100 * BLOCK) == 450
     assert blocks(step_bytes=100 * BLOCK, num_sharing=2) == 200
     assert blocks(kv_memory=900 * BLOCK, step_bytes=100 * BLOCK) == 900
-    with pytest.raises(ConfigError, match=r"more than there is: \d+ MiB are free here, of which the largest step takes \d+"):
+    with pytest.raises(
+        ConfigError, match=r"more than there is: \d+ MiB are free here, of which the largest step takes \d+"
+    ):
         blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)
 
 
 def test_less_than_one_sequence_is_refused() -> None:
     assert blocks(kv_memory=25 * BLOCK) == 25
-    with pytest.raises(ConfigError, match=r"holds the KV of 96 tokens, less than one sequence of 100.*--kv-memory 25KiB"):
+    with pytest.raises(
+        ConfigError, match=r"holds the KV of 96 tokens, less than one sequence of 100.*--kv-memory 25KiB"
+    ):
         blocks(kv_memory=25 * BLOCK - 1)
     with pytest.raises(ConfigError, match="share of the free memory"):
         blocks(free=49 * BLOCK)

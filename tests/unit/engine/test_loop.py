@@ -6,8 +6,8 @@ import pytest
 
 from baton.core.errors import Reason, Refused
 from baton.engine.loop import EngineLoop
-from baton.engine.outcome import Outcome
-from baton.engine.step import StepPlan
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 from tests.unit.engine.loops import FAILURE, make_loop, running, turns
@@ -47,8 +47,8 @@ async def test_draining_finishes_what_is_there_and_what_still_comes() -> None:
         await turns()  # nothing can be computed, but one sequence still lands
         loop.add(late)
         await turns()
-        rig.land(pulled)
-        loop.landed(1, rig.first_tokens(pulled))
+        rig.mark_received(pulled)
+        loop.received(1, rig.first_tokens(pulled))
     rig.assert_answered(pulled, late)
 
 
@@ -103,7 +103,7 @@ async def test_tokens_that_merely_go_on_are_delivered_while_the_next_step_runs_a
     rig = EngineRig()
     running_at: list[tuple[int, bool]] = []
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         rig.note(outcome)
         running_at.extend((output.output_index, loop.step_started_s is not None) for output in outcome.outputs)
 
@@ -117,9 +117,12 @@ async def test_tokens_that_merely_go_on_are_delivered_while_the_next_step_runs_a
 
 async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
     rig = EngineRig(num_blocks=6)
-    first, second = sequence_request(1, range(10, 26), prefill_only=True), sequence_request(2, range(40, 56), max_tokens=3)
+    first, second = (
+        sequence_request(1, range(10, 26), prefill_only=True),
+        sequence_request(2, range(40, 56), max_tokens=3),
+    )
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         rig.note(outcome)
         for admission in outcome.admissions:
             if admission.seq_id == 1:
@@ -186,7 +189,7 @@ async def test_step_age() -> None:
 async def test_an_exception_of_deliver_is_not_swallowed() -> None:
     rig = EngineRig()
 
-    def deliver(_: Outcome) -> None:
+    def deliver(_: EngineOutcome) -> None:
         raise RuntimeError("deliver")
 
     loop = EngineLoop(rig.engine, rig.executor, deliver)
@@ -200,7 +203,7 @@ async def test_deliver_may_call_back() -> None:
     rig = EngineRig()
     second = sequence_request(2, range(10))
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         rig.note(outcome)
         for output in outcome.outputs:
             if output.seq_id == 1 and output.output_index == 0:
@@ -233,7 +236,7 @@ async def test_the_time_of_a_step_has_its_planning_in_it_and_no_rest(monkeypatch
         now_s[0] += plan_s
         return plan()
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         if any(output.finish is not None for output in outcome.outputs):
             done.set()
 

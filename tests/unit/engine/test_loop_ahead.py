@@ -7,8 +7,8 @@ import pytest
 
 from baton.core.errors import Failure
 from baton.engine.loop import EngineLoop
-from baton.engine.outcome import Outcome
-from baton.engine.step import NothingToFollow, StepPlan, StepResult
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.step import NothingToFollow, StepPlan, StepResult
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 from tests.unit.engine.loops import FAILURE, make_loop, running, turns
@@ -62,7 +62,9 @@ async def test_a_loop_that_is_interrupted_leaves_no_step_behind(num_turns: int) 
 async def test_an_exception_in_a_step_that_was_planned_ahead_is_charged_too() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
-    requests = [sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=9, sampling={"ignore_eos": True}) for i in (1, 2, 3)]
+    requests = [
+        sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=9, sampling={"ignore_eos": True}) for i in (1, 2, 3)
+    ]
     rig.executor.guilty = lambda part: part.seq_id == 2 and part.kv_begin >= 9
     async with running(loop):
         for request in requests:
@@ -89,7 +91,9 @@ async def test_a_step_that_fails_when_all_in_it_have_ended_is_nobodys_fault() ->
     rig.assert_clean()
 
 
-async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a GPU has, which was given it while it computed the step before; that one fails."""
     rig = EngineRig()
     loop = make_loop(rig)
@@ -127,7 +131,7 @@ async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blo
 async def test_a_loop_that_ends_by_a_delivery_leaves_no_step_behind() -> None:
     rig = EngineRig()
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         if any(output.output_index == 2 for output in outcome.outputs):
             raise RuntimeError("deliver")
 
@@ -143,7 +147,7 @@ async def test_what_was_held_comes_before_a_failure_from_outside() -> None:
     rig = EngineRig()
     outcomes: list[int | Failure] = []
 
-    def deliver(outcome: Outcome) -> None:
+    def deliver(outcome: EngineOutcome) -> None:
         for output in outcome.outputs:
             outcomes.append(output.failure or output.output_index)
             if output.output_index == 1 and not output.failure:

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import Code, Failure, Refused
 from baton.engine.loop import EngineUnhealthy
-from baton.engine.step import DeviceFault, StepSequence
+from baton.engine.state.step import DeviceFault, StepSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 from tests.unit.engine.loops import FAILURE, make_loop, running, turns
@@ -75,7 +75,9 @@ async def test_when_different_requests_of_a_step_fail_each_alone_the_device_is_a
 
 
 @pytest.mark.parametrize("sample_indices", [(0,), (0, 1, 2)])
-async def test_a_request_that_fails_with_nobody_beside_it_is_charged_like_any_other(sample_indices: tuple[int, ...]) -> None:
+async def test_a_request_that_fails_with_nobody_beside_it_is_charged_like_any_other(
+    sample_indices: tuple[int, ...],
+) -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     rig.executor.guilty = lambda part: part.kv_begin >= 6  # once it decodes, each sample as a sequence of its own

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.core.blocks import token_ids
+from baton.core.kv.block_hash import token_ids
 from baton.core.request import FinishReason
-from baton.engine.sequence import EngineSequence, ends_of_text, finish_with, max_cached_blocks
+from baton.engine.state.sequence import EngineSequence, ends_of_text, finish_with, max_cached_blocks
 from tests.builders import hashes_of, sequence_request
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -26,9 +26,14 @@ EOS = (2,)
         (2, 3, {"min_tokens": 3}, STOP),
     ],
 )
-def test_finish(token_id: int, num_outputs_before: int, sampling: dict[str, object], finish: FinishReason | None) -> None:
+def test_finish(
+    token_id: int, num_outputs_before: int, sampling: dict[str, object], finish: FinishReason | None
+) -> None:
     request = sequence_request(tokens=range(10, 15), max_tokens=8, sampling=sampling)
-    assert finish_with(token_id, request, num_tokens=5 + num_outputs_before, eos_token_ids=EOS, max_model_len=100) is finish
+    assert (
+        finish_with(token_id, request, num_tokens=5 + num_outputs_before, eos_token_ids=EOS, max_model_len=100)
+        is finish
+    )
 
 
 def test_the_models_length_ends_a_sample() -> None:

@@ -7,19 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import LEAST_TIMES, STALL_TIMES, CostCorrection, StepCostModel, StepWork
-from baton.engine.stall_free import Pace, Part, StepBeside
-from baton.engine.step import StepPlan
+from baton.core.step_cost import LEAST_TIMES, STALL_TIMES, CostCorrection, StepCostModel, StepWork
+from baton.engine.scheduling.step_budget import MixedStep, Part, StepTiming
+from baton.engine.state.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 
-COSTS = StepCostModel(step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7)
+COSTS = StepCostModel(
+    step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7
+)
 
 
 def beside(
-    contexts: Sequence[int], prompts: Sequence[Part], *, costs: StepCostModel = COSTS, limit_s: float = 0.0, num_before: int = 0
+    contexts: Sequence[int],
+    prompts: Sequence[Part],
+    *,
+    costs: StepCostModel = COSTS,
+    limit_s: float = 0.0,
+    num_before: int = 0,
 ) -> int:
-    return StepBeside.of(costs, contexts, prompts).most_tokens(limit_s, num_before, at_most=512, at_least=16)
+    return MixedStep.of(costs, contexts, prompts).most_tokens(limit_s, num_before, at_most=512, at_least=16)
 
 
 def queued(num_tokens: int, num_prompts: int = 1) -> list[Part]:
@@ -46,7 +53,9 @@ def test_where_any_part_of_a_prompt_makes_a_step_long_it_is_not_cut_small() -> N
     """In a quarter of what the others take beside it anyway, it is done in fewer such steps."""
     slow_beside = replace(COSTS, mixed_factor=2.5)
     contexts = [500] * 32
-    assert slow_beside.step_seconds(StepWork.of([(1, 0)], contexts)) > STALL_TIMES * slow_beside.step_seconds(StepWork.of((), contexts))
+    assert slow_beside.step_seconds(StepWork.of([(1, 0)], contexts)) > STALL_TIMES * slow_beside.step_seconds(
+        StepWork.of((), contexts)
+    )
     taken = beside(contexts, queued(1024), costs=slow_beside)
     with_s = slow_beside.step_seconds(StepWork.of([(taken, 0)], contexts))
     assert taken > 16
@@ -54,9 +63,11 @@ def test_where_any_part_of_a_prompt_makes_a_step_long_it_is_not_cut_small() -> N
 
 
 @pytest.mark.parametrize(("costs", "has_decoding"), [(None, True), (COSTS, False)])
-def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits(costs: StepCostModel | None, has_decoding: bool) -> None:
+def test_without_costs_or_sequences_that_decode_a_step_takes_what_fits(
+    costs: StepCostModel | None, has_decoding: bool
+) -> None:
     rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
-    rig.engine.pace = Pace(costs=lambda: costs, now_s=lambda: 0.0)
+    rig.engine.pace = StepTiming(costs=lambda: costs, now_s=lambda: 0.0)
     if has_decoding:
         rig.add(sequence_request(1, range(10), max_tokens=200))
         rig.step()
@@ -92,16 +103,16 @@ def test_a_machine_that_has_become_slow_does_not_starve_prompts() -> None:
     assert mine / 2 < its <= mine
 
 
-@pytest.mark.parametrize("is_paced", [True, False])
-def test_decode_is_not_stalled_by_a_prompt(is_paced: bool) -> None:
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_decode_is_not_stalled_by_a_prompt(is_emulated: bool) -> None:
     rig = EngineRig(max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
     for seq_id in range(4):
         rig.add(sequence_request(seq_id, range(10), max_tokens=200))
     rig.step()
-    rig.engine.pace = Pace(costs=lambda: COSTS, now_s=lambda: 0.0) if is_paced else None
+    rig.engine.pace = StepTiming(costs=lambda: COSTS, now_s=lambda: 0.0) if is_emulated else None
     rig.add(sequence_request(9, range(20, 520), max_tokens=2))
     plans: list[StepPlan] = [rig.step() for _ in range(30)]
     prompts = [max(part.num_scheduled_tokens for part in plan.sequences) for plan in plans]
-    assert (max(prompts) <= 60) == is_paced, "48 ms of prefill beside 5 ms of decode"
+    assert (max(prompts) <= 60) == is_emulated, "48 ms of prefill beside 5 ms of decode"
     assert sum(chunk for chunk in prompts if chunk > 1) >= 499, "the prompt was computed meanwhile"
     assert all(len(plan.sequences) >= 4 for plan in plans), "and nobody was left out"

@@ -1,4 +1,5 @@
-"""A Ray that is a few dictionaries: nodes that offer resources, and actors that wait for them, live and end as a test says."""
+"""A Ray that is a few dictionaries: nodes that offer resources, and actors that wait for them, live and end
+as a test says."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from baton.fleet.ray_nodes import NODE_LABEL
-from baton.fleet.releases import Release, release_probe
-from baton.fleet.worker_actor import WorkerFacts
+from baton.fleet.ray.ray_nodes import NODE_LABEL
+from baton.fleet.ray.release_check import Release, release_probe
+from baton.fleet.ray.worker_actor import WorkerFacts
 
 
 class Died(Exception):
@@ -60,7 +61,11 @@ class FakeActor:
 
     @property
     def demand(self) -> dict[str, float]:
-        asked = {"CPU": self.options.get("num_cpus", 0), "GPU": self.options.get("num_gpus", 0), **self.options.get("resources", {})}
+        asked = {
+            "CPU": self.options.get("num_cpus", 0),
+            "GPU": self.options.get("num_gpus", 0),
+            **self.options.get("resources", {}),
+        }
         return {name: amount for name, amount in asked.items() if amount}
 
     def end(self, why: str) -> None:
@@ -72,8 +77,9 @@ class FakeActor:
 
 
 class FakeRay:
-    """`start_errors`: by a worker's id what its next starts raise; `start_s`: after how many seconds. `releases`: by a node what it has,
-    where that is not ours. `kept_names`: those of actors that it does not forget when they have ended."""
+    """`start_errors`: by a worker's id what its next starts raise; `start_s`: after how many seconds.
+    `releases`: by a node what it has, where that is not ours. `kept_names`: those of actors that it does not
+    forget when they have ended."""
 
     def __init__(self, **nodes: Mapping[str, float]) -> None:
         self._lock = threading.RLock()
@@ -199,7 +205,13 @@ class FakeRay:
 
     def _place(self) -> None:
         for actor in self.living:
-            barred = actor.options.get("label_selector", {}).get(NODE_LABEL, "!in()").removeprefix("!in(").removesuffix(")").split(",")
+            barred = (
+                actor.options.get("label_selector", {})
+                .get(NODE_LABEL, "!in()")
+                .removeprefix("!in(")
+                .removesuffix(")")
+                .split(",")
+            )
             for node in self.resources:
                 if not actor.node and node not in barred and self._has_room(node, actor.demand):
                     actor.node = node
@@ -207,4 +219,7 @@ class FakeRay:
 
     def _has_room(self, node: str, demand: Mapping[str, float]) -> bool:
         taken = [actor.demand for actor in self.living if actor.node == node]
-        return all(self.resources[node].get(name, 0) - sum(each.get(name, 0) for each in taken) >= n for name, n in demand.items())
+        return all(
+            self.resources[node].get(name, 0) - sum(each.get(name, 0) for each in taken) >= n
+            for name, n in demand.items()
+        )

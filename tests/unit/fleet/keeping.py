@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.core.cluster import WorkerRole
-from baton.fleet.plan import Wanted, WorkerSpec
-from baton.fleet.ray_fleet import Joined, RayFleet
-from baton.fleet.supervisor import RestartLimit
-from baton.runtime.settings import RayPlacement, WorkerConfig
+from baton.core.cluster.worker_report import WorkerRole
+from baton.fleet.processes.supervisor import RestartLimit
+from baton.fleet.ray.ray_fleet import Joined, RayFleet
+from baton.fleet.worker_plan import Wanted, WorkerSpec
+from baton.runtime.config.settings import RayPlacement, WorkerConfig
 from tests.unit.fleet.fake_ray import FakeActor, FakeRay
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -19,7 +19,9 @@ QUICK = RestartLimit(deaths=2, window_s=0.2, first_wait_s=0.001, max_wait_s=0.00
 Use = Callable[[FakeRay], FakeRay]
 
 
-async def connected(tmp_path: Path, *, is_detached: bool = True, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> RayFleet:
+async def connected(
+    tmp_path: Path, *, is_detached: bool = True, placement: RayPlacement = "role", limit: RestartLimit = QUICK
+) -> RayFleet:
     joined = Joined(address="h:1", cluster="test", placement=placement, is_detached=is_detached)
     fleet = RayFleet(ray_dir=tmp_path, log_dir=None, joined=joined, limit=limit)
     await fleet.connect()
@@ -35,7 +37,9 @@ def worker_config(spec: WorkerSpec) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def keeping(tmp_path: Path, wanted: Wanted, placement: RayPlacement = "role", limit: RestartLimit = QUICK) -> AsyncIterator[RayFleet]:
+async def keeping(
+    tmp_path: Path, wanted: Wanted, placement: RayPlacement = "role", limit: RestartLimit = QUICK
+) -> AsyncIterator[RayFleet]:
     """A fleet that looks after these; it must still do so when the test ends."""
     fleet = await connected(tmp_path, placement=placement, limit=limit)
     task = asyncio.create_task(fleet.keep(wanted))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.fleet import doctor, doctor_links, doctor_software
-from baton.fleet.doctor_check import Finding, Verdict, fail, ok, warn
-from baton.fleet.doctor_links import Measured, cma_finding, transfer_findings
-from baton.fleet.doctor_machine import (
+from baton.fleet.doctor import doctor_links, doctor_software, findings
+from baton.fleet.doctor.doctor_check import CheckStatus, Finding, fail, ok, warn
+from baton.fleet.doctor.doctor_links import Measured, cma_finding, transfer_findings
+from baton.fleet.doctor.doctor_machine import (
     cores_finding,
     cpu_finding,
     gpu_finding,
@@ -21,11 +21,11 @@ from baton.fleet.doctor_machine import (
     open_files_finding,
     shm_finding,
 )
-from baton.fleet.doctor_software import directory_finding, ports, python_finding, pytorch_finding
-from baton.store import private_redis
+from baton.fleet.doctor.doctor_software import directory_finding, ports, python_finding, pytorch_finding
+from baton.store.redis import private_redis
 
 GIB = 2**30
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+OK, WARN, FAIL = CheckStatus.OK, CheckStatus.WARN, CheckStatus.FAIL
 FAST = Measured(transport="cma", bytes_per_s=5.2e9)
 BROKEN = Measured(problem="no such device")
 
@@ -36,7 +36,11 @@ BROKEN = Measured(problem="no such device")
         (python_finding((3, 12, 1)), OK, "3.12.1"),
         (python_finding((3, 10, 9)), FAIL, "3.10.9"),
         (python_finding((3, 14, 0)), FAIL, "install Python 3.11, 3.12 or 3.13"),
-        (cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx2 avx512_bf16 amx_bf16\n\nflags\t\t: none"), OK, "amx_bf16 and avx512_bf16"),
+        (
+            cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx2 avx512_bf16 amx_bf16\n\nflags\t\t: none"),
+            OK,
+            "amx_bf16 and avx512_bf16",
+        ),
         (cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx512_bf16\n"), OK, "X, avx512_bf16, no AMX"),
         (cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx2\n"), WARN, "--dtype float32"),
         (cpu_finding("aarch64", "processor\t: 0\nFeatures\t: fp asimd bf16\n"), OK, "aarch64"),
@@ -63,7 +67,7 @@ BROKEN = Measured(problem="no such device")
         (cma_finding("Operation not permitted", ""), WARN, "SYS_PTRACE"),
     ],
 )
-def test_a_check_says_what_it_found_and_what_to_do(finding: Finding, verdict: Verdict, words: str) -> None:
+def test_a_check_says_what_it_found_and_what_to_do(finding: Finding, verdict: CheckStatus, words: str) -> None:
     assert finding.verdict is verdict
     assert words in f"{finding.found} → {finding.advice}"
     assert bool(finding.advice) == (verdict is not OK)
@@ -80,10 +84,14 @@ def test_a_check_says_what_it_found_and_what_to_do(finding: Finding, verdict: Ve
         ("1.5.1", BROKEN, BROKEN, [FAIL, FAIL]),
     ],
 )
-def test_one_way_of_moving_kv_has_to_work(version: str | None, nixl: Measured, local: Measured, verdicts: list[Verdict]) -> None:
+def test_one_way_of_moving_kv_has_to_work(
+    version: str | None, nixl: Measured, local: Measured, verdicts: list[CheckStatus]
+) -> None:
     found = list(transfer_findings(version, nixl, local))
     assert [finding.verdict for finding in found] == verdicts
-    assert all("5.2 GB/s between two processes over cma" in f.found for f, v in zip(found, verdicts, strict=True) if v is OK)
+    assert all(
+        "5.2 GB/s between two processes over cma" in f.found for f, v in zip(found, verdicts, strict=True) if v is OK
+    )
 
 
 def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
@@ -133,18 +141,20 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
     def fine() -> Iterator[Finding]:
         yield warn("b", "found", "advice")
 
-    found = list(doctor.findings({"broken": broken, "fine": fine}))
+    found = list(findings.findings({"broken": broken, "fine": fine}))
     assert [finding.name for finding in found] == ["a", "broken", "b"]
     assert "strange machine" in found[1].found
-    assert not doctor.is_missing_something(found)
-    assert doctor.is_missing_something([*found, fail("c", "found", "advice")])
+    assert not findings.is_missing_something(found)
+    assert findings.is_missing_something([*found, fail("c", "found", "advice")])
 
 
 def test_the_checks_that_start_nothing_work_on_this_machine() -> None:
     slow = {"transfer", "cross-process reads"}
-    found = list(doctor.findings({name: check for name, check in doctor.CHECKS.items() if name not in slow}))
+    found = list(findings.findings({name: check for name, check in findings.CHECKS.items() if name not in slow}))
     assert not [finding for finding in found if "could not be examined" in finding.found]
-    assert {"python", "cpu", "cores", "memory", "open files", "gpu", "pytorch", "redis", "ray", "logs"} <= {f.name for f in found}
+    assert {"python", "cpu", "cores", "memory", "open files", "gpu", "pytorch", "redis", "ray", "logs"} <= {
+        f.name for f in found
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this system call")
@@ -156,9 +166,11 @@ def test_reading_another_process_is_really_tried() -> None:
 
 def test_a_process_that_ends_early_is_said_in_its_own_words() -> None:
     with pytest.raises(doctor_links._PairFailed, match=r"No module named '?baton.nothing"):
-        doctor_links._pair(["baton.nothing"], ["baton.fleet.doctor_cma", "reader"], 10.0)
+        doctor_links._pair(["baton.nothing"], ["baton.fleet.doctor.doctor_cma", "reader"], 10.0)
 
 
 def test_a_process_that_says_nothing_is_ended_in_time() -> None:
     with pytest.raises(doctor_links._PairFailed, match="said nothing"):
-        doctor_links._pair(["baton.fleet.doctor_cma", "reader"], ["baton.fleet.doctor_cma", "reader"], 0.5)
+        doctor_links._pair(
+            ["baton.fleet.doctor.doctor_cma", "reader"], ["baton.fleet.doctor.doctor_cma", "reader"], 0.5
+        )

@@ -16,7 +16,9 @@ Handler = Callable[[httpx.Request], httpx.Response]
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
     def answered_by(handler: Handler) -> None:
-        monkeypatch.setattr(first_prompt, "client_of_ours", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(handler)))
+        monkeypatch.setattr(
+            first_prompt, "client_of_ours", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(handler))
+        )
 
     return answered_by
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.fleet.gpus import local_gpus
+from baton.fleet.local.local_gpus import local_gpus
 
 
 def tool(directory: Path, script: str) -> dict[str, str]:
@@ -20,9 +20,11 @@ def test_all_that_the_driver_lists(device: str, tmp_path: Path) -> None:
     assert local_gpus(device, tool(tmp_path, "echo GPU-1; echo ' GPU-2 '; echo")) == ["GPU-1", "GPU-2"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "paced"])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_where_none_is_used_nobody_is_asked(device: str, tmp_path: Path) -> None:
-    assert local_gpus(device, tool(tmp_path, f"touch {tmp_path}/asked; echo GPU-1") | {"CUDA_VISIBLE_DEVICES": "0"}) == []
+    assert (
+        local_gpus(device, tool(tmp_path, f"touch {tmp_path}/asked; echo GPU-1") | {"CUDA_VISIBLE_DEVICES": "0"}) == []
+    )
     assert not (tmp_path / "asked").exists()
 
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from baton.fleet import placing
-from baton.fleet.plan import WorkerSpec
-from baton.fleet.ray_fleet import RayFleet, Stage, WorkerFailed
-from baton.fleet.ray_nodes import NodesRefused
-from baton.fleet.releases import release_probe
-from baton.fleet.worker_actor import NODE_LEAVES
+from baton.fleet.ray import actor_placement
+from baton.fleet.ray.ray_fleet import RayFleet, Stage, WorkerFailed
+from baton.fleet.ray.ray_nodes import NodesRefused
+from baton.fleet.ray.release_check import release_probe
+from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN
+from baton.fleet.worker_plan import WorkerSpec
 from tests.contract.networks import eventually
 from tests.unit.fleet.fake_ray import FakeRay
 from tests.unit.fleet.keeping import QUICK, D, P, Use, connected, for_a_while, keeping, wanted, worker_config
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-WORN_OUT = "WorkerWornOut: too many blocks were quarantined"
+NEEDS_REPLACEMENT = "WorkerNeedsReplacement: too many blocks were quarantined"
 
 
 def events(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def events(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]
 async def test_a_worker_without_a_node_keeps_nobody_from_being_looked_after(
     use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "PLACE_LIMIT_S", 0.01)
+    monkeypatch.setattr(actor_placement, "PLACE_LIMIT_S", 0.01)
     ray = use(FakeRay(d={"baton_decode": 1}))
     with caplog.at_level(logging.INFO):
         async with keeping(tmp_path, wanted()) as fleet:
@@ -53,7 +53,9 @@ async def test_a_worker_without_a_node_keeps_nobody_from_being_looked_after(
     assert said_at_s[2] - said_at_s[0] > 0.08, "now and then, not at each look"
 
 
-async def test_who_was_held_up_does_not_say_it_more_often_afterwards(use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_was_held_up_does_not_say_it_more_often_afterwards(
+    use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def told() -> list[dict[str, Any]]:
         return [event for event in events(caplog, "worker_waits_for_a_node") if event["worker"] == "prefill-0"]
 
@@ -67,13 +69,16 @@ async def test_who_was_held_up_does_not_say_it_more_often_afterwards(use: Use, t
     assert all(later_s - earlier_s > 0.04 for earlier_s, later_s in pairwise(said_at_s))
 
 
-async def test_one_that_ends_with_its_driver_is_given_up_without_a_node(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "PLACE_LIMIT_S", 0.05)
+async def test_one_that_ends_with_its_driver_is_given_up_without_a_node(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_placement, "PLACE_LIMIT_S", 0.05)
     use(FakeRay(d={"baton_decode": 1}))
     fleet = await connected(tmp_path, is_detached=False)
     spec = WorkerSpec(worker_id="prefill-0", role=P)
     with pytest.raises(
-        WorkerFailed, match=r"not placed within 0\.05 s: it asks for baton_prefill: 1; of the nodes, d \(at-d\) has baton_dec"
+        WorkerFailed,
+        match=r"not placed within 0\.05 s: it asks for baton_prefill: 1; of the nodes, d \(at-d\) has baton_dec",
     ):
         await fleet.start(spec, worker_config(spec))
     await fleet.close(1.0)
@@ -96,7 +101,9 @@ async def test_one_that_keeps_dying_is_tried_again_later_and_the_others_are_look
     assert "no such model" in events(caplog, "worker_keeps_dying")[0]["why"]
 
 
-async def test_one_that_takes_long_to_fail_keeps_dying_too(use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_takes_long_to_fail_keeps_dying_too(
+    use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     ray.start_errors["prefill-0"], ray.start_s["prefill-0"] = [RuntimeError("no such model")], 0.05
     seen: set[Stage] = set()
@@ -120,7 +127,9 @@ async def test_one_that_takes_long_to_fail_keeps_dying_too(use: Use, tmp_path: P
             await eventually(lambda: "prefill-0" in ray.where and ray.serving("prefill-0") is not first)
             assert len(events(caplog, "worker_keeps_dying")) == num_told, "it has served between"
     messages: list[Any] = [record.msg for record in caplog.records]
-    of_it = [message["event"] for message in messages if isinstance(message, dict) and message.get("worker") == "prefill-0"]
+    of_it = [
+        message["event"] for message in messages if isinstance(message, dict) and message.get("worker") == "prefill-0"
+    ]
     told = [event for event in of_it if event in ("worker_died", "worker_keeps_dying")]
     assert told[:4] == ["worker_died"] * 3 + ["worker_keeps_dying"], "once there were more than it may have"
 
@@ -142,7 +151,7 @@ async def test_while_ray_keeps_the_name_of_one_the_others_are_looked_after(use: 
 async def test_a_name_that_ray_keeps_is_a_failure_of_that_worker_alone(
     use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "NAME_FREE_S", 0.02)
+    monkeypatch.setattr(actor_placement, "NAME_FREE_S", 0.02)
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     with caplog.at_level(logging.INFO):
         async with keeping(tmp_path, wanted()) as fleet:
@@ -171,8 +180,10 @@ async def test_one_of_a_driver_that_keeps_dying_ends_it(use: Use, tmp_path: Path
     await fleet.close(1.0)
 
 
-@pytest.mark.parametrize("why", ["", WORN_OUT])
-async def test_one_that_leaves_by_itself_or_by_name_is_replaced_where_it_was(use: Use, tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize("why", ["", NEEDS_REPLACEMENT])
+async def test_one_that_leaves_by_itself_or_by_name_is_replaced_where_it_was(
+    use: Use, tmp_path: Path, why: str
+) -> None:
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     async with keeping(tmp_path, wanted()):
         await eventually(lambda: len(ray.where) == 2)
@@ -185,7 +196,7 @@ async def test_a_node_that_is_drained_gets_no_worker_while_it_lives(use: Use, tm
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     async with keeping(tmp_path, wanted()) as fleet:
         await eventually(lambda: len(ray.where) == 2)
-        ray.serving("decode-0").end(NODE_LEAVES)
+        ray.serving("decode-0").end(NODE_SHUTTING_DOWN)
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.WAITING): 1})
         await for_a_while()
         assert ray.where == {"prefill-0": "p"}
@@ -193,8 +204,10 @@ async def test_a_node_that_is_drained_gets_no_worker_while_it_lives(use: Use, tm
         await eventually(lambda: ray.where == {"prefill-0": "p", "decode-0": "e"})
 
 
-async def test_on_one_machine_who_was_drained_stays_away(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for why in ("", NODE_LEAVES):
+async def test_on_one_machine_who_was_drained_stays_away(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for why in ("", NODE_SHUTTING_DOWN):
         ray = use(FakeRay(here={}))
         monkeypatch.setattr(RayFleet, "_start_ray", lambda self: "local")
         fleet = RayFleet(ray_dir=tmp_path, log_dir=None, limit=QUICK)

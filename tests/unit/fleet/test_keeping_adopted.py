@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.fleet import placing, ray_fleet, ray_nodes
-from baton.fleet.ray_fleet import Stage
+from baton.fleet.ray import actor_placement, ray_fleet, ray_nodes
+from baton.fleet.ray.ray_fleet import Stage
 from tests.contract.networks import eventually
 from tests.unit.fleet.fake_ray import FakeRay
 from tests.unit.fleet.keeping import D, P, Use, for_a_while, keeping, left_behind, wanted
@@ -25,8 +25,10 @@ async def test_what_an_earlier_fleet_left_is_adopted_and_the_rest_drained(use: U
         assert not there[0].ended.done()
 
 
-async def test_what_runs_is_adopted_before_what_waits_for_a_node(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "ADOPT_LIMIT_S", 0.5)
+async def test_what_runs_is_adopted_before_what_waits_for_a_node(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_placement, "ADOPT_LIMIT_S", 0.5)
     monkeypatch.setattr(ray_fleet, "LEFT_BEHIND_LIMIT_S", 0.5)
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}))
     runs = left_behind(ray, "decode-1", resources={"baton_decode": 1})
@@ -50,7 +52,7 @@ async def test_one_that_ends_before_it_is_told_to_is_nobodys_failure(use: Use, t
 async def test_the_rest_is_not_drained_before_ours_serve_or_are_known_to_wait(
     use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "SAY_WAITING_S", 0.2)
+    monkeypatch.setattr(actor_placement, "SAY_WAITING_S", 0.2)
     ray = use(FakeRay(d={"baton_decode": 1, "baton_hybrid": 1}))
     other = left_behind(ray, "hybrid-0", resources={"baton_hybrid": 1})
     async with keeping(tmp_path, wanted()):

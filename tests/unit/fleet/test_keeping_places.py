@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.fleet import placing
-from baton.fleet.ray_fleet import RayFleet, Stage
-from baton.fleet.releases import release_probe
-from baton.fleet.worker_actor import NODE_LEAVES
+from baton.fleet.ray import actor_placement
+from baton.fleet.ray.ray_fleet import RayFleet, Stage
+from baton.fleet.ray.release_check import release_probe
+from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN
 from tests.contract.networks import eventually
 from tests.unit.fleet.fake_ray import FakeActor, FakeRay
 from tests.unit.fleet.keeping import D, P, Use, for_a_while, keeping, left_behind, wanted
@@ -35,7 +35,7 @@ async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, 
         ray.lose("f")
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 2})
         drained = next(worker_id for worker_id, node in ray.where.items() if node == "e")
-        ray.serving(drained).end(NODE_LEAVES)
+        ray.serving(drained).end(NODE_SHUTTING_DOWN)
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
         await eventually(lambda: len(ray.living) == 2)  # nobody asks for what nobody offers
         ray.lose("e")
@@ -47,8 +47,10 @@ async def test_workers_go_with_their_places_but_never_below_the_least(use: Use, 
         await eventually(lambda: fleet.stages == {(P, Stage.SERVING): 1, (D, Stage.SERVING): 1})
 
 
-async def test_one_that_may_serve_is_not_ended_for_want_of_places(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "ADOPT_LIMIT_S", 5.0)
+async def test_one_that_may_serve_is_not_ended_for_want_of_places(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_placement, "ADOPT_LIMIT_S", 5.0)
     ray = use(FakeRay(p={"baton_prefill": 1}))
     there = []
     for worker_id, node in {"decode-0": "f", "decode-1": "d", "decode-2": "e"}.items():
@@ -67,7 +69,9 @@ async def test_one_that_may_serve_is_not_ended_for_want_of_places(use: Use, tmp_
         assert ray.where == {"prefill-0": "p", "decode-1": "d", "decode-2": "e"}
 
 
-async def test_one_that_gets_a_place_while_another_is_dropped_stays(use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_gets_a_place_while_another_is_dropped_stays(
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = use(FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1}, e={"baton_decode": 2}))
     ray.releases["e"] = {**release_probe()(), "Baton": "0.0.9"}
     drop = RayFleet._drop

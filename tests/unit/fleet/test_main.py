@@ -11,14 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.cluster import WorkerRole
+from baton.core.cluster.worker_report import WorkerRole
 from baton.core.errors import ConfigError
-from baton.fleet import actors, main, placing, ray_fleet, ray_nodes
-from baton.fleet.plan import WorkerSpec
-from baton.fleet.ray_fleet import RayFleet
-from baton.runtime.network import choose_port
-from baton.runtime.process import Stop
-from baton.runtime.settings import FleetConfig
+from baton.fleet import fleet_main
+from baton.fleet.ray import actor_placement, ray_actors, ray_fleet, ray_nodes
+from baton.fleet.ray.ray_fleet import RayFleet
+from baton.fleet.worker_plan import WorkerSpec
+from baton.runtime.config.settings import FleetConfig
+from baton.runtime.network.addresses import choose_port
+from baton.runtime.process.process import Stop
 from tests.unit.fleet.fake_ray import FakeRay
 
 
@@ -26,7 +27,7 @@ from tests.unit.fleet.fake_ray import FakeRay
 async def serving(config: FleetConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A fleet, and who asks at its admin port; it must end well when it is told to."""
     stop = Stop()
-    task = asyncio.create_task(main.serve(config, stop, lambda address: None))
+    task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: None))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.admin_port}", trust_env=False) as client:
         try:
             yield client
@@ -53,19 +54,23 @@ async def until_answered(client: httpx.AsyncClient, path: str, *words: str) -> h
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     found = FakeRay(d={"baton_decode": 1})
-    for module in (actors, ray_fleet, ray_nodes):
+    for module in (ray_actors, ray_fleet, ray_nodes):
         monkeypatch.setattr(module, "the_ray", lambda: found)
-    for module in (placing, ray_fleet):
+    for module in (actor_placement, ray_fleet):
         monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
+    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
     return found
 
 
-async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_workers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_workers(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     joined = threading.Event()
     monkeypatch.setattr(RayFleet, "_join_ray", lambda self: joined.wait(5) and "10.0.0.1")
     port = choose_port("127.0.0.1", 0, flag="")
-    async with serving(FleetConfig(ray_address="h:1", ray_placement="role", follow_places=True, admin_port=port)) as client:
+    async with serving(
+        FleetConfig(ray_address="h:1", ray_placement="role", follow_places=True, admin_port=port)
+    ) as client:
         await until_answered(client, "/health", "ok")
         answer = await client.get("/ready")
         assert (answer.status_code, answer.json()["reasons"]) == (503, ["ray: starting"])
@@ -81,9 +86,9 @@ async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_worke
 
 async def test_without_an_admin_port_there_is_none(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayFleet, "_join_ray", lambda self: "10.0.0.1")
-    monkeypatch.setattr(main, "AdminServer", None)
+    monkeypatch.setattr(fleet_main, "AdminServer", None)
     stop, ready = Stop(), asyncio.Event()
-    task = asyncio.create_task(main.serve(FleetConfig(ray_address="h:1"), stop, lambda address: ready.set()))
+    task = asyncio.create_task(fleet_main.serve(FleetConfig(ray_address="h:1"), stop, lambda address: ready.set()))
     await asyncio.wait_for(ready.wait(), 5)
     stop.request()
     await asyncio.wait_for(task, 5)
@@ -91,12 +96,14 @@ async def test_without_an_admin_port_there_is_none(ray: FakeRay, monkeypatch: py
 
 def test_where_the_fleet_listens_is_no_setting_of_its_workers() -> None:
     config = FleetConfig(ray_address="h:1", host="0.0.0.0", admin_port=9000, model="demo")
-    worker = main.worker_config(config, WorkerSpec(worker_id="decode-0", role=WorkerRole.DECODE), 1, "demo")
+    worker = fleet_main.worker_config(config, WorkerSpec(worker_id="decode-0", role=WorkerRole.DECODE), 1, "demo")
     assert (worker.host, worker.admin_port) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("ray_address", [None, "h:1"])
-async def test_how_long_a_worker_may_take_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_address: str | None) -> None:
+async def test_how_long_a_worker_may_take_is_a_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_address: str | None
+) -> None:
     made: dict[str, Any] = {}
 
     class Fleet:
@@ -104,10 +111,10 @@ async def test_how_long_a_worker_may_take_is_a_setting(monkeypatch: pytest.Monke
             made.update(options)
             raise ConfigError("enough")
 
-    monkeypatch.setattr(main, "RayFleet", Fleet)
-    monkeypatch.setattr(main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
+    monkeypatch.setattr(fleet_main, "RayFleet", Fleet)
+    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
     with pytest.raises(ConfigError, match="enough"):
-        await main.serve(FleetConfig(ray_address=ray_address, worker_start_s=1800.0), Stop(), lambda _: None)
+        await fleet_main.serve(FleetConfig(ray_address=ray_address, worker_start_s=1800.0), Stop(), lambda _: None)
     assert made["start_limit_s"] == 1800.0
 
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from baton.core.errors import ModelError
-from baton.engine.model.hub import DEMO_DIR
-from baton.fleet import main, model_files
+from baton.fleet import fleet_main, model_files
 from baton.fleet.model_files import model_directory
-from baton.fleet.plan import Wanted, WorkerSpec
-from baton.runtime.process import Stop
-from baton.runtime.settings import FleetConfig, WorkerConfig
+from baton.fleet.worker_plan import Wanted, WorkerSpec
+from baton.model.loading.model_source import DEMO_DIR
+from baton.runtime.config.settings import FleetConfig, WorkerConfig
+from baton.runtime.process.process import Stop
 
 
 @pytest.fixture
@@ -62,7 +62,9 @@ async def test_a_download_ends_when_nobody_waits_for_it(hub: Callable[[str], obj
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize(("ray_address", "fetches", "loaded"), [(None, ["owner/name"], "/cache/x"), ("ray:1", [], "owner/name")])
+@pytest.mark.parametrize(
+    ("ray_address", "fetches", "loaded"), [(None, ["owner/name"], "/cache/x"), ("ray:1", [], "owner/name")]
+)
 async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_address: str | None, fetches: list[str], loaded: str
 ) -> None:
@@ -84,7 +86,9 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
 
         async def keep(self, wanted: Wanted) -> None:
             for role, number in wanted.least.items():
-                started.extend(wanted.config_of(WorkerSpec(worker_id=f"{role.value}-{i}", role=role)) for i in range(number))
+                started.extend(
+                    wanted.config_of(WorkerSpec(worker_id=f"{role.value}-{i}", role=role)) for i in range(number)
+                )
             await asyncio.Event().wait()
 
         async def supervise(self) -> None:
@@ -92,12 +96,15 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
 
         async def close(self, grace_s: float) -> None: ...
 
-    monkeypatch.setattr(main, "model_directory", fetch)
-    monkeypatch.setattr(main, "RayFleet", Fleet)
-    monkeypatch.setattr(main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
+    monkeypatch.setattr(fleet_main, "model_directory", fetch)
+    monkeypatch.setattr(fleet_main, "RayFleet", Fleet)
+    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
     stop = Stop()
-    await main.serve(FleetConfig(model="owner/name", prefill=2, ray_address=ray_address), stop, lambda _: stop.request())
+    await fleet_main.serve(
+        FleetConfig(model="owner/name", prefill=2, ray_address=ray_address), stop, lambda _: stop.request()
+    )
     assert fetched == fetches
     assert [(config.worker_id, config.model, config.model_name) for config in started] == [
-        (name, loaded, "owner/name") for name in (("w0", "w1", "w2") if ray_address is None else ("prefill-0", "prefill-1", "decode-0"))
+        (name, loaded, "owner/name")
+        for name in (("w0", "w1", "w2") if ray_address is None else ("prefill-0", "prefill-1", "decode-0"))
     ]

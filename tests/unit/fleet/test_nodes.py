@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.fleet.nodes import Demand, Node, demand_of, living_nodes, places_by_role, workers_on
-from baton.fleet.ray_nodes import NodesRefused, RayNodes
-from baton.fleet.releases import release_probe, why_refused
-from baton.runtime.settings import RayPlacement, WorkerConfig
+from baton.fleet.ray.node_resources import Demand, Node, demand_of, living_nodes, places_by_role, workers_on
+from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
+from baton.fleet.ray.release_check import release_probe, why_refused
+from baton.runtime.config.settings import RayPlacement, WorkerConfig
 
 OURS = release_probe()()
 
@@ -20,7 +20,12 @@ def node(name: str, **resources: float) -> Node:
 
 def row(node: Node, alive: bool = True) -> dict[str, Any]:
     """As `ray.nodes()` has it; a node that has died has no resources there."""
-    facts = {"NodeID": node.node_id, "NodeManagerHostname": node.name, "NodeManagerAddress": node.address, "Alive": alive}
+    facts = {
+        "NodeID": node.node_id,
+        "NodeManagerHostname": node.name,
+        "NodeManagerAddress": node.address,
+        "Alive": alive,
+    }
     return facts | ({"Resources": dict(node.resources)} if alive else {})
 
 
@@ -35,7 +40,7 @@ def row(node: Node, alive: bool = True) -> dict[str, Any]:
         ("auto", "auto", {"CPU", "GPU"}, "CPU: 1, GPU: 1"),
         ("auto", "role", {"CPU", "GPU"}, "GPU: 1, baton_decode: 1"),
         ("cuda", "auto", {"CPU"}, "CPU: 1, GPU: 1"),
-        ("paced", "auto", {"CPU", "GPU"}, "CPU: 1"),
+        ("emulated", "auto", {"CPU", "GPU"}, "CPU: 1"),
     ],
 )
 def test_what_a_decode_worker_asks_for(device: Any, placement: RayPlacement, offered: set[str], asked: str) -> None:
@@ -89,7 +94,8 @@ def test_another_release_is_refused_by_what_differs(theirs: dict[str, str], why:
 
 
 class Cluster:
-    """Answers what `RayNodes` asks of Ray: which nodes there are, and what each of them has; an exception is raised by the node."""
+    """Answers what `RayNodes` asks of Ray: which nodes there are, and what each of them has; an exception is
+    raised by the node."""
 
     def __init__(self, **releases: dict[str, str] | Exception) -> None:
         self.releases = releases
@@ -131,7 +137,10 @@ async def test_a_node_with_another_baton_is_refused_by_name_and_the_others_serve
 async def test_where_all_are_refused_the_error_names_each() -> None:
     nodes = RayNodes(Cluster(a={}, b=OTHER))
     await nodes.look()
-    with pytest.raises(NodesRefused, match=r"asks for CPU: 1: a \(at-a\) has no Baton.*; b \(at-b\) has Baton 0\.0\.9.*same Baton on all"):
+    with pytest.raises(
+        NodesRefused,
+        match=r"asks for CPU: 1: a \(at-a\) has no Baton.*; b \(at-b\) has Baton 0\.0\.9.*same Baton on all",
+    ):
         nodes.check(Demand(num_cpus=1))
     nodes.check(Demand(resources={"baton_decode": 1}))  # nobody has that yet; a node may come
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.fleet import ray_fleet
-from baton.fleet.ray_calls import RayFailed
-from baton.fleet.ray_fleet import Joined, RayFleet
+from baton.fleet.ray import ray_fleet
+from baton.fleet.ray.ray_calls import RayFailed
+from baton.fleet.ray.ray_fleet import Joined, RayFleet
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ async def test_what_ray_raises_is_said(monkeypatch: pytest.MonkeyPatch, fleet: R
         raise ConnectionError("no such cluster")
 
     monkeypatch.setattr(fleet, "_join_ray", refuse)
-    with pytest.raises(RayFailed, match=r"joined at h:1: no such cluster; this machine .* `ray start --address h:1 --num-cpus 0`"):
+    with pytest.raises(
+        RayFailed, match=r"joined at h:1: no such cluster; this machine .* `ray start --address h:1 --num-cpus 0`"
+    ):
         await fleet.connect()
 
 

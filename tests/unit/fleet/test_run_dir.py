@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from baton.fleet.run_dir import MARK, RunDir, marked
+from baton.fleet.processes.run_dir import MARK, RunDir, marked
 
 OWNER = """
 import subprocess, sys, time
-from baton.fleet.run_dir import RunDir
+from baton.fleet.processes.run_dir import RunDir
 run = RunDir()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 print(run.run_id, run.path, child.pid, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.fleet.supervisor import Child, ChildSpec, RestartBudget, RestartLimit, ServiceFailed
+from baton.fleet.processes.supervisor import Child, ChildSpec, RestartBudget, RestartLimit, ServiceFailed
 
 QUICK = RestartLimit(deaths=2, window_s=60.0, first_wait_s=0.01, max_wait_s=0.02)
 SERVES = "print('hello'); print('ready 127.0.0.1:5', flush=True); import time; time.sleep(60)"

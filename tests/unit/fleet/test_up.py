@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton.fleet import up as module
-from baton.fleet.supervisor import ServiceFailed
+from baton.fleet.processes.supervisor import ServiceFailed
 from baton.fleet.up import Cluster, up
-from baton.runtime.process import Stop
-from baton.runtime.settings import ClusterConfig
+from baton.runtime.config.settings import ClusterConfig
+from baton.runtime.process.process import Stop
 
 
 class Part:
@@ -53,7 +53,9 @@ async def test_any_restart_is_announced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_directory_goes_when_closing_fails_or_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool) -> None:
+async def test_the_directory_goes_when_closing_fails_or_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
     closed: list[bool] = []
 
     class CutOff:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from baton.core.errors import BatonError, ConfigError
-from baton.fleet import worker_actor
-from baton.fleet.releases import release_probe
-from baton.fleet.worker_actor import NODE_LEAVES, WorkerActor, at_node
-from baton.runtime.network import advertised_host
-from baton.runtime.settings import WorkerConfig
+from baton.fleet.ray import worker_actor
+from baton.fleet.ray.release_check import release_probe
+from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN, WorkerActor, at_node
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.network.addresses import advertised_host
 
 NODE = "10.0.0.7"
 
@@ -36,7 +36,9 @@ def test_a_worker_listens_where_ray_knows_its_node_unless_the_node_says_otherwis
 
 
 def test_ports_may_be_the_nodes_own_and_nothing_else() -> None:
-    config = at_node(WorkerConfig(), NODE, {"BATON_ADMIN_PORT": "9100", "BATON_KV_PORT_RANGE": "7000-7100", "BATON_ROLE": "decode"})
+    config = at_node(
+        WorkerConfig(), NODE, {"BATON_ADMIN_PORT": "9100", "BATON_KV_PORT_RANGE": "7000-7100", "BATON_ROLE": "decode"}
+    )
     assert (config.admin_port, config.kv_port_range, config.role) == (9100, "7000-7100", "hybrid")
     with pytest.raises(ConfigError, match="BATON_RPC_PORT"):
         at_node(WorkerConfig(), NODE, {"BATON_RPC_PORT": "many"})
@@ -71,11 +73,12 @@ def test_an_actor_ends_some_time_after_its_worker(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("why", "node_leaves", "told"), [("", False, ""), ("", True, NODE_LEAVES), ("it broke", True, "it broke"), (None, False, None)]
+    ("why", "node_shutting_down", "told"),
+    [("", False, ""), ("", True, NODE_SHUTTING_DOWN), ("it broke", True, "it broke"), (None, False, None)],
 )
-def test_who_waits_is_told_whether_its_node_leaves(why: str | None, node_leaves: bool, told: str | None) -> None:
+def test_who_waits_is_told_whether_its_node_leaves(why: str | None, node_shutting_down: bool, told: str | None) -> None:
     actor = WorkerActor((), gpu="")
-    actor._worker = SimpleNamespace(wait=lambda limit_s: why, node_leaves=node_leaves)
+    actor._worker = SimpleNamespace(wait=lambda limit_s: why, node_shutting_down=node_shutting_down)
     assert actor.wait(1.0) == told
 
 
@@ -84,7 +87,7 @@ def test_the_question_for_the_release_is_understood_where_there_is_no_baton() ->
     ask = """
 import sys
 from ray import cloudpickle
-from baton.fleet.releases import release_probe
+from baton.fleet.ray.release_check import release_probe
 sys.stdout.buffer.write(cloudpickle.dumps(release_probe()))
 """
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True).stdout

@@ -1,7 +1,8 @@
-"""A cluster for gateway tests: stub workers and a stub scheduler that speak the real messages over a real in-process network.
+"""A cluster for gateway tests: stub workers and a stub scheduler that speak the real messages over a real
+in-process network.
 
-A stub worker's tokens are a function of the prompt, the sample and the position alone, so a test can say what any answer must be, however
-many workers had a part in it.
+A stub worker's tokens are a function of the prompt, the sample and the position alone, so a test can say what
+any answer must be, however many workers had a part in it.
 """
 
 import asyncio
@@ -14,22 +15,16 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.apis import Duplex, Source
-from baton.core.cluster import (
-    ClusterUpdate,
-    Command,
-    DecisionRecord,
-    Placement,
-    PlacementQuery,
-    Rejection,
-    StillWaiting,
-    WorkerReport,
-    WorkerRole,
-)
+from baton.core.client_api import Caller, Timeline
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport, WorkerRole
 from baton.core.errors import Code, Failure, Reason, StreamBroken
-from baton.core.front import Caller, Timeline
 from baton.core.ids import DecisionId, JobId, WorkerRef
-from baton.core.jobs import (
+from baton.core.interfaces import Duplex, Source
+from baton.core.messages.jobs import (
     Ack,
     Cancel,
     DecodeJob,
@@ -43,14 +38,14 @@ from baton.core.jobs import (
     WorkerMessage,
 )
 from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenDelta, TokenLogprobs, Usage
-from baton.gateway.call import Call, Endpoint
-from baton.gateway.keys import KeyRing
-from baton.gateway.service import GatewayRules, GatewayService
-from baton.gateway.tokenizer import ByteTokenizer, Tokenizer
-from baton.runtime.in_process import InProcessDuplex, InProcessNetwork
-from baton.runtime.mailbox import Mailbox
-from baton.runtime.metrics import GatewayMetrics
-from baton.runtime.tracing import OFF, Tracing
+from baton.gateway.auth.api_keys import KeyRing
+from baton.gateway.gateway_service import GatewayRules, GatewayService
+from baton.gateway.input.client_call import ClientCall, Endpoint
+from baton.gateway.text.tokenizer import ByteTokenizer, Tokenizer
+from baton.runtime.network.in_process_network import InProcessDuplex, InProcessNetwork
+from baton.runtime.network.mailbox import Mailbox
+from baton.runtime.observability.metrics import GatewayMetrics
+from baton.runtime.observability.tracing import OFF, Tracing
 from tests import builders
 from tests.times import TEST_TIMES
 
@@ -83,11 +78,13 @@ class StubWorker:
     """One life of a worker. Everything it was sent is in `jobs` and `cancels`."""
 
     def __init__(self, network: InProcessNetwork, worker_id: str, role: str = "hybrid", *, epoch: int = 1) -> None:
-        """`network`: where it can be reached; tests over sockets serve it themselves, and give a network that nobody uses."""
+        """`network`: where it can be reached; tests over sockets serve it themselves, and give a network that
+        nobody uses."""
         self.network = network
         self.ref = builders.worker_ref(worker_id, epoch)
         self.report = replace(
-            builders.worker_report(worker_id, role, epoch=epoch), layout=replace(builders.layout(), tokenizer_fingerprint="bytes")
+            builders.worker_report(worker_id, role, epoch=epoch),
+            layout=replace(builders.layout(), tokenizer_fingerprint="bytes"),
         )
         self.prefill_s = 0.02
         self.step_s = 0.01
@@ -211,7 +208,9 @@ class StubWorker:
     async def _prefill(self, job: PrefillJob, session: "_StubSession") -> None:
         begin = len(job.token_ids) - job.num_prompt_tokens
         deltas = [self._delta(job, sample, begin, 1) for sample in job.sample_indices]
-        timeline = LegTimeline(worker_id=self.ref.worker_id, pid=1, compute_s=self.prefill_s, num_computed_tokens=len(job.token_ids))
+        timeline = LegTimeline(
+            worker_id=self.ref.worker_id, pid=1, compute_s=self.prefill_s, num_computed_tokens=len(job.token_ids)
+        )
         usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_cached_tokens={"device": 4})
         deltas[-1] = replace(deltas[-1], usage=usage, timeline=timeline)
         await self._wait_paused()
@@ -227,7 +226,9 @@ class StubWorker:
             deltas = [self._delta(job, sample, at, self.tokens_a_step) for sample in sorted(going)]
             going -= {delta.sample_index for delta in deltas if delta.finish}
             if deltas and not going:
-                timeline = LegTimeline(worker_id=self.ref.worker_id, pid=2, decode_s=1.0, kv_bytes=640, transport="shared-memory")
+                timeline = LegTimeline(
+                    worker_id=self.ref.worker_id, pid=2, decode_s=1.0, kv_bytes=640, transport="shared-memory"
+                )
                 deltas[-1] = replace(deltas[-1], timeline=timeline)
             session.put(Step(seq=session.next_seq, deltas=tuple(deltas)))
             at += self.tokens_a_step
@@ -246,7 +247,14 @@ class StubWorker:
             finish = FinishReason.STOP if self.finish_at == end else FinishReason.LENGTH
         num_logprobs = job.sampling.num_logprobs
         logprobs = () if num_logprobs is None else tuple(logprobs_of(token, num_logprobs) for token in tokens)
-        return TokenDelta(job=job.job, sample_index=sample, output_index=begin, token_ids=tuple(tokens), logprobs=logprobs, finish=finish)
+        return TokenDelta(
+            job=job.job,
+            sample_index=sample,
+            output_index=begin,
+            token_ids=tuple(tokens),
+            logprobs=logprobs,
+            finish=finish,
+        )
 
     async def _wait_paused(self) -> None:
         await until(lambda: not self.is_paused, timeout_s=1e6)
@@ -329,7 +337,11 @@ class StubScheduler:
             prefill = None
         if decode is None and (prefill is None or query.max_tokens - query.num_output_tokens > 1):
             return Rejection(reason=Reason.NO_WORKERS, message="no ready decode worker", retry_after_s=1.0)
-        return placement(prefill.ref if prefill else None, decode.ref if decode else None, decision_id=f"decision-{len(self.queries)}")
+        return placement(
+            prefill.ref if prefill else None,
+            decode.ref if decode else None,
+            decision_id=f"decision-{len(self.queries)}",
+        )
 
     async def finished(self, *actuals: RequestActuals) -> None:
         self.actuals += actuals
@@ -343,22 +355,26 @@ class StubScheduler:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return self.records
 
-    async def drain(self, worker_id: str, *, node_leaves: bool = False) -> bool:
-        self.drained.append((worker_id, node_leaves))
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
+        self.drained.append((worker_id, node_shutting_down))
         return any(w.ref.worker_id == worker_id for w in self.workers)
 
-    async def report(self, stream: Duplex[Command, WorkerReport]) -> None:
+    async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         raise AssertionError("stub workers do not report")
 
     def _update(self) -> ClusterUpdate:
         lives = [w for w in self.workers if not w.is_dead]
         sources = [w for w in lives if w.report.role.can_prefill]
-        reports = [replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w)) for w in lives]
+        reports = [
+            replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w)) for w in lives
+        ]
         return ClusterUpdate(scheduler_id="stub", reports=tuple(reports), pid=6, host="there")
 
 
 def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: str = "decision") -> Placement:
-    return Placement(decision_id=DecisionId(decision_id), scheduler_id="stub", policy="first", prefill=prefill, decode=decode)
+    return Placement(
+        decision_id=DecisionId(decision_id), scheduler_id="stub", policy="first", prefill=prefill, decode=decode
+    )
 
 
 @dataclass(slots=True)
@@ -389,7 +405,7 @@ class Cluster:
         self.scheduler.add(worker)
         return worker
 
-    async def call(self, prompt: Any = "hello", **body: Any) -> Call:
+    async def call(self, prompt: Any = "hello", **body: Any) -> ClientCall:
         received_s = asyncio.get_running_loop().time()
         return await self.gateway.validator.call(
             Endpoint.COMPLETIONS, {"prompt": prompt, "max_tokens": 8} | body, ANYBODY, received_s=received_s

@@ -6,21 +6,27 @@ from typing import Any
 
 import pytest
 
+from baton.core.client_api import Caller
 from baton.core.errors import Code
-from baton.core.front import Caller
-from baton.gateway.call import Call, Endpoint, InvalidField
-from baton.gateway.tokenizer import ByteTokenizer
-from baton.gateway.validation import ModelFacts, Validator
+from baton.gateway.input.client_call import ClientCall, Endpoint, InvalidField
+from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.text.tokenizer import ByteTokenizer
 
 MAX_LEN = 100
 
 
 def validator(**facts: Any) -> Validator:
     known = ModelFacts(**({"max_model_len": MAX_LEN, "max_num_seqs": 64} | facts))
-    return Validator(tokenizer=ByteTokenizer(vocab_size=300), model="demo", facts=lambda: known, rng=Random(3), request_timeout_s=60.0)
+    return Validator(
+        tokenizer=ByteTokenizer(vocab_size=300),
+        model="demo",
+        facts=lambda: known,
+        rng=Random(3),
+        request_timeout_s=60.0,
+    )
 
 
-def at_once(work: Coroutine[Any, Any, Call]) -> Call:
+def at_once(work: Coroutine[Any, Any, ClientCall]) -> ClientCall:
     """Its result; with a tokenizer that has no thread, nothing waits."""
     try:
         work.send(None)
@@ -29,15 +35,15 @@ def at_once(work: Coroutine[Any, Any, Call]) -> Call:
     raise AssertionError("it waits")
 
 
-def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **facts: Any) -> Call:
+def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **facts: Any) -> ClientCall:
     return at_once(validator(**facts).call(endpoint, body, Caller(), received_s=10.0))
 
 
-def completion(**body: Any) -> Call:
+def completion(**body: Any) -> ClientCall:
     return call({"prompt": "x"} | body)
 
 
-def chat(**body: Any) -> Call:
+def chat(**body: Any) -> ClientCall:
     return call({"messages": [{"role": "user", "content": "hi"}]} | body, Endpoint.CHAT)
 
 

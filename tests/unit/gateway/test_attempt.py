@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.core.blocks import token_ids
-from baton.core.jobs import PrefixSource
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import PrefixSource
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
-from baton.gateway.attempt import Attempt
+from baton.gateway.request.attempt import Attempt
 from tests import builders
 
 SOURCE = PrefixSource(worker=builders.worker_ref("h"), num_blocks=3)
@@ -29,9 +29,15 @@ def request(slo: Slo = NO_SLO) -> GenerateRequest:
     [("p", "d", "prefill"), ("p", None, "prefill"), (None, "d", "decode"), ("d", "d", "decode")],
     ids=["handoff", "first token only", "local", "one worker on both sides"],
 )
-def test_who_computes_the_prompt_is_told_where_its_beginning_is(prefill: str | None, decode: str | None, computes: str) -> None:
-    jobs = Attempt(request=request(), number=0).jobs(builders.placement(prefill, decode, prefix_source=SOURCE), now_s=0.0)
-    sources = {name: job.prefix_source for name, job in zip(("prefill", "decode"), jobs, strict=True) if job is not None}
+def test_who_computes_the_prompt_is_told_where_its_beginning_is(
+    prefill: str | None, decode: str | None, computes: str
+) -> None:
+    jobs = Attempt(request=request(), number=0).jobs(
+        builders.placement(prefill, decode, prefix_source=SOURCE), now_s=0.0
+    )
+    sources = {
+        name: job.prefix_source for name, job in zip(("prefill", "decode"), jobs, strict=True) if job is not None
+    }
     assert sources.pop(computes) == SOURCE
     assert set(sources.values()) <= {None}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ModelError, Refused
-from baton.gateway import chat_template
-from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.text import chat_template
+from baton.gateway.text.chat_template import ChatTemplate
 
 USER = ({"role": "user", "content": "hi"},)
 
@@ -29,12 +29,18 @@ def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Call
 
 def test_templates_have_what_transformers_gives_them() -> None:
     assert (
-        render("{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}") == "hi</s>"
+        render(
+            "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        )
+        == "hi</s>"
     )
     assert render("{{ messages | tojson }}") == json.dumps(list(USER))
     assert render("{{ messages[0]['content'] + '<' + '>' }}") == "hi<>"
     assert render("{% if add_generation_prompt %}yes{% endif %}{{ tools is none }}") == "yesTrue"
-    assert render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}") == "1"
+    assert (
+        render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+        == "1"
+    )
     assert render("{% if strftime_now is defined %}now{% else %}never{% endif %}") == "never"
 
 
@@ -81,7 +87,9 @@ def test_expensive_templates_are_stopped(source: str) -> None:
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 1000)
     with pytest.raises(Refused, match="1000 characters"):
-        render("{% for m in messages %}{{ m.content }}{% endfor %}", messages=({"role": "user", "content": "x" * 300},) * 4)
+        render(
+            "{% for m in messages %}{{ m.content }}{% endfor %}", messages=({"role": "user", "content": "x" * 300},) * 4
+        )
 
 
 def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:
@@ -89,7 +97,9 @@ def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "one {{ bos_token }}", "bos_token": {"content": "<s>"}}))
     assert _rendered(tmp_path) == "one <s>"
-    config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]}))
+    config.write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]})
+    )
     assert _rendered(tmp_path) == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
     assert _rendered(tmp_path) == "three"

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.detokenizer import REPLACEMENT, BytesDetokenizer, WindowDetokenizer
+from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, WindowDetokenizer
 
 
 @given(st.lists(st.binary(max_size=6), max_size=20))
@@ -39,7 +39,9 @@ def decode_with_stripped_space(ids: list[int]) -> str:
 
 
 def window(prompt: bytes = b"") -> WindowDetokenizer:
-    return WindowDetokenizer(lambda ids: decode_with_stripped_space(list(ids)), lambda token_id: token_id < 256, list(prompt))
+    return WindowDetokenizer(
+        lambda ids: decode_with_stripped_space(list(ids)), lambda token_id: token_id < 256, list(prompt)
+    )
 
 
 def test_a_window_shows_a_space_that_only_a_beginning_would_lose() -> None:

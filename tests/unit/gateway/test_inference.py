@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.blocks import token_ids
-from baton.core.cluster import DecisionRecord, Placement, PlacementQuery, Rejection
+from baton.core.client_api import Caller, GenerateChunk, Generation, ProcessInfo, Timeline
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
-from baton.core.front import Caller, GenerateChunk, Generation, ProcessInfo, Timeline
 from baton.core.ids import DecisionId
-from baton.gateway.inference import Admin, Inference
-from baton.gateway.openai_api.answers import timeline_object
+from baton.core.kv.block_hash import token_ids
+from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.gateway.http.openai_objects import timeline_object
 from tests import builders
 from tests.unit.gateway.fakes import ANYBODY, Cluster, answer_to, cluster, until
 from tests.unit.gateway.virtual import virtual
@@ -41,7 +42,9 @@ async def all_of(generation: Generation) -> list[GenerateChunk]:
 @virtual
 async def test_a_generation_streams_and_ends_with_usage() -> None:
     async with cluster(*PD) as c:
-        generation = await inference(c).generate({"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANYBODY)
+        generation = await inference(c).generate(
+            {"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANYBODY
+        )
         chunks = await all_of(generation)
         for sample in range(2):
             text = "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == sample)
@@ -70,15 +73,24 @@ async def test_a_timeline_has_what_was_predicted_when_the_last_attempt_was_place
         def placed(query: PlacementQuery) -> Placement | Rejection:
             answer = c.scheduler.place_by_role(query)
             assert isinstance(answer, Placement)
-            return replace(answer, waiting_s=0.25 + query.attempt, ttft_s=0.5 + query.attempt, tpot_s=0.03 + query.attempt)
+            return replace(
+                answer, waiting_s=0.25 + query.attempt, ttft_s=0.5 + query.attempt, tpot_s=0.03 + query.attempt
+            )
 
         c.scheduler.answer = placed
         first = await timeline_of(c)
         assert (first.attempts, first.waiting_s, first.predicted_ttft_s, first.predicted_tpot_s) == (1, 0.25, 0.5, 0.03)
-        assert {"waiting_s": 0.25, "predicted_ttft_s": 0.5, "predicted_tpot_s": 0.03}.items() <= timeline_object([first]).items()
+        assert {"waiting_s": 0.25, "predicted_ttft_s": 0.5, "predicted_tpot_s": 0.03}.items() <= timeline_object(
+            [first]
+        ).items()
         c.scheduler.workers[1].before_token = lambda worker, *_: worker.die()
         second = await timeline_of(c)
-        assert (second.attempts, second.waiting_s, second.predicted_ttft_s, second.predicted_tpot_s) == (2, 1.25, 1.5, 1.03)
+        assert (second.attempts, second.waiting_s, second.predicted_ttft_s, second.predicted_tpot_s) == (
+            2,
+            1.25,
+            1.5,
+            1.03,
+        )
 
 
 @virtual
@@ -179,7 +191,7 @@ async def test_decisions_and_drains_go_to_the_schedulers() -> None:
         assert await admin(c).explain("0102", ANYBODY) == (record,)
         with pytest.raises(Refused):
             await admin(c).explain("no hex", ANYBODY)
-        await admin(c).drain("d0", ANYBODY, node_leaves=True)
+        await admin(c).drain("d0", ANYBODY, node_shutting_down=True)
         with pytest.raises(Refused, match="there are: p0, d0"):
             await admin(c).drain("d7", ANYBODY)
         assert c.scheduler.drained == [("d0", True), ("d7", False)]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Code, ConfigError, Reason, Refused
-from baton.gateway.call import ANYBODY, Identity
-from baton.gateway.keys import KeyRing, digest_of, new_key, parse_keys, tenant_salt
+from baton.gateway.auth.api_keys import KeyRing, digest_of, new_key, parse_keys, tenant_salt
+from baton.gateway.input.client_call import ANYBODY, Identity
 
 SALT = "0123456789abcdef" * 2
 
@@ -43,7 +43,9 @@ def test_a_key_says_who_somebody_is() -> None:
     assert (forbidden.code, forbidden.reason) == (Code.PERMISSION_DENIED, Reason.FORBIDDEN)
 
 
-@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "secret-a", "Basic secret-a", "Bearer secret-", "Bearer secret-a secret-a"])
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "secret-a", "Basic secret-a", "Bearer secret-", "Bearer secret-a secret-a"]
+)
 def test_nobody_else_is_let_in(header: str) -> None:
     failure = refusal(ring(entry()).identify, header).failure
     assert (failure.code, failure.reason) == (Code.UNAUTHENTICATED, Reason.INVALID_API_KEY)

@@ -1,16 +1,16 @@
 """What Prometheus sees of a gateway's requests."""
 
 from baton.core.request import LegTimeline
-from baton.gateway.attempts import RequestRecord
-from baton.gateway.phases import PHASES, phases
-from baton.gateway.progress import Progress
+from baton.gateway.request.delivery import Delivery
+from baton.gateway.request.phase_times import PHASES, phases
+from baton.gateway.request.request_run import RequestRecord
 from tests.builders import job_id
 from tests.unit.gateway.fakes import cluster
 from tests.unit.gateway.virtual import virtual
 
 
 def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
-    record, progress = RequestRecord(placed_s=10.5), Progress((0,))
+    record, progress = RequestRecord(placed_s=10.5), Delivery((0,))
     progress.legs = {
         job_id(attempt=0): [LegTimeline(worker_id="p0", pid=1, queue_s=0.1, compute_s=0.2)],
         job_id(attempt=1): [
@@ -34,11 +34,13 @@ def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
 async def test_promises_are_counted_where_something_was_promised() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask("hello")
-        assert c.registry.get_sample_value("baton_slo_promises_total", {"term": "ttft", "outcome": "kept"}) is None
+        assert c.registry.get_sample_value("baton_slo_attainment_total", {"term": "ttft", "outcome": "kept"}) is None
         await c.ask("hello", slo={"ttft_ms": 60_000, "tpot_ms": 0.001})
         await c.ask("hello", slo={"ttft_ms": 0.001})
         counts = {
-            (term, outcome): c.registry.get_sample_value("baton_slo_promises_total", {"term": term, "outcome": outcome})
+            (term, outcome): c.registry.get_sample_value(
+                "baton_slo_attainment_total", {"term": term, "outcome": outcome}
+            )
             for term in ("ttft", "tpot")
             for outcome in ("kept", "broken")
         }
@@ -49,7 +51,9 @@ async def test_promises_are_counted_where_something_was_promised() -> None:
 async def test_phases_are_observed_once_a_request() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask("hello")
-        counts = [c.registry.get_sample_value("baton_request_phase_seconds_count", {"phase": phase}) for phase in PHASES]
+        counts = [
+            c.registry.get_sample_value("baton_request_phase_seconds_count", {"phase": phase}) for phase in PHASES
+        ]
         assert dict(zip(PHASES, counts, strict=True)) == dict.fromkeys(PHASES, 0) | {
             "placement": 1,
             "prefill": 1,

@@ -3,9 +3,9 @@
 import pytest
 
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.jobs import DecodeJob, PrefillJob
-from baton.core.kv_layout import SAMPLER_VERSION
-from baton.worker.jobs import other_sampler
+from baton.core.kv.kv_layout import SAMPLER_VERSION
+from baton.core.messages.jobs import DecodeJob, PrefillJob
+from baton.worker.jobs.job_table import other_sampler
 from tests.unit.gateway.fakes import Cluster, answer_to, cluster
 
 
@@ -22,13 +22,17 @@ async def test_a_worker_of_the_gateways_own_release_takes_the_request() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].fail_job = refuse
         assert (await ask(c)).encode() == answer_to(b"hello", 8)
-        assert [job.sampling.sampler_version for worker in c.scheduler.workers for job in worker.jobs] == [SAMPLER_VERSION] * 2
+        assert [job.sampling.sampler_version for worker in c.scheduler.workers for job in worker.jobs] == [
+            SAMPLER_VERSION
+        ] * 2
 
 
 async def test_without_one_the_client_is_told_why() -> None:
     async with cluster(("h0", "hybrid"), max_attempts=3) as c:
         c.scheduler.workers[0].fail_job = refuse
-        with pytest.raises(Refused, match=f"sampler_version: {SAMPLER_VERSION + 1} here, {SAMPLER_VERSION} asked for") as refused:
+        with pytest.raises(
+            Refused, match=f"sampler_version: {SAMPLER_VERSION + 1} here, {SAMPLER_VERSION} asked for"
+        ) as refused:
             await ask(c)
         failure = refused.value.failure
         assert (failure.code, failure.reason, failure.retry_after_s) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH, 1.0)

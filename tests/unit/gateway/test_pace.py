@@ -6,8 +6,8 @@ import pytest
 
 from baton.core.ids import JobId
 from baton.core.request import LegTimeline, TokenDelta, Usage
-from baton.gateway.pace import Pace
-from baton.gateway.progress import Progress
+from baton.gateway.request.delivery import Delivery
+from baton.gateway.request.latency import TokenLatency
 from tests.unit.gateway.fakes import cluster, until
 from tests.unit.gateway.virtual import virtual
 
@@ -19,7 +19,7 @@ def delta(begin: int, *tokens: int, sample: int = 0, **fields: object) -> TokenD
 
 
 def test_without_two_tokens_there_is_no_pace() -> None:
-    pace = Pace()
+    pace = TokenLatency()
     assert (pace.ttft_s(1.0), pace.tpot_s) == (None, None)
     pace.took(0, 1, 3.0)
     assert (pace.ttft_s(1.0), pace.tpot_s) == (2.0, None)
@@ -28,20 +28,20 @@ def test_without_two_tokens_there_is_no_pace() -> None:
 
 
 def test_the_pace_is_the_mean_gap_after_the_first_token() -> None:
-    pace = Pace()
+    pace = TokenLatency()
     for num_tokens, now_s in ((1, 3.0), (1, 5.0), (2, 6.0)):
         pace.took(0, num_tokens, now_s)
     assert (pace.tpot_s, pace.num_tokens) == (1.0, 4)
 
 
 def test_two_tokens_that_come_at_once_have_no_gap_between_them() -> None:
-    pace = Pace()
+    pace = TokenLatency()
     pace.took(0, 2, 3.0)
     assert pace.tpot_s == 0.0
 
 
 def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
-    pace = Pace()
+    pace = TokenLatency()
     for sample, now_s in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 5.0), (1, 6.0), (2, 50.0)):
         pace.took(sample, 1, now_s)
     assert pace.tpot_s == pytest.approx((1 + 5) / 3)
@@ -49,7 +49,7 @@ def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
 
 @virtual
 async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
-    progress = Progress([0])
+    progress = Delivery([0])
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     progress.take(delta(0, 7))
@@ -65,7 +65,7 @@ async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
 async def test_what_the_prefill_leg_said_and_who_decodes_repeats_counts_once() -> None:
     timeline = LegTimeline(worker_id="p0", pid=1, num_computed_tokens=5)
     usage = Usage(num_prompt_tokens=5, num_cached_tokens={"device": 4})
-    progress = Progress([0])
+    progress = Delivery([0])
     for _ in range(2):
         progress.take(delta(0, 7, timeline=timeline, usage=usage))
     assert progress.legs == {JOB: [timeline]}

@@ -10,14 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
-from baton.engine.model.hub import DEMO_DIR
-from baton.gateway import pieces
-from baton.gateway.pieces import GPT2, LLAMA3, QWEN2, PieceEncoder
+from baton.gateway.text import bpe_cache
+from baton.gateway.text.bpe_cache import GPT2, LLAMA3, QWEN2, CachedBpeEncoder
+from baton.model.loading.model_source import DEMO_DIR
 from tests.scale import sized
 
 DEMO = (DEMO_DIR / "tokenizer.json").read_text()
 PATTERNS = {"gpt2": GPT2, "llama3": LLAMA3, "qwen2": QWEN2}
-SNIPPETS = ["'s", "'RE", "'ll", "don't", " the", " return", "__init__", "12", "345", "6789", "\r\n", "\t", "  ", "--", "<|im_start|>"]
+SNIPPETS = [
+    "'s",
+    "'RE",
+    "'ll",
+    "don't",
+    " the",
+    " return",
+    "__init__",
+    "12",
+    "345",
+    "6789",
+    "\r\n",
+    "\t",
+    "  ",
+    "--",
+    "<|im_start|>",
+]
 SNIPPETS += ["<|im_end|>", "<|im_start|>!", "<|", "two words", " two", "words ", " ", " ", "\n"]
 OTHERS = [
     "na\u00efve",
@@ -33,12 +49,15 @@ OTHERS = [
     "'\u017f",
     "\u0663",
 ]
-ASCII_TEXTS = st.lists(st.sampled_from(SNIPPETS) | st.text(st.characters(max_codepoint=127), max_size=4), max_size=12).map("".join)
+ASCII_TEXTS = st.lists(
+    st.sampled_from(SNIPPETS) | st.text(st.characters(max_codepoint=127), max_size=4), max_size=12
+).map("".join)
 TEXTS = st.lists(st.sampled_from([*SNIPPETS, *OTHERS]) | st.text(max_size=4), max_size=12).map("".join)
 
 
 def tokenizer(pattern: str = QWEN2, **changes: Any) -> Tokenizer:
-    """The demo's vocabulary, cut with `pattern`; some added tokens begin or hold others, and special tokens go around every text."""
+    """The demo's vocabulary, cut with `pattern`; some added tokens begin or hold others, and special tokens
+    go around every text."""
     made = Tokenizer.from_str(json.dumps(json.loads(DEMO) | changes))
     if pattern == GPT2:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,8 +75,8 @@ def description_of(rust: Tokenizer) -> Mapping[str, Any]:
     return description
 
 
-def encoder_of(rust: Tokenizer) -> PieceEncoder:
-    made = PieceEncoder.of(rust, description_of(rust))
+def encoder_of(rust: Tokenizer) -> CachedBpeEncoder:
+    made = CachedBpeEncoder.of(rust, description_of(rust))
     assert made is not None
     return made
 
@@ -94,8 +113,12 @@ def test_every_pair_of_characters_is_cut_where_the_library_cuts_it(name: str) ->
 @pytest.mark.parametrize("name", PATTERNS)
 def test_every_character_ends_a_word_before_a_space_if_it_is_none_itself(name: str) -> None:
     """What `WORD` relies on, of all characters."""
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace()][:: sized(16, 1)]
-    begins = {begin for _, (begin, _) in RUST[name].pre_tokenizer.pre_tokenize_str("".join(f"{c} a\n" for c in characters))}
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace()][
+        :: sized(16, 1)
+    ]
+    begins = {
+        begin for _, (begin, _) in RUST[name].pre_tokenizer.pre_tokenize_str("".join(f"{c} a\n" for c in characters))
+    }
     assert [c for index, c in enumerate(characters) if 4 * index + 1 not in begins] == []
 
 
@@ -107,7 +130,7 @@ def test_a_normalizer_composes_what_stands_in_one_word() -> None:
 
 
 def test_a_text_of_many_new_pieces_is_left_to_the_library_until_most_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MAX_NEW_CHARACTERS", 50)
+    monkeypatch.setattr(bpe_cache, "MAX_NEW_CHARACTERS", 50)
     rust = tokenizer()
     encoder = encoder_of(rust)
     text = "one two three four five six seven eight nine ten"
@@ -118,12 +141,12 @@ def test_a_text_of_many_new_pieces_is_left_to_the_library_until_most_are_known(m
 @pytest.mark.parametrize("character", ["x", "\u4e2d"])
 def test_a_long_piece_is_left_to_the_library(character: str) -> None:
     encoder = encoder_of(tokenizer())
-    assert encoder.encode(character * pieces.MAX_NEW_CHARACTERS) is None
+    assert encoder.encode(character * bpe_cache.MAX_NEW_CHARACTERS) is None
     assert encoder.encode(character * 100) is not None
 
 
 def test_memory_is_bounded_and_added_tokens_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MAX_PIECES", 16)
+    monkeypatch.setattr(bpe_cache, "MAX_PIECES", 16)
     rust = tokenizer()
     encoder = encoder_of(rust)
     for number in range(100):
@@ -136,7 +159,7 @@ def test_long_pieces_are_encoded_but_not_remembered() -> None:
     rust = tokenizer()
     encoder = encoder_of(rust)
     num_known = len(encoder._pieces)
-    text = "x" * (pieces.MAX_PIECE_CHARACTERS + 1)
+    text = "x" * (bpe_cache.MAX_PIECE_CHARACTERS + 1)
     assert list(encoder.encode(text) or ()) == rust.encode(text).ids
     assert len(encoder._pieces) == num_known
 
@@ -215,8 +238,8 @@ UNKNOWN = (
 @pytest.mark.parametrize("make", UNKNOWN)
 def test_other_kinds_of_tokenizers_are_left_to_the_library(make: Callable[[], Tokenizer]) -> None:
     rust = make()
-    assert PieceEncoder.of(rust, description_of(rust)) is None
+    assert CachedBpeEncoder.of(rust, description_of(rust)) is None
 
 
 def test_the_demo_is_of_a_known_kind() -> None:
-    assert PieceEncoder.of(demo(), description_of(demo())) is not None
+    assert CachedBpeEncoder.of(demo(), description_of(demo())) is not None

@@ -1,4 +1,5 @@
-"""Who is to blame when workers die under a request: one that kills them is stopped, and nobody else pays for it."""
+"""Who is to blame when workers die under a request: one that kills them is stopped, and nobody else pays for
+it."""
 
 import asyncio
 
@@ -6,7 +7,7 @@ import pytest
 
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import JobId
-from baton.gateway.suspects import Suspects
+from baton.gateway.request.poison_detector import PoisonDetector
 from tests import builders
 from tests.unit.gateway.fakes import Cluster, StubWorker, answer_to, cluster, placement
 from tests.unit.gateway.virtual import virtual
@@ -45,9 +46,12 @@ def num_dead(c: Cluster) -> int:
 
 
 async def ask_all(c: Cluster, num_tokens: int = 8) -> list[object]:
-    """The poison and all others at once; the others' answers are checked. Returns what came of the poison, then of the others."""
+    """The poison and all others at once; the others' answers are checked. Returns what came of the poison,
+    then of the others."""
     prompts = [POISON.decode(), *OTHERS]
-    answers = await asyncio.gather(*(c.ask(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(c.ask(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True
+    )
     for prompt, got in zip(OTHERS, answers[1:], strict=True):
         assert not isinstance(got, BaseException), (prompt, got)
         assert got.texts[0].encode() == answer_to(prompt.encode(), num_tokens)
@@ -74,7 +78,9 @@ async def test_a_first_token_from_prefill_is_no_step_of_the_decode_worker() -> N
     """Each attempt gets one token further, but no decode worker has made it."""
     async with cluster(("p0", "prefill"), *((f"d{i}", "decode") for i in range(4))) as c:
         for worker in c.scheduler.workers[1:]:
-            worker.before_token = lambda worker, job, sample, index: worker.die() if index > worker.first_index(job) else None
+            worker.before_token = lambda worker, job, sample, index: (
+                worker.die() if index > worker.first_index(job) else None
+            )
         with pytest.raises(Refused) as refused:
             await c.ask("hello", max_tokens=12)
         assert_poison(refused.value)
@@ -137,7 +143,7 @@ async def test_a_worker_that_was_dead_before_it_had_the_job_did_not_die_of_it() 
 def test_every_suspect_of_a_death_hears_the_same_whoever_asks_first() -> None:
     w0, w1 = builders.worker_ref("w0"), builders.worker_ref("w1")
     for order in ([b"a", b"b"], [b"b", b"a"]):
-        suspects = Suspects()
+        suspects = PoisonDetector()
         for request_id in order:
             suspects.enter(request_id, w0)
         suspects.enter(b"a", w1)

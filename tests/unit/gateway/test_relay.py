@@ -1,11 +1,12 @@
-"""The path of a request, over stub workers: what a client gets when everything works, and how it ends what it no longer wants."""
+"""The path of a request, over stub workers: what a client gets when everything works, and how it ends what it
+no longer wants."""
 
 import asyncio
 
 import pytest
 
 from baton.core.errors import Reason
-from baton.core.jobs import DecodeJob, PrefillJob
+from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import FinishReason
 from tests.unit.gateway.fakes import Gathered, answer_to, cluster, token_at
 from tests.unit.gateway.relaying import PROMPT
@@ -123,7 +124,11 @@ async def test_timeline_and_usage() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         call = await c.call(PROMPT, n=2, timeline=True)
         ending = await c.gateway.run(call, Gathered())
-        assert (ending.usage.num_prompt_tokens, ending.usage.num_output_tokens, ending.usage.num_cached_tokens) == (5, 16, 4)
+        assert (ending.usage.num_prompt_tokens, ending.usage.num_output_tokens, ending.usage.num_cached_tokens) == (
+            5,
+            16,
+            4,
+        )
         (timeline,) = ending.timeline
         assert [leg.worker_id for leg in timeline.legs] == ["p0", "d0"]
         assert (timeline.attempts, timeline.policy) == (1, "first")

@@ -1,4 +1,5 @@
-"""Workers that die, fall silent or contradict themselves, and streams that break, under a request: its answer stays what it was."""
+"""Workers that die, fall silent or contradict themselves, and streams that break, under a request: its answer
+stays what it was."""
 
 import asyncio
 from dataclasses import replace
@@ -76,7 +77,9 @@ async def test_samples_go_on_alone_after_a_lost_leg(index: int) -> None:
         _, d0, d1 = c.scheduler.workers
         d0.before_token = kill_at(index, sample=1)
         got = await c.ask(PROMPT, n=3)
-        assert {i: text.encode() for i, text in got.texts.items()} == {s: answer_to(PROMPT.encode(), 8, s) for s in range(3)}
+        assert {i: text.encode() for i, text in got.texts.items()} == {
+            s: answer_to(PROMPT.encode(), 8, s) for s in range(3)
+        }
         assert sorted(job.sample_indices for job in d1.jobs) == [(0,), (1,), (2,)]
         assert len({job.job.request_id for job in d1.jobs} | {d0.jobs[0].job.request_id}) == 4
         assert all(job.job.attempt == 1 for job in d1.jobs)
@@ -88,7 +91,9 @@ async def test_samples_stay_together_when_nothing_was_delivered() -> None:
         c.scheduler.workers[0].before_token = kill_at(0)
         c.scheduler.workers[2].prefill_s = 0.5
         got = await c.ask(PROMPT, n=2)
-        assert {i: text.encode() for i, text in got.texts.items()} == {s: answer_to(PROMPT.encode(), 8, s) for s in range(2)}
+        assert {i: text.encode() for i, text in got.texts.items()} == {
+            s: answer_to(PROMPT.encode(), 8, s) for s in range(2)
+        }
         assert [job.sample_indices for job in c.scheduler.workers[1].jobs] == [(0, 1)]
 
 
@@ -282,10 +287,13 @@ async def _random_faults(rng: Random, seed: int) -> None:
         for worker in c.scheduler.workers:
             worker.before_token = fault
         prompts = [f"prompt {seed} {i}" for i in range(12)]
-        answers = await asyncio.gather(*(c.ask(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(c.ask(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True
+        )
         for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
             if isinstance(got, Refused):
-                # By chance two workers died under it in a row, or one under each of its attempts (its successor may already answer).
+                # By chance two workers died under it in a row, or one under each of its attempts (its
+                # successor may already answer).
                 assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
                 continue
             assert not isinstance(got, BaseException), got

@@ -1,10 +1,11 @@
-"""Requests that are refused, tried elsewhere, or wait: each ends by its deadline, with the reason that was given."""
+"""Requests that are refused, tried elsewhere, or wait: each ends by its deadline, with the reason that was
+given."""
 
 import asyncio
 
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
 from tests.unit.gateway.fakes import answer_to, cluster
 from tests.unit.gateway.relaying import PROMPT, kill_at
@@ -52,14 +53,20 @@ async def test_rejections_keep_their_reason(reason: Reason, code: Code) -> None:
         c.scheduler.answer = lambda _: Rejection(reason=reason, message="no", retry_after_s=3.0)
         with pytest.raises(Refused) as refused:
             await c.ask(PROMPT)
-        assert (refused.value.failure.code, refused.value.failure.reason, refused.value.failure.retry_after_s) == (code, reason, 3.0)
+        assert (refused.value.failure.code, refused.value.failure.reason, refused.value.failure.retry_after_s) == (
+            code,
+            reason,
+            3.0,
+        )
 
 
 @virtual
 async def test_a_job_failure_that_may_succeed_elsewhere_is_tried_elsewhere() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         p0, p1, d0 = c.scheduler.workers
-        failure = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="no", retriable=True, blamed=p0.ref)
+        failure = Failure(
+            code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="no", retriable=True, blamed=p0.ref
+        )
         d0.fail_job = lambda job: failure if job.job.attempt == 0 else None
         got = await c.ask(PROMPT)
         assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
@@ -82,7 +89,11 @@ async def test_a_failure_that_would_repeat_ends_the_request() -> None:
 async def test_attempts_are_bounded_and_the_last_failure_is_the_answer() -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.workers[0].fail_job = lambda job: Failure(
-            code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message=f"failed {job.job.attempt}", retry_after_s=2.0, retriable=True
+            code=Code.UNAVAILABLE,
+            reason=Reason.TRANSFER_FAILED,
+            message=f"failed {job.job.attempt}",
+            retry_after_s=2.0,
+            retriable=True,
         )
         with pytest.raises(Refused) as refused:
             await c.ask(PROMPT)
@@ -93,7 +104,9 @@ async def test_attempts_are_bounded_and_the_last_failure_is_the_answer() -> None
 @virtual
 async def test_a_new_request_that_finds_full_queues_is_told_so_soon() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid"), ("h2", "hybrid")) as c:
-        full = Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message="full", retry_after_s=2.0, retriable=True)
+        full = Failure(
+            code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message="full", retry_after_s=2.0, retriable=True
+        )
         for worker in c.scheduler.workers:
             worker.fail_job = lambda _: full
         begin_s = asyncio.get_running_loop().time()

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from baton.core.cluster import StillWaiting
+from baton.core.cluster.placement import StillWaiting
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
-from baton.gateway import schedulers
+from baton.gateway.cluster import scheduler_pool
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, answer_to, cluster, until
 from tests.unit.gateway.relaying import PROMPT, kill_at
@@ -24,7 +24,9 @@ async def test_a_request_that_waits_at_the_scheduler_is_asked_for_again_and_says
         await c.ask(PROMPT, max_tokens=3)
         waited_s = [asked.waited_s for asked in c.scheduler.queries]
         assert waited_s == pytest.approx([i * 0.1 * TEST_TIMES["detection_s"] for i in range(len(waited_s))], abs=0.05)
-        assert loop.time() - begin_s > 3 * TEST_TIMES["scheduler_wait_s"], "it would have been lost, had nobody answered"
+        assert loop.time() - begin_s > 3 * TEST_TIMES["scheduler_wait_s"], (
+            "it would have been lost, had nobody answered"
+        )
         assert {asked.request_id for asked in c.scheduler.queries} == {c.scheduler.queries[0].request_id}
 
 
@@ -99,8 +101,10 @@ async def test_outcomes_that_come_together_are_told_together() -> None:
 
 
 @virtual
-async def test_each_scheduler_is_told_of_its_own_decisions_in_calls_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "MAX_TOLD", 3)
+async def test_each_scheduler_is_told_of_its_own_decisions_in_calls_of_a_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_pool, "MAX_TOLD", 3)
     async with cluster(("h0", "hybrid")) as c:
         other = StubScheduler(c.network, "scheduler:2")
         c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])

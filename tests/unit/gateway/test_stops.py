@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.stops import StopMatcher
+from baton.gateway.text.stop_strings import StopMatcher
 
 TEXT = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason, Refused
 from tests.recorded_spans import RecordedTracing
 from tests.unit.gateway.fakes import StubWorker, cluster
@@ -22,7 +22,11 @@ async def test_everything_that_leaves_for_a_request_goes_below_its_span() -> Non
         assert {job.trace_context for worker in c.scheduler.workers for job in worker.jobs} == {span.context}
         assert span.attributes["gen_ai.usage.input_tokens"] == 5
         assert span.attributes["gen_ai.usage.output_tokens"] == len(got.token_ids[0]) == 12
-        assert (span.attributes["baton.attempts"], span.attributes["baton.outcome"], span.problem) == (1, "finished", "")
+        assert (span.attributes["baton.attempts"], span.attributes["baton.outcome"], span.problem) == (
+            1,
+            "finished",
+            "",
+        )
         (placed, placed_s), (first, first_s) = span.events
         assert (placed, first) == ("placed", "first token")
         assert span.started_s <= placed_s < first_s < (span.ended_s or 0)

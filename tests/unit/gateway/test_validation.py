@@ -1,4 +1,5 @@
-"""The one validator: every limit of the table, every field by name, and the same answer through both doors."""
+"""The one validator: every limit of the table, every field by name, and the same answer through both
+doors."""
 
 import math
 from typing import Any
@@ -8,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Code, Reason, Refused
-from baton.core.limits import Kind, Limit
-from baton.gateway import fields
-from baton.gateway.bodies import draft_of
-from baton.gateway.call import Endpoint
-from baton.wire.convert_front import from_generate_request, to_generate_request
+from baton.core.request_limits import Limit, ValueKind
+from baton.gateway.input import field_policy
+from baton.gateway.input.client_call import Endpoint
+from baton.gateway.input.request_body import draft_of
+from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from tests.corpus import FIELDS, LISTS, beyond, bodies, body_with
 from tests.scale import sized
 from tests.unit.gateway.one_validator import MAX_LEN, call, refusal
 
 
 def valid_values(name: str, limit: Limit) -> list[Any]:
-    if limit.kind is Kind.BOOLEAN:
+    if limit.kind is ValueKind.BOOLEAN:
         return [True, False]
-    if limit.kind is Kind.STRING:
+    if limit.kind is ValueKind.STRING:
         return ["demo"] if name == "model" else ["x" * int(limit.minimum or 1)]
     values: list[Any] = [limit.minimum] if limit.minimum is not None else [1e-9]
     if name in ("max_tokens", "max_completion_tokens"):
@@ -35,7 +36,10 @@ def valid_values(name: str, limit: Limit) -> list[Any]:
 
 def invalid_values(limit: Limit) -> list[Any]:
     """Also those that JSON has no word for."""
-    return [*beyond(limit), *([math.nan, math.inf, -math.inf] if limit.kind in (Kind.INTEGER, Kind.NUMBER) else [])]
+    return [
+        *beyond(limit),
+        *([math.nan, math.inf, -math.inf] if limit.kind in (ValueKind.INTEGER, ValueKind.NUMBER) else []),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -60,16 +64,21 @@ def test_null_is_as_good_as_left_out(name: str) -> None:
 
 
 def test_the_table_and_the_fields_name_the_same_things() -> None:
-    assert {name.split(".")[0] for name in FIELDS} == fields.COMPLETIONS
-    assert {"messages", "top_logprobs"} == fields.CHAT - fields.COMPLETIONS
-    for refused in (fields.NOT_IN_CHAT, fields.NOT_IN_COMPLETIONS):
-        assert not refused.keys() & fields.LABELS
-    assert not fields.NOT_IN_COMPLETIONS.keys() & fields.COMPLETIONS
-    assert not fields.NOT_IN_CHAT.keys() & fields.CHAT
+    assert {name.split(".")[0] for name in FIELDS} == field_policy.COMPLETIONS
+    assert {"messages", "top_logprobs"} == field_policy.CHAT - field_policy.COMPLETIONS
+    for refused in (field_policy.NOT_IN_CHAT, field_policy.NOT_IN_COMPLETIONS):
+        assert not refused.keys() & field_policy.LABELS
+    assert not field_policy.NOT_IN_COMPLETIONS.keys() & field_policy.COMPLETIONS
+    assert not field_policy.NOT_IN_CHAT.keys() & field_policy.CHAT
 
 
-@pytest.mark.parametrize(("endpoint", "table"), [(Endpoint.COMPLETIONS, fields.NOT_IN_COMPLETIONS), (Endpoint.CHAT, fields.NOT_IN_CHAT)])
-def test_unimplemented_fields_are_refused_by_name_unless_they_ask_for_nothing(endpoint: Endpoint, table: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "table"),
+    [(Endpoint.COMPLETIONS, field_policy.NOT_IN_COMPLETIONS), (Endpoint.CHAT, field_policy.NOT_IN_CHAT)],
+)
+def test_unimplemented_fields_are_refused_by_name_unless_they_ask_for_nothing(
+    endpoint: Endpoint, table: dict[str, Any]
+) -> None:
     good = {"messages": [{"role": "user", "content": "x"}]} if endpoint is Endpoint.CHAT else {"prompt": "x"}
     for name, field in table.items():
         call(good | {name: None}, endpoint)
@@ -127,10 +136,23 @@ def test_labels_change_nothing_but_must_be_sound() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["kv_transfer_params", "cache_salt", "request_id", "deadline_s", "sample_indices", "chat_template", "reader", "owner", "tenant"],
+    [
+        "kv_transfer_params",
+        "cache_salt",
+        "request_id",
+        "deadline_s",
+        "sample_indices",
+        "chat_template",
+        "reader",
+        "owner",
+        "tenant",
+    ],
 )
 def test_internal_fields_cannot_be_set(field: str) -> None:
-    for endpoint, body in ((Endpoint.COMPLETIONS, {"prompt": "x"}), (Endpoint.CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+    for endpoint, body in (
+        (Endpoint.COMPLETIONS, {"prompt": "x"}),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
         assert refusal(body | {field: "10.0.0.1:9"}, endpoint).failure.reason is Reason.UNSUPPORTED_FIELD
 
 
@@ -166,7 +188,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-NAMES = sorted(fields.CHAT | fields.COMPLETIONS | fields.LABELS | {"metadata", "store"})
+NAMES = sorted(field_policy.CHAT | field_policy.COMPLETIONS | field_policy.LABELS | {"metadata", "store"})
 
 
 @settings(max_examples=sized(100, 3000), deadline=None)

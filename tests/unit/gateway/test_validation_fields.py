@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from baton.core.client_api import Caller
 from baton.core.errors import Code, Reason
-from baton.core.front import Caller
 from baton.core.request import Slo
-from baton.gateway.call import Endpoint
-from baton.gateway.tokenizer import ByteTokenizer
-from baton.gateway.validation import ModelFacts, Validator
+from baton.gateway.input.client_call import Endpoint
+from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.unit.gateway.one_validator import MAX_LEN, at_once, chat, completion, refusal, validator
 
 
@@ -29,7 +29,9 @@ def test_sampling_as_openai_and_vllm_have_it() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (sampling.num_logprobs, sampling.logit_bias, sampling.stop_token_ids) == (3, ((4, -100.0), (5, 1.0)), (1, 2))
     assert (sampling.min_tokens, sampling.ignore_eos) == (2, True)
-    assert all(type(getattr(sampling, name)) is float for name in ("temperature", "presence_penalty", "repetition_penalty"))
+    assert all(
+        type(getattr(sampling, name)) is float for name in ("temperature", "presence_penalty", "repetition_penalty")
+    )
     assert completion(stop="end").shape.stop == ("end",)
     assert completion(stop=["a", "b"]).shape.stop == ("a", "b")
     assert completion(stop=[]).shape.stop == ()
@@ -96,7 +98,9 @@ def test_priority_slo_and_deadline() -> None:
 
 def test_a_trace_context_is_kept_if_it_is_one() -> None:
     def traced(text: str) -> str:
-        made = at_once(validator().call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(trace_context=text), received_s=0))
+        made = at_once(
+            validator().call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(trace_context=text), received_s=0)
+        )
         return made.requests[0].trace_context
 
     good = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
@@ -115,7 +119,11 @@ def test_who_asks_for_no_slo_gets_the_clusters_term_by_term() -> None:
     )
 
     def slo_of(**body: Any) -> Slo:
-        return at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x"} | body, Caller(), received_s=0.0)).requests[0].slo
+        return (
+            at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x"} | body, Caller(), received_s=0.0))
+            .requests[0]
+            .slo
+        )
 
     assert slo_of() == Slo(ttft_s=0.5, tpot_s=0.05)
     assert slo_of(slo={"ttft_ms": 100}) == Slo(ttft_s=0.1, tpot_s=0.05)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from baton.core.client_api import Caller
 from baton.core.errors import Reason
-from baton.core.front import Caller
-from baton.gateway.call import Endpoint, InvalidField
-from baton.gateway.tokenizer import ByteTokenizer
-from baton.gateway.validation import ModelFacts, Validator
+from baton.gateway.input.client_call import Endpoint, InvalidField
+from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.unit.gateway.one_validator import MAX_LEN, at_once, call, chat, completion, refusal, validator
 
 
@@ -42,7 +42,9 @@ def test_ids_are_drawn_and_differ() -> None:
     assert len(set(ids)) == 3
     assert {len(id_) for id_ in ids} == {16}
     assert made.request_id == ids[0]
-    given_id = at_once(validator().call(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}, Caller(), received_s=0, request_id=b"x" * 16))
+    given_id = at_once(
+        validator().call(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}, Caller(), received_s=0, request_id=b"x" * 16)
+    )
     assert given_id.request_id == b"x" * 16 != given_id.requests[1].request_id
 
 
@@ -74,7 +76,11 @@ def test_messages_become_a_prompt() -> None:
         {
             "messages": [
                 {"role": "developer", "content": "be brief", "name": None},
-                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "bob"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": "bob",
+                },
                 {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "audio": None},
             ]
         },
@@ -116,13 +122,19 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
             raise AssertionError("encoded")
 
     checked = Validator(
-        tokenizer=NeverEncodes(), model="demo", facts=lambda: ModelFacts(max_model_len=9, max_num_seqs=1), rng=Random(), request_timeout_s=1
+        tokenizer=NeverEncodes(),
+        model="demo",
+        facts=lambda: ModelFacts(max_model_len=9, max_num_seqs=1),
+        rng=Random(),
+        request_timeout_s=1,
     )
     with pytest.raises(InvalidField, match="at least 5000000"):
         at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 5_000_000}, Caller(), received_s=0))
 
 
-@pytest.mark.parametrize("body", [{"prompt": "x" * 5_000_000}, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}])
+@pytest.mark.parametrize(
+    "body", [{"prompt": "x" * 5_000_000}, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}]
+)
 def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str, Any]) -> None:
     encoded: list[int] = []
 
@@ -135,10 +147,18 @@ def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str,
             return 0  # as where text may shrink before it is cut into tokens
 
     checked = Validator(
-        tokenizer=Counts(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+        tokenizer=Counts(),
+        model="demo",
+        facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1),
+        rng=Random(),
+        request_timeout_s=1,
     )
-    with pytest.raises(InvalidField, match="at least 736 tokens and max_tokens is 1, together more than the model's 100"):
-        at_once(checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0))
+    with pytest.raises(
+        InvalidField, match="at least 736 tokens and max_tokens is 1, together more than the model's 100"
+    ):
+        at_once(
+            checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0)
+        )
     assert encoded == [800]
 
 
@@ -151,7 +171,11 @@ def test_a_long_text_of_long_tokens_may_fit() -> None:
             return 0
 
     checked = Validator(
-        tokenizer=Halves(), model="demo", facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1), rng=Random(), request_timeout_s=1
+        tokenizer=Halves(),
+        model="demo",
+        facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1),
+        rng=Random(),
+        request_timeout_s=1,
     )
     made = at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 1000}, Caller(), received_s=0))
     assert made.requests[0].num_prompt_tokens == 50

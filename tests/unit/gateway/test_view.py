@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.cluster import ClusterUpdate, WorkerReport, WorkerState
-from baton.gateway.view import ClusterView
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.worker_report import WorkerReport, WorkerState
+from baton.gateway.cluster.cluster_view import ClusterView
 from tests import builders
 
 LAYOUT = replace(builders.layout(), tokenizer_fingerprint="ours")
@@ -39,7 +40,10 @@ LINKED = {"links": (builders.link("p0"),)}
         ([report("p0", "prefill"), report("d0", "decode")], "connected to each other"),
         ([report("p0", "prefill"), report("d0", "decode", **LINKED)], ""),
         ([report("p0", "prefill", epoch=2), report("d0", "decode", **LINKED)], "connected to each other"),
-        ([report("p0", "prefill"), report("d0", "decode", links=(builders.link("p0", broken=True),))], "connected to each other"),
+        (
+            [report("p0", "prefill"), report("d0", "decode", links=(builders.link("p0", broken=True),))],
+            "connected to each other",
+        ),
         ([report("p0", "prefill"), report("d0", "decode"), report("h0", "hybrid")], ""),
     ],
 )
@@ -50,7 +54,10 @@ def test_ready_means_that_a_request_could_be_served(reports: list[WorkerReport],
 
 
 def test_what_is_known_stays_when_the_scheduler_is_lost() -> None:
-    seen = view(report("h0", "hybrid", max_model_len=300, max_num_seqs=4), report("h1", "hybrid", max_model_len=200, max_num_seqs=8))
+    seen = view(
+        report("h0", "hybrid", max_model_len=300, max_num_seqs=4),
+        report("h1", "hybrid", max_model_len=200, max_num_seqs=8),
+    )
     assert (seen.facts.max_model_len, seen.facts.max_num_seqs) == (200, 8)
     seen.lose_scheduler()
     assert seen.problem == "no scheduler answers"

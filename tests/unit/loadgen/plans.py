@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from loadgen.plan import AnswerOf, Exact, Generated, Plan, PlannedRequest, Segment, Text, Vocabulary
-from loadgen.slo import Slo
+from loadgen.plan.plan import AnswerOf, Exact, Generated, Plan, PlannedRequest, Segment, Text, Vocabulary
+from loadgen.slo_target import SloTarget
 
 VOCABULARY = Vocabulary(low=3, high=4096)
 
 
 def segment(part: Any) -> Segment:
-    """`(17, 512)` is 512 tokens of id 17, a list exact tokens, a string text, an integer the answer of that request."""
+    """`(17, 512)` is 512 tokens of id 17, a list exact tokens, a string text, an integer the answer of that
+    request."""
     if isinstance(part, tuple):
         return Generated(segment_id=part[0], num_tokens=part[1])
     if isinstance(part, list):
@@ -25,7 +26,7 @@ def request(index: int, *parts: Any, output: int = 8, **fields: Any) -> PlannedR
 
 
 def plan(*requests: PlannedRequest, vocabulary: Vocabulary = VOCABULARY, **fields: Any) -> Plan:
-    fields.setdefault("slos", {"default": Slo()})
+    fields.setdefault("slos", {"default": SloTarget()})
     return Plan(name="test", seed=fields.pop("seed", 0), vocabulary=vocabulary, requests=requests, **fields)
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.answers import retry_after_s, shown, take_body, take_event
-from loadgen.client import Exchange
+from loadgen.send.client import Exchange
+from loadgen.send.openai_answers import retry_after_s, shown, take_body, take_event
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -16,7 +16,19 @@ JSON = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                ["choices", "text", "token_ids", "delta", "usage", "error", "message", "code", "status", "content", "finish_reason"]
+                [
+                    "choices",
+                    "text",
+                    "token_ids",
+                    "delta",
+                    "usage",
+                    "error",
+                    "message",
+                    "code",
+                    "status",
+                    "content",
+                    "finish_reason",
+                ]
             ),
             inner,
             max_size=4,
@@ -30,7 +42,10 @@ JSON = st.recursive(
 def test_whatever_a_server_says_is_taken_without_a_fuss(value: object, status: int | None) -> None:
     import json
 
-    for take in (lambda e: take_event(e, 1.0, b"", json.dumps(value).encode()), lambda e: take_body(e, 1.0, json.dumps(value).encode())):
+    for take in (
+        lambda e: take_event(e, 1.0, b"", json.dumps(value).encode()),
+        lambda e: take_body(e, 1.0, json.dumps(value).encode()),
+    ):
         ends: list[Exchange] = []
         exchange = Exchange(0, ends.append)
         exchange.status = status
@@ -43,7 +58,8 @@ def test_whatever_a_server_says_is_taken_without_a_fuss(value: object, status: i
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"), [("3", 3.0), ("0.5", 0.5), ("-2", 0.0), ("soon", None), ("nan", None), ("inf", None), ("", None)]
+    ("value", "seconds"),
+    [("3", 3.0), ("0.5", 0.5), ("-2", 0.0), ("soon", None), ("nan", None), ("inf", None), ("", None)],
 )
 def test_retry_after_in_seconds(value: str, seconds: float | None) -> None:
     assert retry_after_s(value) == seconds

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen import draws
-from loadgen.arrivals import (
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan import draws
+from loadgen.plan.arrivals import (
     Piece,
     arrivals,
     constant,
@@ -29,8 +30,7 @@ from loadgen.arrivals import (
     weibull_cv,
     weibull_shape,
 )
-from loadgen.draws import Floats, stream
-from loadgen.errors import BadPlan
+from loadgen.plan.draws import Floats, stream
 
 
 def cv(times: Floats) -> float:
@@ -64,7 +64,8 @@ def test_gaps_have_their_mean_and_cv(make: Callable[..., Floats], expected_cv: f
 
 @pytest.mark.parametrize("process", ["poisson", "gamma:cv=3", "weibull:cv=3", "gamma:cv=0.2"])
 def test_the_first_seconds_are_like_any_others(process: str) -> None:
-    """In equilibrium 20 arrivals are expected in the first 10 s; a process begun with a whole gap would have 4 more at cv 3."""
+    """In equilibrium 20 arrivals are expected in the first 10 s; a process begun with a whole gap would have
+    4 more at cv 3."""
     gaps = parse_gaps(process)
     counts = np.array([len(arrivals(stream(seed, process), gaps, steady(2.0), until_s=10.0)) for seed in range(1500)])
     assert abs(counts.mean() - 20) < 4 * counts.std() / math.sqrt(len(counts))
@@ -135,7 +136,9 @@ def test_on_and_off() -> None:
 
 
 def test_random_on_and_off_is_stationary_and_bursty() -> None:
-    counts = np.array([len(on_off(stream(seed, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, until_s=1)) for seed in range(3000)])
+    counts = np.array(
+        [len(on_off(stream(seed, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, until_s=1)) for seed in range(3000)]
+    )
     assert abs(counts.mean() - 5) < 4 * counts.std() / math.sqrt(3000)
     assert cv(on_off(stream(0, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, count=20_000)) > 5
 
@@ -204,7 +207,7 @@ def test_rates_in_words() -> None:
 
 
 def test_a_rate_without_end_ends_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.arrivals.MAX_ARRIVALS", 5000)
+    monkeypatch.setattr("loadgen.plan.arrivals.MAX_ARRIVALS", 5000)
     with pytest.raises(BadPlan, match="more than 5000 arrivals"):
         arrivals(stream(0, ""), poisson_gaps, steady(1.0))
 

@@ -7,16 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.cache_model import best_hits, in_planned_order
-from loadgen.errors import BadPlan
-from loadgen.plan import Plan, PlannedRequest
-from loadgen.tokens import tokens_of
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.cache_model import best_hits, in_planned_order
+from loadgen.plan.plan import Plan, PlannedRequest
+from loadgen.plan.prompt_tokens import tokens_of
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 
 def test_shared_prefixes_by_hand() -> None:
     made = plan(
-        request(0, (0, 40), (1, 20)), request(1, (0, 40), (2, 30)), request(2, (0, 30)), request(3, (0, 50)), request(4, (0, 40), (1, 20))
+        request(0, (0, 40), (1, 20)),
+        request(1, (0, 40), (2, 30)),
+        request(2, (0, 30)),
+        request(3, (0, 50)),
+        request(4, (0, 40), (1, 20)),
     )
     use = best_hits(made)
     assert use.num_prompt_tokens == (60, 70, 30, 50, 60)
@@ -28,7 +32,10 @@ def test_shared_prefixes_by_hand() -> None:
 
 def test_only_full_blocks_are_held() -> None:
     made = plan(
-        request(0, (0, 40), (1, 20)), request(1, (0, 40), (2, 30)), request(2, (0, 40), (1, 8)), request(3, (0, 40), (1, 20), (3, 9))
+        request(0, (0, 40), (1, 20)),
+        request(1, (0, 40), (2, 30)),
+        request(2, (0, 40), (1, 8)),
+        request(3, (0, 40), (1, 20), (3, 9)),
     )
     use = best_hits(made, block_size_tokens=16)
     assert use.num_shared_tokens == (0, 32, 48, 48)
@@ -50,7 +57,12 @@ def test_a_client_that_leaves_leaves_a_shorter_answer() -> None:
 
 
 def test_exact_tokens_are_compared_one_by_one() -> None:
-    made = plan(request(0, [1, 2, 3, 4, 5]), request(1, [1, 2, 3, 9, 5]), request(2, [1, 2], [3, 9, 5, 6]), request(3, [1, 2, 3, 9, 7]))
+    made = plan(
+        request(0, [1, 2, 3, 4, 5]),
+        request(1, [1, 2, 3, 9, 5]),
+        request(2, [1, 2], [3, 9, 5, 6]),
+        request(3, [1, 2, 3, 9, 7]),
+    )
     assert best_hits(made).num_shared_tokens == (0, 3, 5, 4)
     assert best_hits(made, block_size_tokens=2).num_shared_tokens == (0, 2, 4, 4)
     assert best_hits(made, block_size_tokens=4).num_shared_tokens == (0, 0, 4, 4), "a block in which two segments meet"
@@ -69,8 +81,11 @@ def test_of_one_prompt_the_end_goes_first() -> None:
 
 
 def test_what_was_used_again_is_not_old_but_what_follows_it_is() -> None:
-    """The first half of prompt 0 is used again by request 2; its second half is then the oldest, and makes room for request 3."""
-    made = plan(*(request(i, part, output=1) for i, part in enumerate([(0, 64), (1, 32), (0, 32), (2, 32), (1, 32), (0, 64)])))
+    """The first half of prompt 0 is used again by request 2; its second half is then the oldest, and makes
+    room for request 3."""
+    made = plan(
+        *(request(i, part, output=1) for i, part in enumerate([(0, 64), (1, 32), (0, 32), (2, 32), (1, 32), (0, 64)]))
+    )
     assert best_hits(made, block_size_tokens=16, capacity_tokens=96).num_shared_tokens == (0, 0, 32, 0, 32, 32)
 
 
@@ -113,7 +128,9 @@ class TokenCache:
 
 def by_tokens(made: Plan, block_size: int, capacity_tokens: int | None) -> list[int]:
     cache = TokenCache(block_size, None if capacity_tokens is None else capacity_tokens // block_size)
-    answers = {r.index: tuple(range(10_000 + 100 * r.index, 10_000 + 100 * r.index + r.output_tokens)) for r in made.requests}
+    answers = {
+        r.index: tuple(range(10_000 + 100 * r.index, 10_000 + 100 * r.index + r.output_tokens)) for r in made.requests
+    }
     found = [0] * len(made.requests)
     for now, r in enumerate(in_planned_order(made)):
         prompt = tokens_of(made, r, answers)
@@ -134,7 +151,13 @@ def plans(draw: st.DrawFn) -> Plan:
             requests.append(request(index, *own, session=f"s{index}", **fields))
             continue
         made = request(
-            index, *own, session=earlier.session, turn=earlier.turn + 1, after=earlier.index, think_s=draw(st.floats(0, 5)), **fields
+            index,
+            *own,
+            session=earlier.session,
+            turn=earlier.turn + 1,
+            after=earlier.index,
+            think_s=draw(st.floats(0, 5)),
+            **fields,
         )
         answer = request(index, earlier.index, after=0).segments
         requests.append(
@@ -158,12 +181,16 @@ def test_it_agrees_with_a_cache_of_tokens(made: Plan, block_size: int, capacity_
     assert list(use.num_shared_tokens) == by_tokens(made, block_size, capacity_tokens)
 
 
-EXACT_PROMPTS = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=3), min_size=1, max_size=12)
+EXACT_PROMPTS = st.lists(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=3), min_size=1, max_size=12
+)
 
 
 @settings(deadline=None)
 @given(EXACT_PROMPTS, st.integers(1, 4), st.none() | st.integers(4, 30))
-def test_exact_tokens_agree_with_a_cache_of_tokens(prompts: list[list[list[int]]], block_size: int, capacity_tokens: int | None) -> None:
+def test_exact_tokens_agree_with_a_cache_of_tokens(
+    prompts: list[list[list[int]]], block_size: int, capacity_tokens: int | None
+) -> None:
     made = plan(*(request(i, *prompt, output=1) for i, prompt in enumerate(prompts)))
     use = best_hits(made, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
     assert list(use.num_shared_tokens) == by_tokens(made, block_size, capacity_tokens)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen import calibration
-from loadgen.calibration import measured, processes_for, warning
-from loadgen.priority import Priority
+from loadgen.send import calibration
+from loadgen.send.calibration import measured, processes_for, warning
+from loadgen.send.priority import Priority
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,11 @@ def test_it_is_found_again_unless_it_is_of_another_machine_or_broken() -> None:
 
 def test_what_a_process_proved_that_is_woken_sooner_says_nothing_of_this_one() -> None:
     calibration.save(PROVED)
-    assert [calibration.load(priority) for priority in (Priority.NORMAL, Priority.HIGH, Priority.REALTIME)] == [None, PROVED, PROVED]
+    assert [calibration.load(priority) for priority in (Priority.NORMAL, Priority.HIGH, Priority.REALTIME)] == [
+        None,
+        PROVED,
+        PROVED,
+    ]
 
 
 def test_a_plan_that_asks_for_more_is_told() -> None:

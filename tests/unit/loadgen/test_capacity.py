@@ -1,11 +1,12 @@
-"""The search: what it asks for, when it ends, and whether it finds the capacity of servers whose capacity is known."""
+"""The search: what it asks for, when it ends, and whether it finds the capacity of servers whose capacity is
+known."""
 
 import math
 
 import pytest
 
-from loadgen.capacity import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
-from loadgen.threshold import Observation
+from loadgen.capacity.capacity import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
+from loadgen.capacity.threshold import Observation
 from tests.loadgen_queues import SYSTEMS, search
 
 

@@ -1,4 +1,5 @@
-"""The workload of a search at any rate: drawn anew, never stretched; a trace by its time scale, another part of it each time."""
+"""The workload of a search at any rate: drawn anew, never stretched; a trace by its time scale, another part
+of it each time."""
 
 import json
 import math
@@ -9,9 +10,9 @@ import click
 import pytest
 
 from loadgen.commands.capacity_plans import FirstLook, maker_of
-from loadgen.errors import BadPlan, LoadgenError, NothingArrives
-from loadgen.plan import Plan
-from loadgen.workloads import DEFAULT_VOCABULARY
+from loadgen.loadgen_errors import BadPlan, LoadgenError, NothingArrives
+from loadgen.plan.plan import Plan
+from loadgen.plan.workloads import DEFAULT_VOCABULARY
 
 
 def times(plan: Plan) -> list[float]:
@@ -25,7 +26,9 @@ def rate(plan: Plan) -> float:
 
 def trace(path: Path, rows: int = 600, gap_ms: int = 500) -> Path:
     lines = (
-        json.dumps({"timestamp": i * gap_ms, "input_length": 600 + i % 400, "output_length": 5, "hash_ids": [i, i + 10_000]})
+        json.dumps(
+            {"timestamp": i * gap_ms, "input_length": 600 + i % 400, "output_length": 5, "hash_ids": [i, i + 10_000]}
+        )
         for i in range(rows)
     )
     path.write_text("\n".join(lines))
@@ -60,7 +63,9 @@ def test_sources_of_loadgen_plan_at_any_rate(workload: list[str], unit: str) -> 
 
 def test_without_a_workload_it_is_that_of_a_first_look() -> None:
     plan = FirstLook(16, 4, DEFAULT_VOCABULARY).make(5.0, 20.0, seed=1)
-    assert Counter((plan.num_prompt_tokens(request), request.output_tokens) for request in plan.requests).keys() == {(16, 4)}
+    assert Counter((plan.num_prompt_tokens(request), request.output_tokens) for request in plan.requests).keys() == {
+        (16, 4)
+    }
     with pytest.raises(NothingArrives):
         FirstLook(16, 4, DEFAULT_VOCABULARY).make(0.001, 1.0, seed=1)
 

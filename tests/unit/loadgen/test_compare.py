@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loadgen.commands.compare import command
-from loadgen.compare import Change, NotComparable, Threshold, Verdict, compare, regressions
-from loadgen.records import Record
-from loadgen.records_file import RECORDS, Result, read_result, to_json
-from loadgen.stats import Interval
+from loadgen.commands.compare_command import command
+from loadgen.measure.compare import Change, ComparisonVerdict, NotComparable, RegressionBound, compare, regressions
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import RECORDS, Result, read_result, to_json
+from loadgen.measure.stats import Interval
 from tests.loadgen_builders import record, refused, run, terms
 from tests.loadgen_synthetic import write_result
 
@@ -27,7 +27,9 @@ def answer(index: int, ttft: float, gap: float = 0.1) -> Record:
 
 def result(records: list[Record], name: str = "A", **changes: Any) -> Result:
     return Result(
-        path=Path(f"/results/{name}"), run=run(num_offered=len(records), flags={"label": name}, **changes), records=tuple(records)
+        path=Path(f"/results/{name}"),
+        run=run(num_offered=len(records), flags={"label": name}, **changes),
+        records=tuple(records),
     )
 
 
@@ -58,17 +60,17 @@ def test_means_medians_and_differences_of_pairs() -> None:
 
 def test_five_percent_slower_is_seen_through_noise_far_larger() -> None:
     found = changes_of(compare(result(noisy(400, 1.0)), result(noisy(400, 1.05, seed=2), "B")))
-    assert found["ttft_mean"].verdict is Verdict.WORSE
-    assert found["ttft_p50"].verdict is Verdict.WORSE
-    assert found["tpot_mean"].verdict is Verdict.SAME
-    assert found["attainment"].verdict in (Verdict.SAME, Verdict.WORSE)
+    assert found["ttft_mean"].verdict is ComparisonVerdict.WORSE
+    assert found["ttft_p50"].verdict is ComparisonVerdict.WORSE
+    assert found["tpot_mean"].verdict is ComparisonVerdict.SAME
+    assert found["attainment"].verdict in (ComparisonVerdict.SAME, ComparisonVerdict.WORSE)
     back = changes_of(compare(result(noisy(400, 1.05, seed=2)), result(noisy(400, 1.0), "B")))
-    assert back["ttft_mean"].verdict is Verdict.BETTER
+    assert back["ttft_mean"].verdict is ComparisonVerdict.BETTER
 
 
 def test_a_run_compared_with_itself_shows_nothing() -> None:
     found = compare(result(noisy(100, 1.0)), result(noisy(100, 1.0), "B"))
-    assert {change.verdict for change in found.changes} == {Verdict.SAME}
+    assert {change.verdict for change in found.changes} == {ComparisonVerdict.SAME}
     assert {change.difference for change in found.changes} == {0.0}
     assert regressions(found, 0.0) == []
 
@@ -76,14 +78,17 @@ def test_a_run_compared_with_itself_shows_nothing() -> None:
 def test_latencies_are_of_pairs_and_the_rest_shows_in_the_attainment() -> None:
     """B refuses every other request, the slow ones: its survivors look no better, its attainment tells."""
     before = [answer(i, 0.5 if i % 2 else 0.1) for i in range(60)]
-    after = [refused(i, intended_s=float(i), sent_s=float(i), ended_s=i + 0.1) if i % 2 else answer(i, 0.1) for i in range(60)]
+    after = [
+        refused(i, intended_s=float(i), sent_s=float(i), ended_s=i + 0.1) if i % 2 else answer(i, 0.1)
+        for i in range(60)
+    ]
     found = changes_of(compare(result(before), result(after, "B")))
     assert found["ttft_mean"].count == 30
-    assert found["ttft_mean"].verdict is Verdict.SAME
+    assert found["ttft_mean"].verdict is ComparisonVerdict.SAME
     assert found["attainment"].count == 60
     assert found["attainment"].difference == pytest.approx(-0.5)
-    assert found["attainment"].verdict is Verdict.WORSE
-    assert found["goodput"].verdict is Verdict.WORSE
+    assert found["attainment"].verdict is ComparisonVerdict.WORSE
+    assert found["goodput"].verdict is ComparisonVerdict.WORSE
 
 
 def test_different_plans_are_refused_unless_said() -> None:
@@ -92,11 +97,13 @@ def test_different_plans_are_refused_unless_said() -> None:
         compare(result(noisy(50, 1.0)), other)
     found = compare(result(noisy(50, 1.0)), other, unpaired=True)
     assert not found.is_paired
-    assert changes_of(found)["ttft_mean"].verdict is Verdict.SAME
+    assert changes_of(found)["ttft_mean"].verdict is ComparisonVerdict.SAME
 
 
 def test_what_only_one_run_has_offered_is_left_out_and_said() -> None:
-    found = compare(result([answer(i, 0.1) for i in range(5)]), result([answer(i, 0.1) for i in range(3)], "B", interrupted=True))
+    found = compare(
+        result([answer(i, 0.1) for i in range(5)]), result([answer(i, 0.1) for i in range(3)], "B", interrupted=True)
+    )
     assert changes_of(found)["attainment"].count == 3
     assert "only the 3 requests" in found.notes[0]
     with pytest.raises(NotComparable, match="no request in common"):
@@ -105,26 +112,28 @@ def test_what_only_one_run_has_offered_is_left_out_and_said() -> None:
 
 def test_too_little_to_tell_is_unknown() -> None:
     found = changes_of(compare(result([answer(0, 0.1)]), result([answer(0, 0.2)], "B")))
-    assert found["ttft_p50"].verdict is Verdict.UNKNOWN
+    assert found["ttft_p50"].verdict is ComparisonVerdict.UNKNOWN
     nothing = changes_of(compare(result([refused(0), refused(1)]), result([refused(0), refused(1)], "B")))
-    assert nothing["ttft_p50"].verdict is Verdict.UNKNOWN
+    assert nothing["ttft_p50"].verdict is ComparisonVerdict.UNKNOWN
     assert math.isnan(nothing["ttft_p50"].before)
 
 
 @pytest.mark.parametrize(
     ("metric", "low", "high", "expected"),
     [
-        ("ttft_p50", 0.1, 0.2, Verdict.WORSE),
-        ("ttft_p50", -0.2, -0.1, Verdict.BETTER),
-        ("ttft_p50", -0.1, 0.1, Verdict.SAME),
-        ("ttft_p50", 0.1, None, Verdict.WORSE),
-        ("ttft_p50", -0.1, None, Verdict.SAME),
-        ("goodput", 0.1, 0.2, Verdict.BETTER),
-        ("attainment", -0.2, -0.1, Verdict.WORSE),
+        ("ttft_p50", 0.1, 0.2, ComparisonVerdict.WORSE),
+        ("ttft_p50", -0.2, -0.1, ComparisonVerdict.BETTER),
+        ("ttft_p50", -0.1, 0.1, ComparisonVerdict.SAME),
+        ("ttft_p50", 0.1, None, ComparisonVerdict.WORSE),
+        ("ttft_p50", -0.1, None, ComparisonVerdict.SAME),
+        ("goodput", 0.1, 0.2, ComparisonVerdict.BETTER),
+        ("attainment", -0.2, -0.1, ComparisonVerdict.WORSE),
     ],
 )
-def test_verdicts(metric: str, low: float, high: float | None, expected: Verdict) -> None:
-    assert Change(metric=metric, before=1.0, after=1.1, interval=Interval(low=low, high=high), count=9).verdict is expected
+def test_verdicts(metric: str, low: float, high: float | None, expected: ComparisonVerdict) -> None:
+    assert (
+        Change(metric=metric, before=1.0, after=1.1, interval=Interval(low=low, high=high), count=9).verdict is expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,16 +154,18 @@ def test_thresholds_are_held_against_what_was_seen(text: str, is_crossed: bool) 
     before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
     after = [answer(i, ttft) for i, ttft in enumerate((0.2, 0.3, 0.7))]
     found = compare(result(before), result(after, "B"), terms=terms("ttft=250ms"))
-    assert Threshold.parse(text).is_crossed(found) is is_crossed
+    assert RegressionBound.parse(text).is_crossed(found) is is_crossed
 
 
 def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> None:
     """B has answered nothing: its latencies are no better for that."""
     before = [answer(i, 0.1) for i in range(9)]
-    found = compare(result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), terms=terms("ttft=250ms"))
-    assert Threshold.parse("ttft_p99 > +5%").is_crossed(found) is None
-    assert Threshold.parse("e2e_mean > 20ms").is_crossed(found) is None
-    assert Threshold.parse("attainment < -5pp").is_crossed(found) is True
+    found = compare(
+        result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), terms=terms("ttft=250ms")
+    )
+    assert RegressionBound.parse("ttft_p99 > +5%").is_crossed(found) is None
+    assert RegressionBound.parse("e2e_mean > 20ms").is_crossed(found) is None
+    assert RegressionBound.parse("attainment < -5pp").is_crossed(found) is True
 
 
 def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too() -> None:
@@ -166,16 +177,21 @@ def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too(
     assert ["late" in reason for reason in found.invalid] == [True, True]
 
 
-@pytest.mark.parametrize("text", ["ttft_p50", "ttft_p42 > 5%", "ttft_p50 > 5pp", "attainment > 5ms", "goodput < 5%%", "ttft_p50 >= 5%"])
+@pytest.mark.parametrize(
+    "text", ["ttft_p50", "ttft_p42 > 5%", "ttft_p50 > 5pp", "attainment > 5ms", "goodput < 5%%", "ttft_p50 >= 5%"]
+)
 def test_thresholds_that_cannot_be_read(text: str) -> None:
     with pytest.raises(NotComparable):
-        Threshold.parse(text)
+        RegressionBound.parse(text)
 
 
 def refusing(directory: Path) -> Path:
     """The same run, had the server refused it all."""
     file = directory / RECORDS
-    records = [replace(one, arrivals=(), status=429, is_complete=False, num_output_tokens=None) for one in read_result(directory).records]
+    records = [
+        replace(one, arrivals=(), status=429, is_complete=False, num_output_tokens=None)
+        for one in read_result(directory).records
+    ]
     file.write_bytes(b"".join(json.dumps(to_json(one)).encode() + b"\n" for one in records))
     return directory
 
@@ -220,11 +236,18 @@ def test_exit_codes(runs: dict[str, Path], before: str, after: str, flags: list[
 def test_plans_that_differ_end_the_command(runs: dict[str, Path]) -> None:
     found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["other"])])
     assert isinstance(found.exception, NotComparable)
-    assert CliRunner().invoke(command, [str(runs["fast"]), str(runs["other"]), "--unpaired", "--max-regression", "99%"]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(command, [str(runs["fast"]), str(runs["other"]), "--unpaired", "--max-regression", "99%"])
+        .exit_code
+        == 0
+    )
 
 
 def test_an_invalid_run_decides_only_if_told_to(runs: dict[str, Path]) -> None:
-    found = CliRunner().invoke(command, [str(runs["late"]), str(runs["fast"]), "--allow-invalid", "--max-regression", "900%"])
+    found = CliRunner().invoke(
+        command, [str(runs["late"]), str(runs["fast"]), "--allow-invalid", "--max-regression", "900%"]
+    )
     assert found.exit_code == 0
 
 

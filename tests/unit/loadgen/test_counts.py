@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.counts import Counts, LagHistogram
-from loadgen.live import LiveView, attainment
+from loadgen.measure.counts import Counts, LagHistogram
+from loadgen.send.live import LiveView, attainment
 
 LAGS = st.lists(st.floats(0, 100), min_size=1, max_size=200)
 
@@ -60,7 +60,9 @@ def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]
         view.update(counts(3, 1, 7), 1.2)  # too soon for another line
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2
-    assert shown[1].endswith("1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4 ended  send lag p99 1.00 ms")
+    assert shown[1].endswith(
+        "1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4 ended  send lag p99 1.00 ms"
+    )
 
 
 def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
@@ -92,7 +94,9 @@ def test_the_picture_has_the_rates_of_late() -> None:
 
 
 def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True) as view:
+    with LiveView(
+        name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True
+    ) as view:
         view.phase("running")
         view.update(counts(3, 1, 6), 1.0)
     assert capsys.readouterr().err == ""

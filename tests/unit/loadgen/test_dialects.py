@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from loadgen.client import Ask
-from loadgen.dialects import DIALECTS, BodyMaker, dialect_of
-from loadgen.http_client import BadUrl, split_url
-from loadgen.slo import Slo
-from loadgen.target import Target
+from loadgen.send.client import Ask
+from loadgen.send.dialects import DIALECTS, BodyMaker, dialect_of
+from loadgen.send.http_client import BadUrl, split_url
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
 from tests.loadgen_queues import plan_at
 
-ASK = Ask(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=Slo(ttft_s=0.5))
+ASK = Ask(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=SloTarget(ttft_s=0.5))
 OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -43,7 +43,8 @@ def test_the_users_fields_replace_ours_and_null_leaves_one_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "is_held"), [({"seed": 1}, True), ({"ignore_eos": None}, False), ({"ignore_eos": False}, False), ({"max_tokens": None}, False)]
+    ("more", "is_held"),
+    [({"seed": 1}, True), ({"ignore_eos": None}, False), ({"ignore_eos": False}, False), ({"max_tokens": None}, False)],
 )
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_who_is_not_told_to_ignore_the_end_may_end_early(more: dict[str, object], is_held: bool, protocol: str) -> None:
@@ -53,7 +54,9 @@ def test_who_is_not_told_to_ignore_the_end_may_end_early(more: dict[str, object]
 
 def test_a_server_is_known_by_who_owns_its_models() -> None:
     names = ["baton", "vllm", "sglang", "llamacpp", "llama.cpp", "openai", "Somebody", ""]
-    assert [dialect_of(name).name for name in names] == [*"baton vllm sglang llamacpp llamacpp openai openai openai".split()]
+    assert [dialect_of(name).name for name in names] == [
+        *"baton vllm sglang llamacpp llamacpp openai openai openai".split()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,17 @@ def test_addresses(given: str, base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["ftp://h", "http://", "http://a..b:80", "http://h/é", "http://h:0", "http://h:99999", "http://user:secret@h", "http://[::1"]
+    "given",
+    [
+        "ftp://h",
+        "http://",
+        "http://a..b:80",
+        "http://h/é",
+        "http://h:0",
+        "http://h:99999",
+        "http://user:secret@h",
+        "http://[::1",
+    ],
 )
 def test_what_is_no_address(given: str) -> None:
     with pytest.raises(BadUrl) as raised:

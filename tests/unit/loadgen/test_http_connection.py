@@ -1,4 +1,5 @@
-"""One connection, fed by hand: every kind of answer ends in the right facts, at the times at which its bytes came."""
+"""One connection, fed by hand: every kind of answer ends in the right facts, at the times at which its bytes
+came."""
 
 import asyncio
 import gzip
@@ -13,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen import http_connection
-from loadgen.client import Exchange
-from loadgen.http_connection import Connection
-from loadgen.timers import Urgent
+from loadgen.send import http_connection
+from loadgen.send.client import Exchange
+from loadgen.send.http_connection import HttpConnection
+from loadgen.send.timers import Urgent
 
 
 class Socket:
@@ -56,7 +57,9 @@ class Transport(asyncio.Transport):
 class Wire:
     """A connection, its owner and its clock. `exchange` is on its way from the start."""
 
-    def __init__(self, cancel_after: int | None = None, *, data: bytes = b"POST", transport: Transport | None = None) -> None:
+    def __init__(
+        self, cancel_after: int | None = None, *, data: bytes = b"POST", transport: Transport | None = None
+    ) -> None:
         """Over TLS, unless the `transport` has a file descriptor."""
         self.now_s = 10.0
         self.urgent = Urgent()
@@ -64,7 +67,7 @@ class Wire:
         self.resent: list[bytes] = []
         self.ends: list[Exchange] = []
         self.transport = transport or Transport()
-        self.connection = Connection(self, lambda: self.now_s, self.urgent, is_plain=transport is not None)
+        self.connection = HttpConnection(self, lambda: self.now_s, self.urgent, is_plain=transport is not None)
         self.connection.connection_made(self.transport)
         self.exchange = self.send(cancel_after, data)
 
@@ -87,12 +90,12 @@ class Wire:
 
     # As http_connection.Owner.
 
-    def connected(self, connection: Connection) -> None: ...
+    def connected(self, connection: HttpConnection) -> None: ...
 
-    def idle(self, connection: Connection) -> None:
+    def idle(self, connection: HttpConnection) -> None:
         self.num_idle += 1
 
-    def lost(self, connection: Connection) -> None: ...
+    def lost(self, connection: HttpConnection) -> None: ...
 
     def resend(self, data: bytes, exchange: Exchange) -> None:
         self.resent.append(data)
@@ -106,13 +109,19 @@ def token(token_id: int, finish: str | None = None) -> bytes:
     return event(id="cmpl-1", choices=[{"index": 0, "text": "x", "token_ids": [token_id], "finish_reason": finish}])
 
 
-USAGE = event(choices=[], usage={"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}, baton={"a": 1})
+USAGE = event(
+    choices=[],
+    usage={"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}},
+    baton={"a": 1},
+)
 DONE = b"data: [DONE]\n\n"
 
 
 def head(status: int = 200, kind: str = "text/event-stream", **fields: str) -> bytes:
     lines = {"content-type": kind, **{name.replace("_", "-"): value for name, value in fields.items()}}
-    return (f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n").encode()
+    return (
+        f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+    ).encode()
 
 
 CHUNKED = {"transfer_encoding": "chunked", "x_request_id": "r1"}
@@ -132,7 +141,12 @@ def test_a_whole_answer_and_the_times_of_its_events() -> None:
     exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8, "length")), chunk(USAGE, DONE, last=True))
     assert (exchange.times, exchange.counts, exchange.token_ids) == ([12.0, 13.0], [1, 1], [7, 8])
     assert (exchange.sent_s, exchange.ended_s, exchange.status, exchange.error) == (10.0, 14.0, 200, "")
-    assert (exchange.is_complete, exchange.finish_reason, exchange.request_id, exchange.timeline) == (True, "length", "r1", {"a": 1})
+    assert (exchange.is_complete, exchange.finish_reason, exchange.request_id, exchange.timeline) == (
+        True,
+        "length",
+        "r1",
+        {"a": 1},
+    )
     assert (exchange.num_prompt_tokens, exchange.num_output_tokens, exchange.num_cached_tokens) == (5, 2, 4)
     assert wire.num_idle == 1
     again = wire.send()
@@ -146,7 +160,12 @@ def test_however_the_bytes_are_cut_the_facts_are_the_same(places: list[int]) -> 
     edges = sorted({place % len(stream) for place in places} | {0, len(stream)})
     wire = Wire()
     exchange = wire.get(*(stream[low:high] for low, high in itertools.pairwise(edges)))
-    assert (exchange.token_ids, exchange.counts, exchange.is_complete, exchange.error) == ([7, 8, 9], [1, 1, 1], True, "")
+    assert (exchange.token_ids, exchange.counts, exchange.is_complete, exchange.error) == (
+        [7, 8, 9],
+        [1, 1, 1],
+        True,
+        "",
+    )
     assert (exchange.num_cached_tokens, wire.num_idle) == (4, 1)
     assert exchange.times == sorted(exchange.times)
 
@@ -191,7 +210,11 @@ def test_an_event_that_is_no_completion_fails_the_request_and_keeps_what_came_be
 @pytest.mark.parametrize(
     ("body", "reason", "message"),
     [
-        (b'{"error": {"message": "too busy", "type": "rate_limit_error", "code": "ttft_slo", "status": 429}}', "ttft_slo", "too busy"),
+        (
+            b'{"error": {"message": "too busy", "type": "rate_limit_error", "code": "ttft_slo", "status": 429}}',
+            "ttft_slo",
+            "too busy",
+        ),
         (b'{"object": "error", "message": "too busy", "type": "TooMany", "code": 429}', "TooMany", "too busy"),
         (b'{"error": "too busy"}', "", "too busy"),
         (b'{"detail": "too busy"}', "", "too busy"),
@@ -213,11 +236,19 @@ def test_an_error_with_status_200_is_an_error_with_its_own_status() -> None:
 def test_an_error_in_mid_stream_keeps_the_tokens_and_says_what_it_would_have_been() -> None:
     error = {"message": "worker w1 is lost", "code": "worker_lost", "status": 503}
     exchange = Wire().get(head(**CHUNKED), chunk(token(7)), chunk(b"event: error\n", event(error=error), last=True))
-    assert (exchange.token_ids, exchange.error, exchange.reason, exchange.status) == ([7], "worker w1 is lost", "worker_lost", 503)
+    assert (exchange.token_ids, exchange.error, exchange.reason, exchange.status) == (
+        [7],
+        "worker w1 is lost",
+        "worker_lost",
+        503,
+    )
 
 
 def test_an_answer_that_is_no_stream_is_not_what_was_asked_for() -> None:
-    assert Wire().get(whole(200, b'{"choices": [{"text": "hello"}]}')).error == "the server sent a whole answer, not a stream"
+    assert (
+        Wire().get(whole(200, b'{"choices": [{"text": "hello"}]}')).error
+        == "the server sent a whole answer, not a stream"
+    )
     assert Wire().get(whole(200, b"")).error == "the server sent an empty answer"
     assert "no stream: <html>" in Wire().get(whole(200, b"<html>hello")).error
 
@@ -309,7 +340,9 @@ def test_nothing_grows_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2000 bytes that are no stream" in wire.get(whole(200, b"x" * 2000)).error
     monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 1000)
     wire = Wire()
-    assert wire.get(b"HTTP/1.1 200 X\r\n", *[b"a: " + b"x" * 300 + b"\r\n"] * 5).error.endswith("head is longer than 1000 bytes")
+    assert wire.get(b"HTTP/1.1 200 X\r\n", *[b"a: " + b"x" * 300 + b"\r\n"] * 5).error.endswith(
+        "head is longer than 1000 bytes"
+    )
     assert wire.transport.is_aborted
 
 
@@ -324,17 +357,28 @@ def test_continue_is_no_answer() -> None:
 
 def test_a_redirect_is_not_followed() -> None:
     exchange = Wire().get(whole(307, b"", location="http://elsewhere/v1/completions"))
-    assert (exchange.status, exchange.error) == (307, "redirected to http://elsewhere/v1/completions: give that address")
+    assert (exchange.status, exchange.error) == (
+        307,
+        "redirected to http://elsewhere/v1/completions: give that address",
+    )
 
 
 def test_leaving_after_so_many_tokens_hangs_up() -> None:
     wire = Wire(cancel_after=2)
     exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8)), chunk(token(9)))
-    assert (exchange.token_ids, exchange.left_early, exchange.ended_s, wire.transport.is_aborted) == ([7, 8], True, 13.0, True)
+    assert (exchange.token_ids, exchange.left_early, exchange.ended_s, wire.transport.is_aborted) == (
+        [7, 8],
+        True,
+        13.0,
+        True,
+    )
 
 
 def test_text_without_ids_counts_a_token_a_message() -> None:
-    chat = [event(choices=[{"delta": delta, "finish_reason": None}]) for delta in ({"role": "assistant", "content": ""}, {"content": "a"})]
+    chat = [
+        event(choices=[{"delta": delta, "finish_reason": None}])
+        for delta in ({"role": "assistant", "content": ""}, {"content": "a"})
+    ]
     last = event(choices=[{"delta": {}, "finish_reason": "stop"}])
     exchange = Wire().get(head(**CHUNKED), *map(chunk, chat), chunk(last), chunk(DONE, last=True))
     assert (exchange.times, exchange.texts, exchange.is_complete, exchange.token_ids) == ([13.0], ["a"], True, [])

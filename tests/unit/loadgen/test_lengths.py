@@ -7,9 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.draws import stream
-from loadgen.errors import BadPlan
-from loadgen.lengths import Empirical, Exponential, Fixed, Lognormal, Uniform, draw_lengths, parse_lengths, parse_times
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.draws import stream
+from loadgen.plan.lengths import (
+    Empirical,
+    Exponential,
+    Fixed,
+    Lognormal,
+    Uniform,
+    draw_lengths,
+    parse_lengths,
+    parse_times,
+)
 
 
 def drawn(text: str, count: int = 100_000) -> np.ndarray:

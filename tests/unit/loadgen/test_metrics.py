@@ -1,145 +1,146 @@
-"""Each metric of hand-written records against values worked out by hand; each class; and that nothing is lost between them."""
+"""Each metric of hand-written records against values worked out by hand; each class; and that nothing is lost
+between them."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from loadgen import metrics
-from loadgen.metrics import Outcome, Terms, classify
-from loadgen.records import Record
-from loadgen.slo import Slo
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome, Terms, classify
+from loadgen.slo_target import SloTarget
 from tests.loadgen_builders import any_record, any_terms, record, refused, terms
 
 
 def test_every_metric_of_one_answer() -> None:
     """Due at 1.0, sent at 1.1; tokens at 1.5, 1.6, 1.8 and, two in one message, 2.4."""
     answer = record(tokens=(1.5, 1.6, 1.8, (2.4, 2)))
-    assert metrics.num_output_tokens(answer) == 5
-    assert metrics.ttft_s(answer) == pytest.approx(0.5)
-    assert metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.4)
-    assert metrics.tpot_s(answer) == pytest.approx(0.9 / 4)
-    assert metrics.itl_s(answer) == pytest.approx([0.1, 0.2, 0.6, 0.0])
-    assert metrics.tbt_s(answer) == pytest.approx(0.6)
-    assert metrics.e2e_s(answer) == pytest.approx(1.4)
-    assert metrics.e2e_s(answer, from_intended=False) == pytest.approx(1.3)
-    assert metrics.normalised_s(answer) == pytest.approx(1.4 / 5)
-    assert metrics.send_lag_s(answer) == pytest.approx(0.1)
+    assert request_metrics.num_output_tokens(answer) == 5
+    assert request_metrics.ttft_s(answer) == pytest.approx(0.5)
+    assert request_metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.4)
+    assert request_metrics.tpot_s(answer) == pytest.approx(0.9 / 4)
+    assert request_metrics.itl_s(answer) == pytest.approx([0.1, 0.2, 0.6, 0.0])
+    assert request_metrics.tbt_s(answer) == pytest.approx(0.6)
+    assert request_metrics.e2e_s(answer) == pytest.approx(1.4)
+    assert request_metrics.e2e_s(answer, from_intended=False) == pytest.approx(1.3)
+    assert request_metrics.normalised_s(answer) == pytest.approx(1.4 / 5)
+    assert request_metrics.send_lag_s(answer) == pytest.approx(0.1)
 
 
 def test_the_mean_gap_is_the_tpot_however_tokens_are_bundled() -> None:
     for tokens in [(1.5, 1.6, 1.8), ((1.5, 3), 1.9, (2.5, 4)), ((1.5, 2),)]:
         answer = record(tokens=tokens)
-        assert np.mean(metrics.itl_s(answer)) == pytest.approx(metrics.tpot_s(answer))
+        assert np.mean(request_metrics.itl_s(answer)) == pytest.approx(request_metrics.tpot_s(answer))
 
 
 def test_tbt_takes_the_longest_tenth_rounded_up() -> None:
     gaps = [0.01] * 18 + [0.5, 0.3, 0.2]  # 21 gaps: the longest 3
-    assert metrics.tbt_s(record(tokens=np.cumsum([1.5, *gaps]).tolist())) == pytest.approx(1.0 / 3)
+    assert request_metrics.tbt_s(record(tokens=np.cumsum([1.5, *gaps]).tolist())) == pytest.approx(1.0 / 3)
 
 
 def test_one_token_has_no_tpot_and_keeps_its_slo() -> None:
     answer = record(tokens=(1.5,))
-    assert metrics.tpot_s(answer) is None
-    assert metrics.tbt_s(answer) is None
-    assert metrics.e2e_s(answer) == metrics.ttft_s(answer)
-    assert metrics.kept_slos(answer, Slo.parse("tpot=1us")) == {"tpot": True}
-    assert classify(answer, terms("ttft=600ms,tpot=1us")) is Outcome.GOOD
+    assert request_metrics.tpot_s(answer) is None
+    assert request_metrics.tbt_s(answer) is None
+    assert request_metrics.e2e_s(answer) == request_metrics.ttft_s(answer)
+    assert request_metrics.kept_slos(answer, SloTarget.parse("tpot=1us")) == {"tpot": True}
+    assert classify(answer, terms("ttft=600ms,tpot=1us")) is RequestOutcome.GOOD
 
 
 def test_usage_counts_where_text_messages_hide_tokens() -> None:
     answer = record(tokens=(1.5, 2.0), num_output_tokens=6)
-    assert metrics.tpot_s(answer) == pytest.approx(0.5 / 5)
-    assert metrics.itl_s(answer) == pytest.approx([0.5])
+    assert request_metrics.tpot_s(answer) == pytest.approx(0.5 / 5)
+    assert request_metrics.itl_s(answer) == pytest.approx([0.5])
 
 
 def test_without_usage_token_ids_count_then_arrivals() -> None:
-    assert metrics.num_output_tokens(record(num_output_tokens=None, token_ids=(7, 8, 9, 10))) == 4
-    assert metrics.num_output_tokens(record(num_output_tokens=None)) == 3
+    assert request_metrics.num_output_tokens(record(num_output_tokens=None, token_ids=(7, 8, 9, 10))) == 4
+    assert request_metrics.num_output_tokens(record(num_output_tokens=None)) == 3
 
 
 def test_messages_without_tokens_are_no_first_token() -> None:
-    assert metrics.ttft_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
-    assert metrics.e2e_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
+    assert request_metrics.ttft_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
+    assert request_metrics.e2e_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
 
 
 def test_queue_is_what_the_timeline_says_or_nothing() -> None:
     leg = {"worker_id": "w0", "queue_s": 0.25, "compute_s": 0.1, "num_computed_tokens": "12"}
-    assert metrics.queue_s(record(timeline={"legs": [leg]})) == 0.25
-    assert metrics.queue_s(record(timeline={"legs": []})) is None
-    assert metrics.queue_s(record()) is None
+    assert request_metrics.queue_s(record(timeline={"legs": [leg]})) == 0.25
+    assert request_metrics.queue_s(record(timeline={"legs": []})) is None
+    assert request_metrics.queue_s(record()) is None
 
 
 def test_a_request_that_was_held_back_is_judged_by_its_intended_time() -> None:
     """Sent 2 s late by the generator, answered at once: the user has waited."""
     answer = record(sent_s=3.0, tokens=(3.1, 3.2))
-    assert metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.1)
-    assert classify(answer, terms("ttft=500ms")) is Outcome.LATE
+    assert request_metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.1)
+    assert classify(answer, terms("ttft=500ms")) is RequestOutcome.LATE
 
 
 @pytest.mark.parametrize(
     ("expected", "seen"),
     [
-        (Outcome.GOOD, record()),
-        (Outcome.GOOD, record(tokens=(1.6, 1.8))),
-        (Outcome.LATE, record(tokens=(1.7, 1.8))),
-        (Outcome.LATE, record(tokens=(1.5, 2.0))),
-        (Outcome.REJECTED_EARLY, refused(after_s=0.6)),
-        (Outcome.REJECTED_LATE, refused(after_s=0.7)),
-        (Outcome.REJECTED_EARLY, refused(reason="")),
-        (Outcome.REJECTED_EARLY, refused(status=503)),
-        (Outcome.REJECTED_EARLY, refused(status=503, reason="", retry_after_s=1.0)),
-        (Outcome.FAILED, refused(status=503, reason="")),
-        (Outcome.FAILED, refused(status=400)),
-        (Outcome.FAILED, refused(status=429, tokens=(1.2,))),
-        (Outcome.TIMED_OUT, refused(status=None, reason="", timed_out=True)),
-        (Outcome.TIMED_OUT, refused(status=504)),
-        (Outcome.TIMED_OUT, record(is_complete=False, timed_out=True, error="no token for 10 s")),
-        (Outcome.CANCELLED, record(is_complete=False, left_early=True)),
-        (Outcome.CANCELLED, refused(status=None, reason="", sent_s=None, left_early=True)),
-        (Outcome.CANCELLED, refused(status=None, reason="", sent_s=None)),
-        (Outcome.FAILED, refused(status=None, reason="", sent_s=None, error="connection refused")),
-        (Outcome.FAILED, refused(status=200, reason="")),
-        (Outcome.FAILED, record(error="not an event: <html>")),
-        (Outcome.FAILED, record(is_complete=False, error="the connection was reset")),
-        (Outcome.TRUNCATED, record(is_complete=False)),
-        (Outcome.TRUNCATED, record(planned_output_tokens=4, finish_reason="stop")),
-        (Outcome.TRUNCATED, record(tokens=(), num_output_tokens=0)),
+        (RequestOutcome.GOOD, record()),
+        (RequestOutcome.GOOD, record(tokens=(1.6, 1.8))),
+        (RequestOutcome.LATE, record(tokens=(1.7, 1.8))),
+        (RequestOutcome.LATE, record(tokens=(1.5, 2.0))),
+        (RequestOutcome.REJECTED_EARLY, refused(after_s=0.6)),
+        (RequestOutcome.REJECTED_LATE, refused(after_s=0.7)),
+        (RequestOutcome.REJECTED_EARLY, refused(reason="")),
+        (RequestOutcome.REJECTED_EARLY, refused(status=503)),
+        (RequestOutcome.REJECTED_EARLY, refused(status=503, reason="", retry_after_s=1.0)),
+        (RequestOutcome.FAILED, refused(status=503, reason="")),
+        (RequestOutcome.FAILED, refused(status=400)),
+        (RequestOutcome.FAILED, refused(status=429, tokens=(1.2,))),
+        (RequestOutcome.TIMED_OUT, refused(status=None, reason="", timed_out=True)),
+        (RequestOutcome.TIMED_OUT, refused(status=504)),
+        (RequestOutcome.TIMED_OUT, record(is_complete=False, timed_out=True, error="no token for 10 s")),
+        (RequestOutcome.CANCELLED, record(is_complete=False, left_early=True)),
+        (RequestOutcome.CANCELLED, refused(status=None, reason="", sent_s=None, left_early=True)),
+        (RequestOutcome.CANCELLED, refused(status=None, reason="", sent_s=None)),
+        (RequestOutcome.FAILED, refused(status=None, reason="", sent_s=None, error="connection refused")),
+        (RequestOutcome.FAILED, refused(status=200, reason="")),
+        (RequestOutcome.FAILED, record(error="not an event: <html>")),
+        (RequestOutcome.FAILED, record(is_complete=False, error="the connection was reset")),
+        (RequestOutcome.TRUNCATED, record(is_complete=False)),
+        (RequestOutcome.TRUNCATED, record(planned_output_tokens=4, finish_reason="stop")),
+        (RequestOutcome.TRUNCATED, record(tokens=(), num_output_tokens=0)),
     ],
 )
-def test_classes(expected: Outcome, seen: Record) -> None:
+def test_classes(expected: RequestOutcome, seen: Record) -> None:
     assert classify(seen, terms("ttft=600ms,tpot=200ms")) is expected
 
 
 def test_without_ignore_eos_a_shorter_answer_is_whole() -> None:
     shorter = record(planned_output_tokens=4, finish_reason="stop")
-    assert classify(shorter, terms(ignore_eos=False)) is Outcome.GOOD
+    assert classify(shorter, terms(ignore_eos=False)) is RequestOutcome.GOOD
 
 
 def test_a_server_that_counts_nothing_is_believed_its_finish_reason() -> None:
     silent = record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8)
-    assert classify(silent, terms()) is Outcome.GOOD
-    assert classify(record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8, finish_reason="stop"), terms()) is (
-        Outcome.TRUNCATED
-    )
+    assert classify(silent, terms()) is RequestOutcome.GOOD
+    assert classify(
+        record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8, finish_reason="stop"), terms()
+    ) is (RequestOutcome.TRUNCATED)
 
 
 def test_each_class_of_requests_has_its_own_promise() -> None:
-    promises = Terms(slos={"default": Slo.parse("ttft=100ms"), "batch": Slo.parse("e2e=10s")})
-    assert classify(record(), promises) is Outcome.LATE
-    assert classify(record(slo_class="batch"), promises) is Outcome.GOOD
-    assert classify(record(slo_class="unheard of"), promises) is Outcome.LATE
-    assert classify(record(), Terms()) is Outcome.GOOD
+    promises = Terms(slos={"default": SloTarget.parse("ttft=100ms"), "batch": SloTarget.parse("e2e=10s")})
+    assert classify(record(), promises) is RequestOutcome.LATE
+    assert classify(record(slo_class="batch"), promises) is RequestOutcome.GOOD
+    assert classify(record(slo_class="unheard of"), promises) is RequestOutcome.LATE
+    assert classify(record(), Terms()) is RequestOutcome.GOOD
 
 
 @settings(deadline=None)
 @given(any_record, any_terms)
 def test_any_record_is_in_exactly_one_class_and_only_whole_answers_are_good(seen: Record, promised: Terms) -> None:
     outcome = classify(seen, promised)
-    assert outcome in Outcome
-    if outcome in metrics.WHOLE:
-        assert metrics.is_whole(seen, promised)
-        kept = all(metrics.kept_slos(seen, promised.slo_of(seen)).values())
-        assert kept == (outcome is Outcome.GOOD)
+    assert outcome in RequestOutcome
+    if outcome in request_metrics.WHOLE:
+        assert request_metrics.is_whole(seen, promised)
+        kept = all(request_metrics.kept_slos(seen, promised.slo_of(seen)).values())
+        assert kept == (outcome is RequestOutcome.GOOD)
 
 
 def due_each(gap_s: float, count: int, lag_s: float = 0.0, **changes: object) -> list[Record]:
@@ -147,48 +148,57 @@ def due_each(gap_s: float, count: int, lag_s: float = 0.0, **changes: object) ->
 
 
 def test_a_run_on_time_is_valid() -> None:
-    sent = metrics.sending(due_each(0.01, 100, 0.001))
+    sent = request_metrics.sending(due_each(0.01, 100, 0.001))
     assert sent.due_rps == pytest.approx(100)
     assert sent.achieved_rps == pytest.approx(100)
     assert (sent.lag_p50_s, sent.lag_p99_s, sent.lag_max_s) == pytest.approx((0.001, 0.001, 0.001))
-    assert metrics.invalid_reasons(due_each(0.01, 100, 0.001), terms()) == ()
+    assert request_metrics.invalid_reasons(due_each(0.01, 100, 0.001), terms()) == ()
 
 
-@pytest.mark.parametrize(("slo", "limit_s"), [("ttft=100ms", 0.002), ("ttft=500ms", 0.005), ("tpot=1s", 0.002), ("", 0.002)])
+@pytest.mark.parametrize(
+    ("slo", "limit_s"), [("ttft=100ms", 0.002), ("ttft=500ms", 0.005), ("tpot=1s", 0.002), ("", 0.002)]
+)
 def test_send_lag_is_held_against_the_ttft_slo(slo: str, limit_s: float) -> None:
-    assert metrics.lag_limit_s(terms(slo)) == pytest.approx(limit_s)
-    assert not metrics.invalid_reasons(due_each(0.01, 100, 0.999 * limit_s), terms(slo))
-    (reason,) = metrics.invalid_reasons(due_each(0.01, 100, 1.001 * limit_s), terms(slo))
+    assert request_metrics.lag_limit_s(terms(slo)) == pytest.approx(limit_s)
+    assert not request_metrics.invalid_reasons(due_each(0.01, 100, 0.999 * limit_s), terms(slo))
+    (reason,) = request_metrics.invalid_reasons(due_each(0.01, 100, 1.001 * limit_s), terms(slo))
     assert "p99 send lag" in reason
 
 
 def test_a_generator_that_falls_behind_misses_the_rate() -> None:
     """Due within 0.99 s, sent within 1.04 s."""
     slow = [record(i, intended_s=i * 0.01, sent_s=i * 0.0105) for i in range(100)]
-    assert metrics.sending(slow).achieved_rps == pytest.approx(99 / (99 * 0.0105))
-    assert any("missed by -4.8%" in reason for reason in metrics.invalid_reasons(slow, terms("ttft=10s")))
+    assert request_metrics.sending(slow).achieved_rps == pytest.approx(99 / (99 * 0.0105))
+    assert any("missed by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, terms("ttft=10s")))
 
 
 def test_requests_that_were_dropped_miss_the_rate_but_those_given_up_do_not() -> None:
     kept = due_each(0.01, 98)
     lost = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="") for i in range(2)]
-    assert metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
-    assert any("missed" in reason for reason in metrics.invalid_reasons(kept + lost, terms("ttft=10s")))
-    given_up = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="", left_early=True) for i in range(2)]
-    assert metrics.invalid_reasons(kept + given_up, terms("ttft=10s")) == ()
+    assert request_metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
+    assert any("missed" in reason for reason in request_metrics.invalid_reasons(kept + lost, terms("ttft=10s")))
+    given_up = [
+        refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="", left_early=True)
+        for i in range(2)
+    ]
+    assert request_metrics.invalid_reasons(kept + given_up, terms("ttft=10s")) == ()
 
 
 def test_an_unreachable_server_is_not_the_generators_fault() -> None:
     refused_connections = [
-        refused(i, intended_s=0.01 * i, sent_s=None, status=None, reason="", error="connection refused") for i in range(50)
+        refused(i, intended_s=0.01 * i, sent_s=None, status=None, reason="", error="connection refused")
+        for i in range(50)
     ]
-    assert metrics.invalid_reasons(due_each(0.01, 50) + refused_connections, terms("ttft=10s")) == ()
+    assert request_metrics.invalid_reasons(due_each(0.01, 50) + refused_connections, terms("ttft=10s")) == ()
 
 
 def test_missing_records_are_told() -> None:
-    assert "2 of 5 offered requests left no record" in metrics.invalid_reasons(due_each(0.01, 3), terms(), num_offered=5)[0]
-    assert metrics.invalid_reasons([], terms()) == ("nothing was offered",)
+    assert (
+        "2 of 5 offered requests left no record"
+        in request_metrics.invalid_reasons(due_each(0.01, 3), terms(), num_offered=5)[0]
+    )
+    assert request_metrics.invalid_reasons([], terms()) == ("nothing was offered",)
 
 
 def test_no_promise_is_an_infinite_bound() -> None:
-    assert classify(refused(after_s=1e6), terms("tpot=1ms")) is Outcome.REJECTED_EARLY
+    assert classify(refused(after_s=1e6), terms("tpot=1ms")) is RequestOutcome.REJECTED_EARLY

@@ -9,12 +9,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from loadgen.commands.plan import command
-from loadgen.errors import BadPlan, LoadgenError
-from loadgen.plan import Exact, Plan, Text, Vocabulary
-from loadgen.plan_file import plan_hash, read_plan, write_plan
-from loadgen.plan_summary import summarize
-from loadgen.slo import Slo
+from loadgen.commands.plan_command import command
+from loadgen.loadgen_errors import BadPlan, LoadgenError
+from loadgen.plan.plan import Exact, Plan, Text, Vocabulary
+from loadgen.plan.plan_file import plan_hash, read_plan, write_plan
+from loadgen.plan.plan_summary import summarize
+from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,9 @@ def refusal(*args: str | Path) -> str:
 @pytest.fixture
 def azure(tmp_path: Path) -> Path:
     path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5,100,10\n2023-11-16 18:17:05,3000,8\n")
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5,100,10\n2023-11-16 18:17:05,3000,8\n"
+    )
     return path
 
 
@@ -56,7 +58,9 @@ def azure(tmp_path: Path) -> Path:
 def chats(tmp_path: Path) -> Path:
     path = tmp_path / "chats.json"
     messages = [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello to you"}] * 2
-    path.write_text(json.dumps([{"conversations": messages}, {"conversations": messages}, {"conversations": messages[1:]}]))
+    path.write_text(
+        json.dumps([{"conversations": messages}, {"conversations": messages}, {"conversations": messages[1:]}])
+    )
     return path
 
 
@@ -69,7 +73,19 @@ def windows(tmp_path: Path) -> Path:
 
 
 def test_random(tmp_path: Path) -> None:
-    args = ("random", "--rate", "5", "--seconds", "1m", "--input-tokens", "uniform:10-20", "--output-tokens", "7", "--seed", "3")
+    args = (
+        "random",
+        "--rate",
+        "5",
+        "--seconds",
+        "1m",
+        "--input-tokens",
+        "uniform:10-20",
+        "--output-tokens",
+        "7",
+        "--seed",
+        "3",
+    )
     plan_made = made(tmp_path, *args)
     assert 200 < len(plan_made.requests) < 400
     assert {r.output_tokens for r in plan_made.requests} == {7}
@@ -89,7 +105,17 @@ def test_random(tmp_path: Path) -> None:
 
 
 def test_the_same_arguments_make_the_same_file_wherever_it_stands(tmp_path: Path) -> None:
-    args = ("sessions", "--rate", "onoff:2@5s,0@5s,random", "--arrivals", "gamma:cv=2", "--sessions", "20", "--cancel", "0.5")
+    args = (
+        "sessions",
+        "--rate",
+        "onoff:2@5s,0@5s,random",
+        "--arrivals",
+        "gamma:cv=2",
+        "--sessions",
+        "20",
+        "--cancel",
+        "0.5",
+    )
     (tmp_path / "elsewhere").mkdir()
     for name in ("a.jsonl", "elsewhere/b.jsonl.gz"):
         loadgen_plan(*args, "-o", tmp_path / name)
@@ -119,13 +145,29 @@ def test_sessions(tmp_path: Path) -> None:
 
 
 def test_mooncake(tmp_path: Path) -> None:
-    output = loadgen_plan("mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz")
+    output = loadgen_plan(
+        "mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz"
+    )
     plan_made = read_plan(tmp_path / "p.jsonl.gz")
     assert f"left out    {1000 - len(plan_made.requests)} requests that are longer than --max-tokens" in output
     assert plan_made.made_by["file"] == {"file": "mooncake_conversation_1000.jsonl", "sha256": plan_hash(EXCERPT)}
     assert "(infinite cache), " in output
     assert "with 100,000 tokens (LRU)" in output
-    small = made(tmp_path, "mooncake", EXCERPT, "--shrink", "16", "--tick", "0", "--seconds", "30s", "--time-scale", "2", "--limit", "50")
+    small = made(
+        tmp_path,
+        "mooncake",
+        EXCERPT,
+        "--shrink",
+        "16",
+        "--tick",
+        "0",
+        "--seconds",
+        "30s",
+        "--time-scale",
+        "2",
+        "--limit",
+        "50",
+    )
     assert len(small.requests) == 50
     assert {r.at_s for r in small.requests} <= {
         2 * t / 1e3 for t in (0, 2999, 3000, 5999, 6000, 8999, 9000, 11999, 12000, 14999, 15000, 18000)
@@ -135,17 +177,25 @@ def test_mooncake(tmp_path: Path) -> None:
 
 def test_azure(tmp_path: Path, azure: Path) -> None:
     plan_made = made(tmp_path, "azure", azure, "--time-scale", "0.1")
-    assert [(r.at_s, plan_made.num_prompt_tokens(r), r.output_tokens) for r in plan_made.requests] == [(0.0, 100, 10), (0.15, 3000, 8)]
+    assert [(r.at_s, plan_made.num_prompt_tokens(r), r.output_tokens) for r in plan_made.requests] == [
+        (0.0, 100, 10),
+        (0.15, 3000, 8),
+    ]
 
 
 def test_servegen(tmp_path: Path, windows: Path) -> None:
     plan_made = made(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--output-tokens", "3")
     assert {r.tenant for r in plan_made.requests} == {"client-3", "client-4"}
     assert 200 < len(plan_made.requests) < 550
-    alone = made(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--clients", "4", "--rate-scale", "2")
+    alone = made(
+        tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--clients", "4", "--rate-scale", "2"
+    )
     assert {r.tenant for r in alone.requests} == {"client-4"}
     assert refusal("servegen", windows, "--seconds", "1s", "-o", tmp_path / "x") == "choose a workload: w/a, w/b"
-    assert refusal("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x") == "--clients: `a` is no whole number"
+    assert (
+        refusal("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x")
+        == "--clients: `a` is no whole number"
+    )
 
 
 def test_sharegpt(tmp_path: Path, chats: Path) -> None:
@@ -174,18 +224,21 @@ def test_clients_and_promises(tmp_path: Path) -> None:
         "--tenants", "a:3,b:1", "--priorities", "0:1,5:1", "--cancel", "0.1", "--stop-at-eos", "--name", "mixed", "-o", out,
     )  # fmt: skip
     plan_made = read_plan(out)
-    assert plan_made.slos == {"chat": Slo(ttft_s=0.5, tpot_s=0.05), "batch": Slo()}
+    assert plan_made.slos == {"chat": SloTarget(ttft_s=0.5, tpot_s=0.05), "batch": SloTarget()}
     assert (plan_made.name, plan_made.ignore_eos) == ("mixed", False)
     summary = summarize(plan_made)
     assert summary.classes["chat"] == pytest.approx(700, abs=60)
     assert summary.tenants["a"] == pytest.approx(750, abs=60)
     assert summary.priorities["5"] == pytest.approx(500, abs=65)
     assert summary.num_leaving == pytest.approx(100, abs=40)
-    assert f"classes     batch {summary.classes['batch']} (no SLO); chat {summary.classes['chat']} (ttft=500ms,tpot=50ms)" in output
+    assert (
+        f"classes     batch {summary.classes['batch']} (no SLO); chat {summary.classes['chat']} (ttft=500ms,tpot=50ms)"
+        in output
+    )
     assert f"leaving     {summary.num_leaving} clients go before the answer's end" in output
     assert "or less: an answer may end itself" in output
     one = made(tmp_path, "random", "--rate", "5", "--requests", "1", "--slo", "e2e=10s")
-    assert one.slos == {"default": Slo(e2e_s=10)}
+    assert one.slos == {"default": SloTarget(e2e_s=10)}
 
 
 def test_vocabularies(tmp_path: Path) -> None:
@@ -193,7 +246,9 @@ def test_vocabularies(tmp_path: Path) -> None:
     assert made(tmp_path, *args, "--tokenizer", DEMO).vocabulary == Vocabulary(low=3, high=4096)
     assert made(tmp_path, *args, "--tokenizer", DEMO).made_by["tokenizer"]["file"] == "tokenizer.json"
     assert made(tmp_path, *args, "--vocab-size", "32000").vocabulary == Vocabulary(low=1000, high=32_000)
-    assert made(tmp_path, *args, "--vocab-size", "900", "--first-token-id", "3").vocabulary == Vocabulary(low=3, high=900)
+    assert made(tmp_path, *args, "--vocab-size", "900", "--first-token-id", "3").vocabulary == Vocabulary(
+        low=3, high=900
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,11 +262,26 @@ def test_vocabularies(tmp_path: Path) -> None:
         (["random", "--rate", "steps:1@5s", "--requests", "500"], "of 500 arrive before the rate `steps:1@5s` ends"),
         (["random", "--rate", "0.001", "--seconds", "1ms"], "nothing arrives in that time"),
         (["random", "--rate", "5", "--seconds", "5", "--slo", "ttft"], "`ttft` is no SLO"),
-        (["random", "--rate", "5", "--seconds", "5", "--slo", "ttft=1s", "--slo-class", "a:1"], "--slo is for all requests"),
-        (["random", "--rate", "5", "--seconds", "5", "--vocab-size", "500"], "a vocabulary of 500 has no two ids from 1000 on"),
-        (["random", "--rate", "5", "--seconds", "5", "--first-token-id", "5"], "--first-token-id goes with --vocab-size"),
-        (["random", "--rate", "5", "--seconds", "5", "--tokenizer", "nowhere"], "nowhere: there is no such file: give a model's directory"),
-        (["random", "--rate", "5", "--seconds", "5", "--tokenizer", "x", "--vocab-size", "9"], "--tokenizer says both itself"),
+        (
+            ["random", "--rate", "5", "--seconds", "5", "--slo", "ttft=1s", "--slo-class", "a:1"],
+            "--slo is for all requests",
+        ),
+        (
+            ["random", "--rate", "5", "--seconds", "5", "--vocab-size", "500"],
+            "a vocabulary of 500 has no two ids from 1000 on",
+        ),
+        (
+            ["random", "--rate", "5", "--seconds", "5", "--first-token-id", "5"],
+            "--first-token-id goes with --vocab-size",
+        ),
+        (
+            ["random", "--rate", "5", "--seconds", "5", "--tokenizer", "nowhere"],
+            "nowhere: there is no such file: give a model's directory",
+        ),
+        (
+            ["random", "--rate", "5", "--seconds", "5", "--tokenizer", "x", "--vocab-size", "9"],
+            "--tokenizer says both itself",
+        ),
         (["random", "--rate", "5", "--seconds", "5", "--cancel", "2"], "2.0 is not in the range 0<=x<=1"),
         (["random", "--rate", "5", "--seconds", "0s"], "`0s` must be more than zero"),
         (["mooncake", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
@@ -226,7 +296,7 @@ def test_bad_arguments_are_said_and_nothing_is_written(tmp_path: Path, args: lis
 
 def test_show(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    sha256 = write_plan(chat_plan(slos={"default": Slo(ttft_s=0.5)}), path)
+    sha256 = write_plan(chat_plan(slos={"default": SloTarget(ttft_s=0.5)}), path)
     assert loadgen_plan("show", path).splitlines() == [
         f"plan        {path}    test, seed 0",
         f"sha256      {sha256}",
@@ -237,7 +307,12 @@ def test_show(tmp_path: Path) -> None:
         "classes     default 3 (ttft=500ms)",
     ]
     shown: dict[str, Any] = json.loads(loadgen_plan("show", path, "--json", "--cache-tokens", "64"))
-    assert (shown["sha256"], shown["num_requests"], shown["num_clients"], shown["inputs"]["total"]) == (sha256, 3, 2, 205)
+    assert (shown["sha256"], shown["num_requests"], shown["num_clients"], shown["inputs"]["total"]) == (
+        sha256,
+        3,
+        2,
+        205,
+    )
     assert shown["best_hit_ratio"] == pytest.approx(109 / 205)
     assert shown["lru_hit_ratio"] == pytest.approx(64 / 205)
     path.write_text("{}")

@@ -12,18 +12,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.errors import BadPlan
-from loadgen.plan import AnswerOf, Exact, Generated, Plan, PlannedRequest, Segment, Text, Vocabulary
-from loadgen.plan_check import check_plan
-from loadgen.plan_file import hash_of, plan_hash, plan_lines, read_plan, request_from_json, request_to_json, write_plan
-from loadgen.slo import Slo
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.plan import AnswerOf, Exact, Generated, Plan, PlannedRequest, Segment, Text, Vocabulary
+from loadgen.plan.plan_check import check_plan
+from loadgen.plan.plan_file import (
+    hash_of,
+    plan_hash,
+    plan_lines,
+    read_plan,
+    request_from_json,
+    request_to_json,
+    write_plan,
+)
+from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 
 @pytest.mark.parametrize("name", ["plan.jsonl", "plan.jsonl.gz"])
 def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     written = chat_plan(
-        slos={"default": Slo(ttft_s=0.5, tpot_s=0.05)}, made_by={"source": "test", "n": [1, 2.5, None]}, ignore_eos=False, seed=7
+        slos={"default": SloTarget(ttft_s=0.5, tpot_s=0.05)},
+        made_by={"source": "test", "n": [1, 2.5, None]},
+        ignore_eos=False,
+        seed=7,
     )
     sha256 = write_plan(written, tmp_path / name)
     assert read_plan(tmp_path / name) == written
@@ -51,7 +62,7 @@ def test_the_bytes_are_these() -> None:
         request(0, (17, 512), [12, 99], output=64, session="ü", tenant="a", priority=-1, at_s=0.25),
         request(1, "line\n", output=2, at_s=1, cancel_after_tokens=1),
         request(2, (17, 512), 0, output=3, session="ü", turn=1, after=0, think_s=1e-6),
-        slos={"default": Slo(ttft_s=0.5)},
+        slos={"default": SloTarget(ttft_s=0.5)},
         made_by={"b": 1, "a": 2},
     )
     assert b"".join(plan_lines(small)).decode() == (
@@ -119,8 +130,14 @@ BROKEN: list[tuple[Change, str]] = [
         lambda lines: lines[0].update(vocabulary={"low": 5, "high": 2**31}),
         "{path}:1: the vocabulary is 5 to 2147483648: at most 16777216 ids",
     ),
-    (lambda lines: lines[0].update(vocabulary={"low": 5, "high": 9, "excluded": [7, 6]}), "{path}:1: the vocabulary's `excluded` must be"),
-    (lambda lines: lines[0].update(vocabulary={"low": 5, "high": 7, "excluded": [5]}), "{path}:1: the vocabulary has 1 token ids"),
+    (
+        lambda lines: lines[0].update(vocabulary={"low": 5, "high": 9, "excluded": [7, 6]}),
+        "{path}:1: the vocabulary's `excluded` must be",
+    ),
+    (
+        lambda lines: lines[0].update(vocabulary={"low": 5, "high": 7, "excluded": [5]}),
+        "{path}:1: the vocabulary has 1 token ids",
+    ),
     (lambda lines: lines[0].update(num_requests=2), "{path}:4: one line too many: the header says 2 requests"),
     (lambda lines: lines[0].update(num_requests=4), "{path}: the file ends after 3 of 4 requests"),
     # a request's keys and types
@@ -140,7 +157,10 @@ BROKEN: list[tuple[Change, str]] = [
     (lambda lines: lines[2].update(segments=["x" * 100]), "{path}:3: segment 0 is " + '"' + "x" * 56 + "…: write"),
     # what a request means
     (lambda lines: lines[2].update(index=0), "{path}:3: `index` is 0, but this is request 1"),
-    (lambda lines: lines[2].update(at_s=-0.5), "{path}:3: `at_s` is -0.5: seconds from the start of the run, 0 or more"),
+    (
+        lambda lines: lines[2].update(at_s=-0.5),
+        "{path}:3: `at_s` is -0.5: seconds from the start of the run, 0 or more",
+    ),
     (lambda lines: lines[1].update(at_s=1.5), "{path}:3: `at_s` is 1.0, before the 1.5 of an earlier line"),
     (lambda lines: lines[2].update(at_s=None), "{path}:3: give either `at_s` (a first turn) or `after` (a later one)"),
     (lambda lines: lines[3].update(at_s=9), "{path}:4: give either `at_s`"),
@@ -148,7 +168,10 @@ BROKEN: list[tuple[Change, str]] = [
     (lambda lines: lines[3].update(think_s=-1), "{path}:4: `think_s` is -1.0: seconds, 0 or more"),
     (lambda lines: lines[3].update(after=2), "{path}:4: `after` is 2: not an earlier request"),
     (lambda lines: lines[3].update(after=1), "{path}:4: `after` is 1, which is not in this request's session (`s`)"),
-    (lambda lines: lines[3].update(session="t"), "{path}:4: `after` is 0, which is not in this request's session (`t`)"),
+    (
+        lambda lines: lines[3].update(session="t"),
+        "{path}:4: `after` is 0, which is not in this request's session (`t`)",
+    ),
     (lambda lines: lines[3].update(turn=0), "{path}:4: `turn` is 0, but that of request 0, which it comes after, is 0"),
     (lambda lines: lines[1].update(turn=-1), "{path}:2: `turn` is -1: turns count from 0"),
     (lambda lines: lines[2].update(segments=[]), "{path}:3: the prompt is empty"),
@@ -159,10 +182,19 @@ BROKEN: list[tuple[Change, str]] = [
         "{path}:3: segment 0: `id` is 9223372036854775808; this voc",
     ),
     (lambda lines: lines[2].update(segments=[{"token_ids": []}]), "{path}:3: segment 0 has no tokens"),
-    (lambda lines: lines[2].update(segments=[{"token_ids": [5, -1]}]), "{path}:3: segment 0: token ids are 0 to 2147483647"),
+    (
+        lambda lines: lines[2].update(segments=[{"token_ids": [5, -1]}]),
+        "{path}:3: segment 0: token ids are 0 to 2147483647",
+    ),
     (lambda lines: lines[2].update(segments=[{"text": ""}]), "{path}:3: segment 0: the text is empty"),
-    (lambda lines: lines[2].update(segments=[{"text": "a", "role": "tool"}]), "{path}:3: segment 0: the role `tool` is none of user"),
-    (lambda lines: lines[2].update(segments=[{"text": "a"}, {"id": 1, "num_tokens": 1}]), "{path}:3: text is mixed with other segments"),
+    (
+        lambda lines: lines[2].update(segments=[{"text": "a", "role": "tool"}]),
+        "{path}:3: segment 0: the role `tool` is none of user",
+    ),
+    (
+        lambda lines: lines[2].update(segments=[{"text": "a"}, {"id": 1, "num_tokens": 1}]),
+        "{path}:3: text is mixed with other segments",
+    ),
     (
         lambda lines: lines[3].update(segments=[{"answer_of": 1}]),
         "{path}:4: segment 0: `answer_of` is 1, which is no earlier turn of this ses",
@@ -173,11 +205,16 @@ BROKEN: list[tuple[Change, str]] = [
         lambda lines: lines[2].update(cancel_after_tokens=8),
         "{path}:3: `cancel_after_tokens` is 8: from 1 to one less than `output_tokens` (8)",
     ),
-    (lambda lines: lines[2].update(slo_class="chat"), "{path}:3: `slo_class` is `chat`, but the header's `slos` have `default`"),
+    (
+        lambda lines: lines[2].update(slo_class="chat"),
+        "{path}:3: `slo_class` is `chat`, but the header's `slos` have `default`",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message.removeprefix("{path}:")[:50] for _, message in BROKEN])
+@pytest.mark.parametrize(
+    ("change", "message"), BROKEN, ids=[message.removeprefix("{path}:")[:50] for _, message in BROKEN]
+)
 def test_what_is_not_a_plan_is_refused_with_its_line(tmp_path: Path, change: Change, message: str) -> None:
     lines = [json.loads(line) for line in plan_lines(chat_plan())]
     change(lines)

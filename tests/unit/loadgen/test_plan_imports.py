@@ -1,11 +1,13 @@
-"""What the simulator may take from here: plans, traces and their like load no client library, no command line and none of Baton."""
+"""What the simulator may take from here: plans, traces and their like load no client library, no command line
+and none of Baton."""
 
 import subprocess
 import sys
 
 PURE = """
-    plan plan_check plan_file plan_summary tokens words vocabulary draws options files lengths arrivals workloads mixes trace servegen
-    sharegpt cache_model slo errors records metrics
+    plan.plan plan.plan_check plan.plan_file plan.plan_summary plan.prompt_tokens plan.words plan.vocabulary plan.draws
+    plan.lengths plan.arrivals plan.workloads plan.mixes plan.trace plan.servegen plan.sharegpt plan.cache_model
+    text_forms user_files slo_target loadgen_errors measure.records measure.request_metrics
 """.split()
 FORBIDDEN = {"aiohttp", "grpc", "rich", "click", "tokenizers", "httpx", "baton"}
 CODE = f"""

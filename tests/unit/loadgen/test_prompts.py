@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.errors import LoadgenError
-from loadgen.plan import Text
-from loadgen.prompts import Answer, new_prompts
-from loadgen.slo import Slo
-from loadgen.target import Target
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.plan.plan import Text
+from loadgen.send.prompts import PastAnswer, new_prompts
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 BATON = Target(urls=("x",), model="m", dialect="baton")
 CHAT = Target(urls=("x",), model="m", dialect="openai", api="chat", prompts="text")
-ANSWERS = {0: Answer(token_ids=(7,) * 10, text=" an answer")}
+ANSWERS = {0: PastAnswer(token_ids=(7,) * 10, text=" an answer")}
 
 
 def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
@@ -35,7 +35,12 @@ def test_a_chat_alternates_between_user_and_assistant() -> None:
 
 def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None:
     made = plan(request(0, "hello"))
-    segments = (Text(text="be brief", role="system"), Text(text="hi"), Text(text="hello", role="assistant"), Text(text="more"))
+    segments = (
+        Text(text="be brief", role="system"),
+        Text(text="hi"),
+        Text(text="hello", role="assistant"),
+        Text(text="more"),
+    )
     talk = replace(made.requests[0], segments=segments)
     assert new_prompts(made, CHAT).ask(talk, {}).messages == [
         {"role": "system", "content": "be brief"},
@@ -47,10 +52,14 @@ def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None
 
 
 def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
-    made = plan(request(0, (0, 50), priority=2), slos={"default": Slo(ttft_s=1)})
+    made = plan(request(0, (0, 50), priority=2), slos={"default": SloTarget(ttft_s=1)})
     for target in (BATON, CHAT):
         prompts = new_prompts(made, target)
-        own, warm, other = prompts.ask(made.requests[0], {}), prompts.warm_up(0, made.requests[0]), prompts.warm_up(1, made.requests[0])
+        own, warm, other = (
+            prompts.ask(made.requests[0], {}),
+            prompts.warm_up(0, made.requests[0]),
+            prompts.warm_up(1, made.requests[0]),
+        )
         if target is BATON:
             assert len(warm.token_ids) == 50
             assert len({one.token_ids[0] for one in (own, warm)}) == 2
@@ -60,7 +69,7 @@ def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
             assert len(words[1]) == 50
             assert words[0][0] != words[1][0]
             assert words[1] != words[2]
-        assert warm.slo == Slo()  # it may take what it takes: nothing is to refuse it
+        assert warm.slo == SloTarget()  # it may take what it takes: nothing is to refuse it
 
 
 @pytest.mark.parametrize("target", [CHAT, replace(BATON, prompts="text")])

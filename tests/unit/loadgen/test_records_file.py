@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.errors import BadRecords
-from loadgen.records import Record
-from loadgen.records_file import RecordWriter, from_json, part_of, read_records, read_result, read_run, to_json, write_run
-from loadgen.running import merge
+from loadgen.loadgen_errors import BadRecords
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import (
+    RecordWriter,
+    from_json,
+    part_of,
+    read_records,
+    read_result,
+    read_run,
+    to_json,
+    write_run,
+)
+from loadgen.send.running import merge
 from tests.loadgen_builders import record, refused, run
 
 
@@ -23,7 +32,9 @@ def written(path: Path, *records: Record) -> Path:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    answer = record(1, tokens=(1.5, (1.6, 3)), token_ids=(4, 5, 6, 7), tenant="acme", timeline={"legs": [{"worker_id": "w0"}]})
+    answer = record(
+        1, tokens=(1.5, (1.6, 3)), token_ids=(4, 5, 6, 7), tenant="acme", timeline={"legs": [{"worker_id": "w0"}]}
+    )
     path = written(tmp_path / "records.jsonl", refused(2, retry_after_s=0.5), answer)
     assert read_records(path) == ((answer, refused(2, retry_after_s=0.5)), ())
 
@@ -142,7 +153,9 @@ def test_a_killed_run_of_several_processes_has_a_file_of_each(tmp_path: Path) ->
     result = read_result(tmp_path)
     assert result.records == tuple(record(index) for index in range(10, 21))
     (note,) = result.notes
-    assert note.startswith("records.jsonl is missing: the records were read from records.0.jsonl, records.1.jsonl, records.2.jsonl, ")
+    assert note.startswith(
+        "records.jsonl is missing: the records were read from records.0.jsonl, records.1.jsonl, records.2.jsonl, "
+    )
     for part in (2, 10):
         parts[part].write_bytes(parts[part].read_bytes()[:-30])
     torn = read_result(tmp_path)
@@ -154,7 +167,9 @@ def test_a_killed_run_of_several_processes_has_a_file_of_each(tmp_path: Path) ->
 
 def test_a_request_stands_in_one_file_only(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"records.{part}.jsonl", record(part), record(5)) for part in range(2)]
-    with pytest.raises(BadRecords, match=r"records\.1\.jsonl: line 2: request 5 stands already in line 2 of records\.0\.jsonl"):
+    with pytest.raises(
+        BadRecords, match=r"records\.1\.jsonl: line 2: request 5 stands already in line 2 of records\.0\.jsonl"
+    ):
         read_records(*paths)
 
 

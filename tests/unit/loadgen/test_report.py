@@ -1,4 +1,5 @@
-"""The report of a made-up run: it refers to nothing, carries its own numbers, and every plot is drawn from them."""
+"""The report of a made-up run: it refers to nothing, carries its own numbers, and every plot is drawn from
+them."""
 
 import csv
 import json
@@ -11,16 +12,16 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from loadgen.commands.report import command
-from loadgen.errors import BadRecords, LoadgenError
-from loadgen.metrics import Outcome
-from loadgen.records import Record
-from loadgen.records_file import RecordWriter, write_run
+from loadgen.commands.report_command import command
+from loadgen.loadgen_errors import BadRecords, LoadgenError
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import RecordWriter, write_run
+from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.report.critical_path import STAGES
 from loadgen.report.figures import attainment_by_rate, goodput_by_rate
-from loadgen.report.model import schema
+from loadgen.report.report_json import schema
 from loadgen.report.write import views_of, write_report
-from loadgen.slo import BadSlo, Slo
+from loadgen.slo_target import BadSlo, SloTarget
 from tests.loadgen_builders import record, refused, run
 from tests.loadgen_page import Page, points_of, spans_of, tolerance
 from tests.loadgen_synthetic import write_result
@@ -100,7 +101,9 @@ def test_the_page_refers_to_nothing_outside_itself(name: str, request: pytest.Fi
     assert [reference for reference in page.references if not reference.startswith("data:,")] == []
     assert not {"iframe", "img", "object", "embed", "base", "video", "audio", "source", "image", "use"} & set(page.tags)
     for text in (*page.styles, *page.scripts):
-        assert not re.search(r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|import\(|WebSocket|EventSource|sendBeacon|\.src\b", text)
+        assert not re.search(
+            r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|import\(|WebSocket|EventSource|sendBeacon|\.src\b", text
+        )
     assert all("://" not in text for text in page.styles)
 
 
@@ -146,8 +149,12 @@ def test_curves_end_where_the_outcomes_say(single: Written) -> None:
 
 def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
     (run_data,) = single.data["runs"]
-    assert sum(run_data["critical_path_ms"].values()) == pytest.approx(run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6)
-    assert list(run_data["critical_path_ms"]) == [stage for stage in STAGES if stage not in ("to the first token", "no whole answer")]
+    assert sum(run_data["critical_path_ms"].values()) == pytest.approx(
+        run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6
+    )
+    assert list(run_data["critical_path_ms"]) == [
+        stage for stage in STAGES if stage not in ("to the first token", "no whole answer")
+    ]
 
 
 def test_predictions_are_held_against_what_the_server_measured(single: Written) -> None:
@@ -174,7 +181,12 @@ def test_prompts_that_the_server_counts_otherwise_are_told(tmp_path: Path) -> No
     counted = [record(index, planned_prompt_tokens=100, num_prompt_tokens=105) for index in range(4)]
     written = Written.of([small(tmp_path / "r", *counted, refused(4, planned_prompt_tokens=100))], tmp_path / "out")
     (told,) = written.data["runs"]
-    assert told["prompts"] == {"planned_tokens": 400, "counted_tokens": 420, "requests": 4, "deviation": pytest.approx(0.05)}
+    assert told["prompts"] == {
+        "planned_tokens": 400,
+        "counted_tokens": 420,
+        "requests": 4,
+        "deviation": pytest.approx(0.05),
+    }
     assert "420 (+5.00%)" in written.html
     assert "counts 420 tokens, +5.00% of those planned" in (tmp_path / "out" / "report.md").read_text()
 
@@ -216,7 +228,7 @@ def test_the_csv_has_every_request(single: Written) -> None:
     rows = list(csv.DictReader((single.directory / "requests.csv").open()))
     (run_data,) = single.data["runs"]
     assert len(rows) == run_data["offered"]
-    counts = {str(outcome): sum(row["outcome"] == outcome for row in rows) for outcome in Outcome}
+    counts = {str(outcome): sum(row["outcome"] == outcome for row in rows) for outcome in RequestOutcome}
     assert counts == run_data["outcomes"]
     ttfts = [float(row["ttft_ms"]) for row in rows if row["outcome"] in ("good", "late")]
     assert sum(ttfts) / len(ttfts) == pytest.approx(run_data["latency"]["ttft"]["mean_ms"]["value"], rel=1e-5)
@@ -241,7 +253,10 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         [refused(0)],
         [record(0)],
         [record(0, tokens=(1.5,)), record(1, tokens=(1.5,))],
-        [refused(i, status=None, reason="", sent_s=None, error="connection refused", intended_s=float(i)) for i in range(5)],
+        [
+            refused(i, status=None, reason="", sent_s=None, error="connection refused", intended_s=float(i))
+            for i in range(5)
+        ],
         [record(i, intended_s=1.0) for i in range(5)],
         [record(i, tokens=((1.5, 3),), num_prompt_tokens=None, num_cached_tokens=None) for i in range(3)],
     ],
@@ -254,7 +269,9 @@ def test_poor_runs_have_a_report_too(tmp_path: Path, records: list[Record]) -> N
     assert written.page.data == written.data
     for figure in written.data["figures"]:
         spans = [span for row in figure.get("rows", []) for span in row["spans"]]
-        assert figure["kind"] == "lines" or any(span["to"] > span["from"] for span in spans), f"{figure['id']} would be empty"
+        assert figure["kind"] == "lines" or any(span["to"] > span["from"] for span in spans), (
+            f"{figure['id']} would be empty"
+        )
 
 
 def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
@@ -275,7 +292,7 @@ def test_a_promise_of_one_class_leaves_the_others_theirs(tmp_path: Path) -> None
     (told,) = json.loads((result / "report.json").read_text())["runs"]
     assert told["slos"] == {"interactive": {"ttft_ms": 500.0, "tpot_ms": 50.0}, "batch": {"ttft_ms": 9000.0}}
     with pytest.raises(BadSlo, match="no class of that name; it has interactive, batch"):
-        views_of([result], slos=[("bacth", Slo(ttft_s=9))])
+        views_of([result], slos=[("bacth", SloTarget(ttft_s=9))])
 
 
 def test_a_cluster_whose_memory_the_user_knows_has_its_best_prefix_hits(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from loadgen import check
-from loadgen.check import Checked, Difference
-from loadgen.commands.run import EXIT_DIFFERS, EXIT_INTERRUPTED, _checked
+from loadgen.commands.option_types import ApiKey
+from loadgen.commands.run_command import EXIT_DIFFERS, EXIT_INTERRUPTED, _checked
 from loadgen.commands.summary_text import lines
-from loadgen.commands.values import ApiKey
-from loadgen.counts import Counts
-from loadgen.measures import Measures
-from loadgen.processes import Ended
-from loadgen.records import Record
-from loadgen.running import Finished, Order
-from loadgen.summary import summarise
-from loadgen.target import Target
+from loadgen.measure.counts import Counts
+from loadgen.measure.measures import Measures
+from loadgen.measure.records import Record
+from loadgen.measure.summary import summarise
+from loadgen.send import check
+from loadgen.send.check import Checked, Difference
+from loadgen.send.processes import Ended
+from loadgen.send.running import Finished, Order
+from loadgen.send.target import Target
 from tests.loadgen_builders import record, refused, run, terms
 from tests.unit.loadgen.plans import plan, request
 
@@ -38,7 +38,9 @@ def finished(*records: Record) -> Finished:
 
 
 def order(out: Path) -> Order:
-    return Order(plan=plan(request(0, (0, 8), output=3)), target=Target(urls=("http://127.0.0.1:9",), model="demo"), out=out)
+    return Order(
+        plan=plan(request(0, (0, 8), output=3)), target=Target(urls=("http://127.0.0.1:9",), model="demo"), out=out
+    )
 
 
 def test_a_server_that_is_gone_when_it_is_asked_again_takes_nothing_from_the_run(tmp_path: Path) -> None:
@@ -61,7 +63,10 @@ def test_neither_does_a_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
     """A turn that was never sent, since the one before it failed, was offered all the same."""
     given_up = record(4, tokens=(), intended_s=5.0, sent_s=None, ended_s=5.0, is_complete=False, left_early=True)
-    done = finished(*(record(index, tokens=(index + 0.6,), intended_s=index + 0.5, sent_s=index + 0.5) for index in range(4)), given_up)
+    done = finished(
+        *(record(index, tokens=(index + 0.6,), intended_s=index + 0.5, sent_s=index + 0.5) for index in range(4)),
+        given_up,
+    )
     said = next(text for text, _ in lines(done, tmp_path) if text.startswith("attainment"))
     goodput = summarise(Measures.of(done.records, done.terms)).goodput_rps
     assert goodput is not None
@@ -89,5 +94,7 @@ def test_a_key_from_a_file_is_sent_without_the_end_of_its_line() -> None:
 def test_what_was_refused_is_told_apart_from_what_was_slow() -> None:
     slow = record(0, tokens=(9.0, 9.1, 9.2))
     assert finished(slow).not_answered == ()
-    told = finished(slow, refused(1), refused(2), record(3, tokens=(), status=400, error="too long", is_complete=False)).not_answered
+    told = finished(
+        slow, refused(1), refused(2), record(3, tokens=(), status=400, error="too long", is_complete=False)
+    ).not_answered
     assert told == ("3 of 4 requests were not answered whole (2 rejected early: ttft_slo)",)

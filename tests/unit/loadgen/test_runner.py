@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from baton.sim import virtual_time
-from loadgen import metrics, runner
-from loadgen.client import Ask, Exchange
-from loadgen.errors import LoadgenError
-from loadgen.metrics import Outcome, Terms
-from loadgen.plan import Plan
-from loadgen.prompts import TokenPrompts
-from loadgen.records import Record
-from loadgen.runner import Runner
-from loadgen.slo import Slo
-from loadgen.timers import Urgent
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.plan.plan import Plan
+from loadgen.send import runner
+from loadgen.send.client import Ask, Exchange
+from loadgen.send.prompts import TokenPrompts
+from loadgen.send.runner import Runner
+from loadgen.send.timers import Urgent
+from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import plan, request
 
 
@@ -38,11 +39,16 @@ class Bell:
 
 
 class Server:
-    """Implements `client.Client`: a first token after `ttft_s`, the others `gap_s` apart, but nothing within `stall`. `broken` are
-    answered with an error after one token."""
+    """Implements `client.Client`: a first token after `ttft_s`, the others `gap_s` apart, but nothing within
+    `stall`. `broken` are answered with an error after one token."""
 
     def __init__(
-        self, *, ttft_s: float = 0.1, gap_s: float = 0.01, stall: tuple[float, float] = (0.0, 0.0), broken: tuple[int, ...] = ()
+        self,
+        *,
+        ttft_s: float = 0.1,
+        gap_s: float = 0.01,
+        stall: tuple[float, float] = (0.0, 0.0),
+        broken: tuple[int, ...] = (),
     ) -> None:
         self._ttft_s = ttft_s
         self._gap_s = gap_s
@@ -99,7 +105,12 @@ class Recorder:
 
 
 def run(
-    made: Plan, server: Server, *, timeout_s: float = 60.0, recorder: Any = None, meanwhile: Callable[[Runner], None] | None = None
+    made: Plan,
+    server: Server,
+    *,
+    timeout_s: float = 60.0,
+    recorder: Any = None,
+    meanwhile: Callable[[Runner], None] | None = None,
 ) -> dict[int, Record]:
     """The records by index. `meanwhile` may plan what happens during the run."""
     recorder = recorder or Recorder()
@@ -129,8 +140,8 @@ def run(
     return {record.index: record for record in recorder.records}
 
 
-def outcomes(made: Plan, records: Mapping[int, Record]) -> list[Outcome]:
-    return [metrics.classify(records[index], Terms(slos=made.slos)) for index in sorted(records)]
+def outcomes(made: Plan, records: Mapping[int, Record]) -> list[RequestOutcome]:
+    return [request_metrics.classify(records[index], Terms(slos=made.slos)) for index in sorted(records)]
 
 
 def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
@@ -139,7 +150,7 @@ def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
     records = run(made, server)
     assert server.sent == {index: pytest.approx(index * 0.05) for index in range(40)}
     assert [records[index].intended_s for index in range(40)] == [index * 0.05 for index in range(40)]
-    assert metrics.invalid_reasons(list(records.values()), Terms(slos=made.slos)) == ()
+    assert request_metrics.invalid_reasons(list(records.values()), Terms(slos=made.slos)) == ()
 
 
 def test_each_time_of_a_record_is_that_of_the_run() -> None:
@@ -148,17 +159,20 @@ def test_each_time_of_a_record_is_that_of_the_run() -> None:
     assert (record.intended_s, record.sent_s, record.ended_s) == (2.0, pytest.approx(2.0), pytest.approx(3.25))
     assert [arrival.at_s for arrival in record.arrivals] == pytest.approx([2.25, 2.75, 3.25])
     assert (record.planned_prompt_tokens, record.planned_output_tokens, record.token_ids) == (4, 3, (0, 1, 2))
-    assert (metrics.ttft_s(record), metrics.tpot_s(record)) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert (request_metrics.ttft_s(record), request_metrics.tpot_s(record)) == (pytest.approx(0.25), pytest.approx(0.5))
 
 
 def test_a_stall_shows_in_the_latency_of_every_request_that_was_due_in_it() -> None:
-    made = plan(*(request(index, (index, 4), at_s=index * 0.1, output=1) for index in range(50)), slos={"default": Slo(ttft_s=0.5)})
+    made = plan(
+        *(request(index, (index, 4), at_s=index * 0.1, output=1) for index in range(50)),
+        slos={"default": SloTarget(ttft_s=0.5)},
+    )
     records = run(made, Server(ttft_s=0.05, stall=(1.0, 3.0)))
     for index in range(50):
         answer_s = index * 0.1 + 0.05
         expected = 3.0 - index * 0.1 if 1.0 <= answer_s < 3.0 else 0.05
-        assert metrics.ttft_s(records[index]) == pytest.approx(expected)
-    assert outcomes(made, records).count(Outcome.LATE) == 15  # those due from 1.0 to before 2.5
+        assert request_metrics.ttft_s(records[index]) == pytest.approx(expected)
+    assert outcomes(made, records).count(RequestOutcome.LATE) == 15  # those due from 1.0 to before 2.5
 
 
 def test_turns_follow_whole_answers_and_hold_them() -> None:
@@ -175,7 +189,7 @@ def test_turns_follow_whole_answers_and_hold_them() -> None:
     assert by_index[1][4:6] == [0, 1]
     assert by_index[2][8:10] == [1000, 1001]
     assert len(server.asks) == 3
-    assert outcomes(made, records) == [Outcome.GOOD] * 3
+    assert outcomes(made, records) == [RequestOutcome.GOOD] * 3
 
 
 def test_a_turn_that_was_not_whole_ends_its_session_and_nothing_is_lost() -> None:
@@ -187,7 +201,12 @@ def test_a_turn_that_was_not_whole_ends_its_session_and_nothing_is_lost() -> Non
     )
     server = Server(broken=(0,))
     records = run(made, server)
-    assert outcomes(made, records) == [Outcome.FAILED, Outcome.CANCELLED, Outcome.CANCELLED, Outcome.GOOD]
+    assert outcomes(made, records) == [
+        RequestOutcome.FAILED,
+        RequestOutcome.CANCELLED,
+        RequestOutcome.CANCELLED,
+        RequestOutcome.GOOD,
+    ]
     assert (list(server.sent), records[1].sent_s, records[2].intended_s) == ([0, 3], None, pytest.approx(2.1))
 
 
@@ -195,7 +214,7 @@ def test_the_plans_cancels_and_the_clients_patience() -> None:
     made = plan(request(0, (0, 4), at_s=0.0, output=8, cancel_after_tokens=3), request(1, (1, 4), at_s=0.5, output=50))
     server = Server(ttft_s=0.1, gap_s=0.1)
     records = run(made, server, timeout_s=1.95)
-    assert outcomes(made, records) == [Outcome.CANCELLED, Outcome.TIMED_OUT]
+    assert outcomes(made, records) == [RequestOutcome.CANCELLED, RequestOutcome.TIMED_OUT]
     assert (len(records[0].arrivals), records[0].ended_s) == (3, pytest.approx(0.3))
     assert (len(records[1].arrivals), records[1].ended_s, server.hung_up) == (19, pytest.approx(2.45), [0, 1])
 
@@ -208,7 +227,7 @@ def test_stopping_keeps_what_was_measured_and_offers_nothing_more() -> None:
         asyncio.get_running_loop().call_later(0.5 + 4.2, runs.stop)
 
     records = run(made, server, meanwhile=stop_later)
-    assert outcomes(made, records) == [Outcome.GOOD] * 2 + [Outcome.CANCELLED] * 3
+    assert outcomes(made, records) == [RequestOutcome.GOOD] * 2 + [RequestOutcome.CANCELLED] * 3
     assert (sorted(records), server.hung_up) == ([0, 1, 2, 3, 4], [2, 3, 4])
 
 
@@ -221,7 +240,7 @@ def test_a_request_that_cannot_be_made_is_a_fact_and_not_the_end() -> None:
 
     made = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
     records = run(made, Choosy())
-    assert outcomes(made, records) == [Outcome.GOOD, Outcome.FAILED, Outcome.GOOD]
+    assert outcomes(made, records) == [RequestOutcome.GOOD, RequestOutcome.FAILED, RequestOutcome.GOOD]
     assert records[1].error == "not sent: ValueError: too odd"
 
 
@@ -252,4 +271,6 @@ def test_bodies_are_made_before_they_are_due(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(server, "prepare", noted)
     run(made, server)
-    assert [made_at[index] for index in range(1, 5)] == pytest.approx([10.0 * index - runner.AHEAD_S for index in range(1, 5)], abs=0.03)
+    assert [made_at[index] for index in range(1, 5)] == pytest.approx(
+        [10.0 * index - runner.AHEAD_S for index in range(1, 5)], abs=0.03
+    )

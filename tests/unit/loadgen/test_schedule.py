@@ -3,15 +3,24 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.plan import PlannedRequest
-from loadgen.schedule import Schedule, peak_rates, share
+from loadgen.plan.plan import PlannedRequest
+from loadgen.plan.schedule import Schedule, peak_rates, share
 from tests.unit.loadgen.plans import request
 
 
 def session(first: int, turns: int, name: str, think_s: float = 1.0) -> list[PlannedRequest]:
     made = [request(first, (first, 4), session=name, at_s=float(first))]
     return made + [
-        request(first + turn, (first, 4), first + turn - 1, (first, 2), session=name, turn=turn, after=first + turn - 1, think_s=think_s)
+        request(
+            first + turn,
+            (first, 4),
+            first + turn - 1,
+            (first, 2),
+            session=name,
+            turn=turn,
+            after=first + turn - 1,
+            think_s=think_s,
+        )
         for turn in range(1, turns)
     ]
 

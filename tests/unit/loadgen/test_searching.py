@@ -1,4 +1,5 @@
-"""A whole search, with trials that are made up: goals that share them, invalid ones, the user, time, and errors."""
+"""A whole search, with trials that are made up: goals that share them, invalid ones, the user, time, and
+errors."""
 
 import json
 import math
@@ -9,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from loadgen.capacity import Limits, Proposal, State
-from loadgen.capacity_file import NAME, PointFound, write_capacity
+from loadgen.capacity.capacity import Limits, Proposal, State
+from loadgen.capacity.capacity_file import NAME, PointFound, write_capacity
+from loadgen.capacity.searching import MAX_INVALID, Found, find, is_answered
+from loadgen.capacity.trials import Goal, Trial, TrialLength
+from loadgen.capacity.verdicts import Judgement, TrialVerdict
 from loadgen.commands.capacity_plans import maker_of
 from loadgen.commands.capacity_text import answer_lines, hopeless, trial_line, unsteady
-from loadgen.errors import LoadgenError, NoWarmUp
-from loadgen.processes import Interrupted
-from loadgen.searching import MAX_INVALID, Found, find, is_answered
-from loadgen.serving import Point
-from loadgen.stats import Interval
-from loadgen.trials import Goal, Trial, TrialLength
-from loadgen.verdicts import Judgement, Verdict
+from loadgen.loadgen_errors import LoadgenError, NoWarmUp
+from loadgen.measure.stats import Interval
+from loadgen.send.processes import Interrupted
+from loadgen.send.serving import Point
 from tests.loadgen_queues import plan_at
 
 ONE = (Goal(target=0.9),)
@@ -33,14 +34,17 @@ def judged(share: float, num: int = 400) -> Judgement:
         interval=Interval(low=max(0.0, share - 0.03), high=min(1.0, share + 0.03)),
         growth_rps=0.0,
         is_overloaded=False,
-        verdict=Verdict.HELD if share > 0.93 else Verdict.BROKE if share < 0.87 else Verdict.UNDECIDED,
+        verdict=TrialVerdict.HELD if share > 0.93 else TrialVerdict.BROKE if share < 0.87 else TrialVerdict.UNDECIDED,
     )
 
 
 class Server:
-    """Capacity 10 at a scale of 1; a laxer promise is kept at higher rates. `before`: what happens instead of a trial."""
+    """Capacity 10 at a scale of 1; a laxer promise is kept at higher rates. `before`: what happens instead of
+    a trial."""
 
-    def __init__(self, goals: tuple[Goal, ...] = ONE, before: Callable[[int, Trial], Trial] = lambda _, trial: trial) -> None:
+    def __init__(
+        self, goals: tuple[Goal, ...] = ONE, before: Callable[[int, Trial], Trial] = lambda _, trial: trial
+    ) -> None:
         self._goals = goals
         self._before = before
         self.asked: list[tuple[Proposal, int]] = []
@@ -105,7 +109,11 @@ def test_an_invalid_trial_proves_nothing_and_is_tried_again() -> None:
 
 
 def test_a_generator_at_its_limit_ends_the_search_and_says_so() -> None:
-    server = Server(before=lambda _, trial: replace(trial, invalid=("the generator was late: more",)) if trial.rate_rps > 5 else trial)
+    server = Server(
+        before=lambda _, trial: (
+            replace(trial, invalid=("the generator was late: more",)) if trial.rate_rps > 5 else trial
+        )
+    )
     found, _ = search(server)
     assert len(server.asked) == 1 + MAX_INVALID
     answer = found.answers[0]
@@ -215,7 +223,9 @@ def test_the_last_line_states_the_capacity() -> None:
     assert "wide" in lines(wide)[0]
     assert lines(wide)[1].startswith("capacity ")
     above, _ = search(Server(), limits=Limits(start_rps=4.0, max_rps=6.0))
-    assert lines(above) == ["capacity above 6 req/s at 90 % joint attainment: the highest rate that could be tried held"]
+    assert lines(above) == [
+        "capacity above 6 req/s at 90 % joint attainment: the highest rate that could be tried held"
+    ]
     below, _ = search(Server(), limits=Limits(start_rps=40.0, min_rps=30.0))
     assert lines(below)[0].startswith("capacity below 30 req/s at 90 % joint attainment")
     stopped, _ = search(Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number > 4 else trial))
@@ -235,9 +245,15 @@ def test_a_trial_is_one_line() -> None:
 def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
     goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=2.0))
     found, _ = search(Server(goals), goals)
-    point = PointFound(point=Point(values={"p": "1", "d": "2"}), found=found, command=("serve", "--p", "1"), facts={"url": "http://x"})
+    point = PointFound(
+        point=Point(values={"p": "1", "d": "2"}), found=found, command=("serve", "--p", "1"), facts={"url": "http://x"}
+    )
     write_capacity(tmp_path, {"unit": "requests"}, [point])
-    write_capacity(tmp_path, {"unit": "requests"}, [point, PointFound(point=Point(values={"p": "2", "d": "1"}), error="did not start")])
+    write_capacity(
+        tmp_path,
+        {"unit": "requests"},
+        [point, PointFound(point=Point(values={"p": "2", "d": "1"}), error="did not start")],
+    )
     data = json.loads((tmp_path / NAME).read_text())
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     assert (data["loadgen_capacity"], data["unit"]) == (1, "requests")
@@ -272,7 +288,9 @@ def test_sessions_that_outlast_the_trials_are_told() -> None:
 
 def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
     """A fifth leaves early, and 48 of every 64 tokens are a prompt's."""
-    plan = maker_of(["random", "--cancel", "0.2", "--input-tokens", "48", "--output-tokens", "16"], 60.0).make(5.0, 60.0, seed=1)
+    plan = maker_of(["random", "--cancel", "0.2", "--input-tokens", "48", "--output-tokens", "16"], 60.0).make(
+        5.0, 60.0, seed=1
+    )
     goals = (Goal(target=0.9), Goal(target=0.5))
     (said,) = hopeless(plan, goals, 64)
     assert "leave early" in said

@@ -6,17 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.errors import BadPlan
-from loadgen.lengths import Fixed, parse_lengths
-from loadgen.plan_check import check_plan
-from loadgen.servegen import ClientWindow, choose_windows, read_servegen, replay_servegen
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.lengths import Fixed, parse_lengths
+from loadgen.plan.plan_check import check_plan
+from loadgen.plan.servegen import ClientWindow, choose_windows, read_servegen, replay_servegen
 from tests.unit.loadgen.plans import plan
 
 HEADER = "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\n"
 
 
 def window(client: int, start_s: float = 0, rate_rps: float = 1.0, **given: Any) -> ClientWindow:
-    fields: dict[str, Any] = {"workload": "w", "client": client, "start_s": start_s, "rate_rps": rate_rps, "family": "gamma", "shape": 0.5}
+    fields: dict[str, Any] = {
+        "workload": "w",
+        "client": client,
+        "start_s": start_s,
+        "rate_rps": rate_rps,
+        "family": "gamma",
+        "shape": 0.5,
+    }
     return ClientWindow(**fields | given)
 
 
@@ -55,7 +62,14 @@ def test_what_is_no_window(tmp_path: Path, content: str, message: str) -> None:
 
 
 def test_windows_are_chosen() -> None:
-    windows = [window(1, 0, 5), window(1, 600, 1), window(2, 0, 2), window(2, 600, 9), window(3, 1200, 1), window(1, workload="v")]
+    windows = [
+        window(1, 0, 5),
+        window(1, 600, 1),
+        window(2, 0, 2),
+        window(2, 600, 9),
+        window(3, 1200, 1),
+        window(1, workload="v"),
+    ]
     assert choose_windows(windows, workload="v") == [windows[5]]
     assert choose_windows(windows, workload="w", start_s=599, duration_s=2) == windows[:4]
     assert choose_windows(windows, workload="w", start_s=600) == [windows[1], windows[3], windows[4]]
@@ -79,7 +93,9 @@ def test_choices_that_cannot_be_had(given: dict[str, Any], message: str) -> None
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("family", "shape", "cv"), [("gamma", 0.25, 2.0), ("weibull", 0.5, 5**0.5), ("gamma", 4.0, 0.5)])
+@pytest.mark.parametrize(
+    ("family", "shape", "cv"), [("gamma", 0.25, 2.0), ("weibull", 0.5, 5**0.5), ("gamma", 4.0, 0.5)]
+)
 def test_a_window_has_its_rate_and_its_gaps(family: str, shape: float, cv: float) -> None:
     windows = [window(1, 600 * i, 20.0, family=family, shape=shape) for i in range(10)]
     times = np.array([r.at_s for r in replay(windows)])

@@ -2,18 +2,24 @@
 
 import pytest
 
-from loadgen.errors import LoadgenError
-from loadgen.serving import Command, Point, free_port, parse_sweep
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.send.serving import Point, ServerCommand, free_port, parse_sweep
 
 
 def test_a_sweep_names_its_points() -> None:
     points = parse_sweep("p:d=1:1, 1:2,2:1")
-    assert [dict(point.values) for point in points] == [{"p": "1", "d": "1"}, {"p": "1", "d": "2"}, {"p": "2", "d": "1"}]
+    assert [dict(point.values) for point in points] == [
+        {"p": "1", "d": "1"},
+        {"p": "1", "d": "2"},
+        {"p": "2", "d": "1"},
+    ]
     assert [point.name for point in points] == ["p=1,d=1", "p=1,d=2", "p=2,d=1"]
     assert [point.name for point in parse_sweep("model=a.gguf,b.gguf")] == ["model=a.gguf", "model=b.gguf"]
 
 
-@pytest.mark.parametrize("text", ["", "p", "p=", "=1", "p:d=1", "p:d=1:2:3", "p:d=1:", "p:p=1:2", "port=1,2", "a b=1", "p=1,1"])
+@pytest.mark.parametrize(
+    "text", ["", "p", "p=", "=1", "p:d=1", "p:d=1:2:3", "p:d=1:", "p:p=1:2", "port=1,2", "a b=1", "p=1,1"]
+)
 def test_a_sweep_that_makes_no_sense(text: str) -> None:
     with pytest.raises(LoadgenError):
         parse_sweep(text)
@@ -21,12 +27,12 @@ def test_a_sweep_that_makes_no_sense(text: str) -> None:
 
 def test_values_take_their_places_argument_by_argument() -> None:
     points = parse_sweep("p:d=1:2")
-    command = Command.parse("serve --prefill {p} --decode={d} --port {port} --text '{{a b}} {p}'", points)
+    command = ServerCommand.parse("serve --prefill {p} --decode={d} --port {port} --text '{{a b}} {p}'", points)
     assert command.has_port
     assert command.at(points[0], 99) == ["serve", "--prefill", "1", "--decode=2", "--port", "99", "--text", "{a b} 1"]
-    assert not Command.parse("serve", [Point(values={})]).has_port
+    assert not ServerCommand.parse("serve", [Point(values={})]).has_port
     spaced = [Point(values={"x": "a b; rm -rf /"})]
-    assert Command.parse("echo {x}", spaced).at(spaced[0], 1) == ["echo", "a b; rm -rf /"]
+    assert ServerCommand.parse("echo {x}", spaced).at(spaced[0], 1) == ["echo", "a b; rm -rf /"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +48,7 @@ def test_values_take_their_places_argument_by_argument() -> None:
 )
 def test_a_command_that_cannot_be_filled(text: str, message: str) -> None:
     with pytest.raises(LoadgenError, match=r".") as raised:
-        Command.parse(text, parse_sweep("p=1"))
+        ServerCommand.parse(text, parse_sweep("p=1"))
     assert message in str(raised.value)
 
 

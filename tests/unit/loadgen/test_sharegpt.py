@@ -1,4 +1,5 @@
-"""Conversations that the user has: read, cut where they stop taking turns, and planned as texts or as tokens."""
+"""Conversations that the user has: read, cut where they stop taking turns, and planned as texts or as
+tokens."""
 
 import gzip
 import json
@@ -8,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.errors import BadPlan
-from loadgen.lengths import Fixed
-from loadgen.plan import AnswerOf, Exact, PlannedRequest, Text
-from loadgen.plan_check import check_plan
-from loadgen.sharegpt import Conversation, read_conversations, replay_conversations
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.lengths import Fixed
+from loadgen.plan.plan import AnswerOf, Exact, PlannedRequest, Text
+from loadgen.plan.plan_check import check_plan
+from loadgen.plan.sharegpt import Conversation, read_conversations, replay_conversations
 from tests.unit.loadgen.plans import plan
 
 
@@ -40,9 +41,17 @@ def replay(times: list[float], conversations: list[Conversation], **given: Any) 
         (CHAT, "", (("Hi", "Hello!"), ("Bye", "See you."))),
         (said(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!")), "Be brief.", (("Hi", "Hello!"),)),
         (said(("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye")), "", (("Hi", "Hello!"),)),
-        (said(("human", "Hi"), ("gpt", "Hello!"), ("gpt", "Hello?"), ("human", "a"), ("gpt", "b")), "", (("Hi", "Hello!"),)),
+        (
+            said(("human", "Hi"), ("gpt", "Hello!"), ("gpt", "Hello?"), ("human", "a"), ("gpt", "b")),
+            "",
+            (("Hi", "Hello!"),),
+        ),
         (said(("human", "Hi"), ("gpt", "Hello!"), ("human", " "), ("gpt", "b")), "", (("Hi", "Hello!"),)),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, "", (("Hi", "Ho"),)),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+            "",
+            (("Hi", "Ho"),),
+        ),
     ],
 )
 def test_conversations_are_read_as_far_as_they_take_turns(tmp_path: Path, entry: Any, system: str, turns: Any) -> None:
@@ -67,8 +76,14 @@ def test_json_lines_and_gzip(tmp_path: Path) -> None:
         (json.dumps(CHAT) + "\n{\n", "2: not JSON: "),
         ("[1]", " conversation 1: no list `conversations` (or `messages`)"),
         ('[{"conversations": {}}]', " conversation 1: no list `conversations`"),
-        (json.dumps([CHAT, {"conversations": ["hi"]}]), " conversation 2, message 1: not an object with `from` and `value`"),
-        (json.dumps([said(("human", "a"), ("tool", "b"))]), ' conversation 1, message 2: `from` is "tool", none of human, user'),
+        (
+            json.dumps([CHAT, {"conversations": ["hi"]}]),
+            " conversation 2, message 1: not an object with `from` and `value`",
+        ),
+        (
+            json.dumps([said(("human", "a"), ("tool", "b"))]),
+            ' conversation 1, message 2: `from` is "tool", none of human, user',
+        ),
         ('[{"conversations": [{"from": "human", "value": 3}]}]', " conversation 1, message 1: `value` is 3, no text"),
         (json.dumps({"conversations": 1}), "1: no list `conversations`"),
         (json.dumps([said(("gpt", "a"))]), " none of its 1 conversations begins with a user's text and an answer"),
@@ -83,7 +98,9 @@ def test_what_is_no_conversation(tmp_path: Path, content: str, message: str) -> 
 
 
 def test_without_a_tokenizer_prompts_are_texts_in_their_roles() -> None:
-    requests = replay([1.0], [Conversation(system="Be brief.", turns=(("Hi", "Hello!"), ("Bye", "See you.")))], outputs=Fixed(7))
+    requests = replay(
+        [1.0], [Conversation(system="Be brief.", turns=(("Hi", "Hello!"), ("Bye", "See you.")))], outputs=Fixed(7)
+    )
     check_plan(plan(*requests))
     system, hi, hello, bye = (
         Text(text="Be brief.\n", role="system"),
@@ -92,7 +109,10 @@ def test_without_a_tokenizer_prompts_are_texts_in_their_roles() -> None:
         Text(text="Bye\n"),
     )
     assert [r.segments for r in requests] == [(system, hi), (system, hi, hello, bye)]
-    assert [(r.at_s, r.after, r.think_s, r.turn, r.output_tokens) for r in requests] == [(1.0, None, 0.0, 0, 7), (None, 0, 2.5, 1, 7)]
+    assert [(r.at_s, r.after, r.think_s, r.turn, r.output_tokens) for r in requests] == [
+        (1.0, None, 0.0, 0, 7),
+        (None, 0, 2.5, 1, 7),
+    ]
 
 
 def test_with_one_prompts_are_tokens_and_answers_as_long_as_recorded() -> None:
@@ -125,7 +145,9 @@ def test_conversations_are_cut_by_turns_and_by_context() -> None:
         replay([0.0], long, encode=encode, max_context=20)
 
 
-@pytest.mark.parametrize("given", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}])
+@pytest.mark.parametrize(
+    "given", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}]
+)
 def test_what_needs_a_tokenizer_says_so(given: dict[str, Any]) -> None:
     with pytest.raises(BadPlan, match="without a tokenizer"):
         replay([0.0], THREE, **given)

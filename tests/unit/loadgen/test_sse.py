@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.sse import EventTooLong, SseParser
+from loadgen.send.sse_reader import EventTooLong, SseParser
 
 
 def parse(*chunks: bytes, max_bytes: int = 1 << 20) -> list[tuple[bytes, bytes]]:
@@ -59,7 +59,8 @@ STREAMS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([b"\n", b"
 
 @given(STREAMS | st.binary(max_size=60), st.lists(st.integers(0, 200), max_size=8))
 def test_any_stream_in_any_pieces_is_what_the_standard_says(stream: bytes, places: list[int]) -> None:
-    # What ends with a lone CR may go on with its LF; the line is complete either way, as the reference has it.
+    # What ends with a lone CR may go on with its LF; the line is complete either way, as the reference has
+    # it.
     assert parse(*cuts(stream, places)) == reference(stream)
 
 

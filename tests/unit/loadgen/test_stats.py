@@ -1,4 +1,5 @@
-"""Percentiles by hand, intervals by how often they cover the truth. All draws are seeded, so a pass is a pass for good."""
+"""Percentiles by hand, intervals by how often they cover the truth. All draws are seeded, so a pass is a pass
+for good."""
 
 import math
 from statistics import NormalDist
@@ -6,8 +7,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from loadgen import stats
-from loadgen.stats import Interval
+from loadgen.measure import stats
+from loadgen.measure.stats import Interval
 
 
 def test_percentiles_interpolate_between_the_two_nearest_ranks() -> None:
@@ -41,7 +42,8 @@ def lognormal(rng: np.random.Generator) -> np.ndarray:
 
 
 def remembering(rng: np.random.Generator) -> np.ndarray:
-    """x_t = 0.9 x_(t-1) + noise, variance 1: what a queue does to the latencies of requests that follow each other."""
+    """x_t = 0.9 x_(t-1) + noise, variance 1: what a queue does to the latencies of requests that follow each
+    other."""
     noise = rng.normal(size=1500) * math.sqrt(1 - 0.9**2)
     series = np.zeros(1500)
     for t in range(1, 1500):
@@ -54,7 +56,9 @@ def test_a_95_percent_interval_covers_the_truth_95_times_in_100() -> None:
     assert 0.88 <= mean <= 0.99
     for q in (50, 90):
         truth = math.exp(NormalDist().inv_cdf(q / 100))
-        covered = share_covered(200, q, lognormal, lambda x, i, q=q: stats.percentile_interval(x, q, seed=i, resamples=400), truth)
+        covered = share_covered(
+            200, q, lognormal, lambda x, i, q=q: stats.percentile_interval(x, q, seed=i, resamples=400), truth
+        )
         assert 0.90 <= covered <= 0.99
 
 
@@ -62,7 +66,11 @@ def test_blocks_keep_coverage_where_requests_are_not_independent() -> None:
     """An interval of independent draws would cover the mean in about 35 of 100 cases here."""
     blocked = share_covered(100, 2, remembering, lambda x, i: stats.mean_interval(x, seed=i, resamples=400), 0.0)
     shuffled = share_covered(
-        100, 2, remembering, lambda x, i: stats.mean_interval(np.random.default_rng(i).permutation(x), seed=i, resamples=400), 0.0
+        100,
+        2,
+        remembering,
+        lambda x, i: stats.mean_interval(np.random.default_rng(i).permutation(x), seed=i, resamples=400),
+        0.0,
     )
     shares = share_covered(100, 2, remembering, lambda x, i: stats.share_interval(x > 0), 0.5)
     assert blocked >= 0.82
@@ -123,7 +131,9 @@ def test_no_difference_is_found_where_there_is_none() -> None:
     false_alarms = 0
     for seed in range(100):
         before = rng.lognormal(0, 1, 200)
-        found = stats.difference_interval(before, before * rng.lognormal(0, 0.2, 200) / math.exp(0.02), seed=seed, resamples=300)
+        found = stats.difference_interval(
+            before, before * rng.lognormal(0, 0.2, 200) / math.exp(0.02), seed=seed, resamples=300
+        )
         false_alarms += found is not None and found.excludes_zero
     assert false_alarms <= 12
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.measures import Measures
-from loadgen.metrics import Outcome, Terms
-from loadgen.records import Record
-from loadgen.slo import Slo
-from loadgen.summary import in_flight_when_due, rate, steady_window, summarise, throughput
+from loadgen.measure.measures import Measures
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.summary import in_flight_when_due, rate, steady_window, summarise, throughput
+from loadgen.slo_target import SloTarget
 from tests.loadgen_builders import any_record, any_terms, record, refused, terms
 
 
@@ -34,9 +34,9 @@ FIVE = (
 def test_classes_attainment_and_goodput() -> None:
     found = summarise(Measures.of(FIVE, terms()))
     assert {name: count for name, count in found.outcomes.items() if count} == {
-        Outcome.GOOD: 2,
-        Outcome.LATE: 2,
-        Outcome.REJECTED_EARLY: 1,
+        RequestOutcome.GOOD: 2,
+        RequestOutcome.LATE: 2,
+        RequestOutcome.REJECTED_EARLY: 1,
     }
     assert found.offered == sum(found.outcomes.values()) == 5
     assert (found.joint.kept, found.joint.of) == (2, 5)
@@ -69,7 +69,7 @@ def test_gaps_are_pooled_over_whole_answers() -> None:
 
 
 def test_a_promise_counts_only_those_it_was_made_to() -> None:
-    promised = Terms(slos={"default": Slo.parse("ttft=150ms"), "batch": Slo.parse("e2e=350ms")})
+    promised = Terms(slos={"default": SloTarget.parse("ttft=150ms"), "batch": SloTarget.parse("e2e=350ms")})
     found = summarise(Measures.of([*FIVE[:3], answer(7, 5.0, 0.1, slo_class="batch")], promised))
     assert (found.attainment["ttft"].kept, found.attainment["ttft"].of) == (1, 3)
     assert (found.attainment["e2e"].kept, found.attainment["e2e"].of) == (1, 1)
@@ -92,7 +92,9 @@ def test_throughput_leaves_out_the_ramp_and_the_tail() -> None:
     assert found is not None
     assert found.steady["requests_per_s"] == pytest.approx(39 / 38)
     assert found.steady["good_requests_per_s"] == pytest.approx(39 / 38)
-    assert found.steady["output_tokens_per_s"] == pytest.approx((39 + 39 + 38) / 38)  # first, last and middle tokens in 2 … 40 s
+    assert found.steady["output_tokens_per_s"] == pytest.approx(
+        (39 + 39 + 38) / 38
+    )  # first, last and middle tokens in 2 … 40 s
     assert found.raw_s == pytest.approx(42.0)
     assert found.raw["requests_per_s"] == pytest.approx(41 / 42)
     assert found.raw["prompt_tokens_per_s"] == pytest.approx(410 / 42)
@@ -154,7 +156,7 @@ def test_nothing_answered_is_a_summary_too() -> None:
 def test_classes_sum_to_offered_whatever_the_records(records: list[Record], promised: Terms) -> None:
     found = summarise(Measures.of(records, promised))
     assert sum(found.outcomes.values()) == found.offered == len(records)
-    assert set(found.outcomes) == set(Outcome)
-    assert found.joint.kept == found.outcomes[Outcome.GOOD]
+    assert set(found.outcomes) == set(RequestOutcome)
+    assert found.joint.kept == found.outcomes[RequestOutcome.GOOD]
     for share in found.attainment.values():
         assert 0 <= share.kept <= share.of <= len(records)

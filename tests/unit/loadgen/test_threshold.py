@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from loadgen.threshold import Observation, locate
+from loadgen.capacity.threshold import Observation, locate
 
 
 def share_at(rate_rps: float, capacity_rps: float, slope: float, target: float = 0.9) -> float:
@@ -48,14 +48,20 @@ def test_more_trials_narrow_the_interval_and_scatter_widens_it() -> None:
     one, four = width(exact(rates)), width(exact(rates * 4))
     assert four < one
     rng = random.Random(1)
-    scattered = [observed(r, min(1.0, max(0.0, share_at(r, 10, 10) + rng.choice((-0.12, 0.12)))), 400) for r in rates * 4]
+    scattered = [
+        observed(r, min(1.0, max(0.0, share_at(r, 10, 10) + rng.choice((-0.12, 0.12)))), 400) for r in rates * 4
+    ]
     assert width(scattered) > 1.3 * four
 
 
 def test_trials_that_contradict_each_other_are_no_contradiction_but_doubt() -> None:
     """A lucky trial above, an unlucky one below."""
-    agreeing = locate([observed(9, 0.99), observed(9.5, 0.97), observed(10.5, 0.7), observed(11, 0.6)], 0.9).interval(0.95)
-    crossing = locate([observed(9, 0.7), observed(9.5, 0.6), observed(10.5, 0.99), observed(11, 0.97)], 0.9).interval(0.95)
+    agreeing = locate([observed(9, 0.99), observed(9.5, 0.97), observed(10.5, 0.7), observed(11, 0.6)], 0.9).interval(
+        0.95
+    )
+    crossing = locate([observed(9, 0.7), observed(9.5, 0.6), observed(10.5, 0.99), observed(11, 0.97)], 0.9).interval(
+        0.95
+    )
     assert crossing.low < agreeing.low
     assert (crossing.high or 0) > (agreeing.high or 0)
     assert crossing.low < 9
@@ -72,8 +78,11 @@ def test_a_growing_backlog_says_above_capacity_though_the_share_held() -> None:
 
 
 def test_what_breaks_at_any_load_is_told_from_load() -> None:
-    """5 % are late even at a tenth of the load; 90 % are lost only at 10. Without a lapse the curve would have to fall all the way."""
-    lapse = [observed(rate, 0.95 * share_at(rate, 10, 20, target=0.9 / 0.95), 2000) for rate in (1, 2, 4, 8, 9, 10, 11, 12)]
+    """5 % are late even at a tenth of the load; 90 % are lost only at 10. Without a lapse the curve would
+    have to fall all the way."""
+    lapse = [
+        observed(rate, 0.95 * share_at(rate, 10, 20, target=0.9 / 0.95), 2000) for rate in (1, 2, 4, 8, 9, 10, 11, 12)
+    ]
     assert locate(lapse, 0.9).quantile(0.5) == pytest.approx(10, rel=0.05)
 
 

@@ -1,4 +1,5 @@
-"""Tokens of segments: equal for equal ids, different from the first one on for others, and nothing shared with a warm-up."""
+"""Tokens of segments: equal for equal ids, different from the first one on for others, and nothing shared
+with a warm-up."""
 
 import itertools
 
@@ -7,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.errors import BadPlan
-from loadgen.plan import Generated, Vocabulary
-from loadgen.tokens import MAX_ID, Choices, TokenSource, max_segment_id, mix, num_digits, tokens_of, warm_up_tokens
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.plan import Generated, Vocabulary
+from loadgen.plan.prompt_tokens import (
+    MAX_ID,
+    Choices,
+    TokenSource,
+    max_segment_id,
+    mix,
+    num_digits,
+    tokens_of,
+    warm_up_tokens,
+)
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 IDS = st.integers(0, MAX_ID)
@@ -31,13 +41,39 @@ def vocabularies(draw: st.DrawFn, least: int = 2) -> Vocabulary:
 
 def test_the_tokens_are_these() -> None:
     """Known by heart: other numbers make every plan of the past another workload."""
-    assert mix(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [0xE220A8397B1DCDAF]  # the first number of splitmix64 from seed 0
-    assert tokens(0, 10, Vocabulary(low=1000, high=4096)) == [1322, 1800, 1278, 1066, 1612, 3812, 1659, 2347, 3625, 2217]
-    assert tokens(182_789, 10, Vocabulary(low=1000, high=4096)) == [1506, 1428, 1523, 2592, 2901, 3895, 2120, 2934, 3224, 1655]
+    assert mix(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [
+        0xE220A8397B1DCDAF
+    ]  # the first number of splitmix64 from seed 0
+    assert tokens(0, 10, Vocabulary(low=1000, high=4096)) == [
+        1322,
+        1800,
+        1278,
+        1066,
+        1612,
+        3812,
+        1659,
+        2347,
+        3625,
+        2217,
+    ]
+    assert tokens(182_789, 10, Vocabulary(low=1000, high=4096)) == [
+        1506,
+        1428,
+        1523,
+        2592,
+        2901,
+        3895,
+        2120,
+        2934,
+        3224,
+        1655,
+    ]
 
 
 @given(IDS, st.integers(1, 200), vocabularies(least=16), SEEDS)
-def test_tokens_are_of_the_vocabulary_and_exactly_as_many(segment_id: int, num_tokens: int, vocabulary: Vocabulary, seed: int) -> None:
+def test_tokens_are_of_the_vocabulary_and_exactly_as_many(
+    segment_id: int, num_tokens: int, vocabulary: Vocabulary, seed: int
+) -> None:
     made = tokens(segment_id, num_tokens, vocabulary, seed)
     assert len(made) == num_tokens
     assert all(vocabulary.low <= token < vocabulary.high for token in made)
@@ -45,7 +81,9 @@ def test_tokens_are_of_the_vocabulary_and_exactly_as_many(segment_id: int, num_t
 
 
 @given(IDS, st.integers(1, 100), st.integers(1, 100), vocabularies(least=16), SEEDS)
-def test_a_shorter_segment_begins_a_longer_one(segment_id: int, a: int, b: int, vocabulary: Vocabulary, seed: int) -> None:
+def test_a_shorter_segment_begins_a_longer_one(
+    segment_id: int, a: int, b: int, vocabulary: Vocabulary, seed: int
+) -> None:
     short, long = sorted((a, b))
     assert tokens(segment_id, long, vocabulary, seed)[:short] == tokens(segment_id, short, vocabulary, seed)
 
@@ -64,7 +102,9 @@ def test_two_ids_never_share_a_block(a: int, b: int, vocabulary: Vocabulary, see
 
 
 @given(vocabularies(), SEEDS, st.data())
-def test_neighbouring_ids_differ_from_their_first_token_on(vocabulary: Vocabulary, seed: int, data: st.DataObject) -> None:
+def test_neighbouring_ids_differ_from_their_first_token_on(
+    vocabulary: Vocabulary, seed: int, data: st.DataObject
+) -> None:
     """Any window of V - 1 ids has V - 1 first tokens."""
     count = min(vocabulary.size - 1, 500)
     start = data.draw(st.integers(0, max_segment_id(vocabulary) - count + 1))
@@ -76,7 +116,9 @@ def test_neighbouring_ids_differ_from_their_first_token_on(vocabulary: Vocabular
 def test_in_a_tiny_vocabulary_all_ids_that_fit_differ_within_a_block(size: int) -> None:
     vocabulary = Vocabulary(low=0, high=size)
     last = max_segment_id(vocabulary)
-    ids = sorted({*range(min(2000, last + 1)), *range(max(0, last - 2000), last + 1), *(min(last, 7**n) for n in range(22))})
+    ids = sorted(
+        {*range(min(2000, last + 1)), *range(max(0, last - 2000), last + 1), *(min(last, 7**n) for n in range(22))}
+    )
     choices = Choices(size, seed=5).of(ids, [BLOCK] * len(ids)).reshape(-1, BLOCK)
     assert len(np.unique(choices, axis=0)) == len(ids)
 
@@ -108,7 +150,11 @@ def test_a_warm_up_begins_as_no_prompt_of_the_plan_does(
 def test_warm_ups_differ_and_so_do_seeds() -> None:
     assert len({warm_up_tokens(chat_plan(), number, BLOCK + 1) for number in range(1000)}) == 1000
     assert warm_up_tokens(chat_plan(), 0, 5) == warm_up_tokens(chat_plan(), 0, 50)[:5]
-    blocks = {tuple(tokens(segment_id, BLOCK, Vocabulary(low=3, high=4096), seed)) for segment_id in range(100) for seed in range(100)}
+    blocks = {
+        tuple(tokens(segment_id, BLOCK, Vocabulary(low=3, high=4096), seed))
+        for segment_id in range(100)
+        for seed in range(100)
+    }
     assert len(blocks) == 10_000
 
 

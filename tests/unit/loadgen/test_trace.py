@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.cache_model import best_hits
-from loadgen.errors import BadPlan
-from loadgen.plan import Generated
-from loadgen.plan_check import check_plan
-from loadgen.tokens import tokens_of
-from loadgen.trace import (
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.cache_model import best_hits
+from loadgen.plan.plan import Generated
+from loadgen.plan.plan_check import check_plan
+from loadgen.plan.prompt_tokens import tokens_of
+from loadgen.plan.trace import (
     AzureRow,
     Cut,
     MooncakeRow,
@@ -32,7 +32,8 @@ def row(timestamp_ms: int, input_length: int, *hash_ids: int, output: int = 5) -
 
 
 def test_the_excerpt_planned_is_the_excerpt() -> None:
-    """Requests, lengths and what an infinite cache would hold: from the file itself on one side, from the plan on the other."""
+    """Requests, lengths and what an infinite cache would hold: from the file itself on one side, from the
+    plan on the other."""
     with gzip.open(EXCERPT) as file:
         raw = [json.loads(line) for line in file]
     made = plan(*replay_mooncake(read_mooncake(EXCERPT), seed=1).requests)
@@ -60,13 +61,16 @@ def test_the_excerpt_planned_is_the_excerpt() -> None:
 
 
 def test_tokens_of_the_excerpt_are_shared_as_its_blocks_are() -> None:
-    """On the tokens themselves: two prompts agree exactly as far as their hash ids do, whatever the vocabulary."""
+    """On the tokens themselves: two prompts agree exactly as far as their hash ids do, whatever the
+    vocabulary."""
     rows = read_mooncake(EXCERPT)[:60]
     made = plan(*replay_mooncake(rows, shrink=16).requests)
     prompts = [tokens_of(made, r, {}) for r in made.requests]
     for a in range(0, 60, 3):
         for b in range(a + 1, 60):
-            blocks = next((i for i, (x, y) in enumerate(zip(rows[a].hash_ids, rows[b].hash_ids, strict=False)) if x != y), None)
+            blocks = next(
+                (i for i, (x, y) in enumerate(zip(rows[a].hash_ids, rows[b].hash_ids, strict=False)) if x != y), None
+            )
             if blocks is None:
                 continue
             common = int(np.argmin([x == y for x, y in zip(prompts[a], prompts[b], strict=False)]))
@@ -75,7 +79,9 @@ def test_tokens_of_the_excerpt_are_shared_as_its_blocks_are() -> None:
 
 def test_a_partial_block_stays_partial() -> None:
     replay = replay_mooncake([row(0, 1030, 7, 8, 9), row(0, 512, 7)])
-    assert replay.requests[0].segments == tuple(Generated(segment_id=i, num_tokens=n) for i, n in ((7, 512), (8, 512), (9, 6)))
+    assert replay.requests[0].segments == tuple(
+        Generated(segment_id=i, num_tokens=n) for i, n in ((7, 512), (8, 512), (9, 6))
+    )
     assert replay.requests[1].segments == (Generated(segment_id=7, num_tokens=512),)
 
 
@@ -135,8 +141,14 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1
         ('{"timestamp": 0, "input_length": "6", "output_length": 5, "hash_ids": [1, 2]}', "`input_length` is '6'"),
         ('{"timestamp": 0, "input_length": 6.5, "output_length": 5, "hash_ids": [1]}', "`input_length` is 6.5"),
         ('{"timestamp": 0, "input_length": 600, "output_length": true, "hash_ids": [1, 2]}', "`output_length` is True"),
-        ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, "2"]}', "`hash_ids` must be a list of whole numbers"),
-        ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}', "1 hash ids for 600 tokens: one for each 512 is 2"),
+        (
+            '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, "2"]}',
+            "`hash_ids` must be a list of whole numbers",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}',
+            "1 hash ids for 600 tokens: one for each 512 is 2",
+        ),
     ],
 )
 def test_rows_that_are_not_mooncakes(tmp_path: Path, line: str, message: str) -> None:
@@ -198,7 +210,10 @@ def test_a_cut_of_azures() -> None:
         (AZURE + "2023-11-16 18:17:03,5\n", "2: 2 cells in"),
         (AZURE + "2023-11-16 18:17:03,5,-1\n", "2: `-1` is no number of tokens"),
         (AZURE + "2023-11-16 18:17:03,5,1\n\n", "3: an empty line"),
-        (AZURE + "2023-11-16 18:17:03,5,1\n2023-11-16 18:17:02,5,1\n", "3: 2023-11-16 18:17:02 is before the time of the row above"),
+        (
+            AZURE + "2023-11-16 18:17:03,5,1\n2023-11-16 18:17:02,5,1\n",
+            "3: 2023-11-16 18:17:02 is before the time of the row above",
+        ),
     ],
 )
 def test_rows_that_are_not_azures(tmp_path: Path, content: str, message: str) -> None:

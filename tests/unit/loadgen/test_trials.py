@@ -1,4 +1,5 @@
-"""A trial as it is watched: looks at files that grow, the end that need not be waited for, seeds and tokens of its own."""
+"""A trial as it is watched: looks at files that grow, the end that need not be waited for, seeds and tokens
+of its own."""
 
 import json
 import random
@@ -6,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.metrics import Terms
-from loadgen.plan import Plan
-from loadgen.record_tail import RecordTail
-from loadgen.records import Record
-from loadgen.records_file import to_json
-from loadgen.tokens import tokens_of
-from loadgen.trials import LONGEST_TIMES, STRAGGLERS_S, Goal, TrialLength, TrialWatch, trial_seed
-from loadgen.verdicts import TrialJudge, Verdict, scaled
-from loadgen.workloads import first_look
+from loadgen.capacity.trials import LONGEST_TIMES, STRAGGLERS_S, Goal, TrialLength, TrialWatch, trial_seed
+from loadgen.capacity.verdicts import TrialJudge, TrialVerdict, scaled
+from loadgen.measure.record_tail import RecordTail
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import to_json
+from loadgen.measure.request_metrics import Terms
+from loadgen.plan.plan import Plan
+from loadgen.plan.prompt_tokens import tokens_of
+from loadgen.plan.workloads import first_look
 from tests.loadgen_queues import plan_at, slots, whole
 
 
@@ -54,7 +55,9 @@ def test_the_lowest_rate_is_that_of_which_the_longest_trial_has_enough() -> None
     assert TrialLength(seconds=20).min_rps(0.99) == pytest.approx(10)
     assert TrialLength(seconds=20, requests=45).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES)
     assert TrialLength(seconds=20, requests=20).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES), "that are just enough"
-    assert TrialLength(seconds=20, requests=5).min_rps(0.9) == pytest.approx(1), "one that goes on until 5 have come tells no more for it"
+    assert TrialLength(seconds=20, requests=5).min_rps(0.9) == pytest.approx(1), (
+        "one that goes on until 5 have come tells no more for it"
+    )
 
 
 def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) ->
     assert ended_s is not None
     assert 10 <= ended_s <= 11
     judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
-    assert judgement.verdict is Verdict.BROKE
+    assert judgement.verdict is TrialVerdict.BROKE
     assert judgement.num_judged < 24 * 11
 
 
@@ -81,7 +84,7 @@ def test_a_trial_that_holds_takes_all_its_time_and_no_more(tmp_path: Path) -> No
     assert ended_s is not None
     assert last.intended_s + 3 <= ended_s <= last.intended_s + 4.5
     judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
-    assert judgement.verdict is Verdict.HELD
+    assert judgement.verdict is TrialVerdict.HELD
     assert judgement.num_judged - judgement.num_good == 1
 
 
@@ -110,7 +113,7 @@ def test_one_trial_speaks_of_every_goal_but_only_the_asking_one_ends_it(tmp_path
         ends.append(ended_s)
         if ended_s is not None:
             strict, lax = watch.judgements(finished=None)  # type: ignore[arg-type]
-            assert strict.verdict is Verdict.BROKE
+            assert strict.verdict is TrialVerdict.BROKE
             assert strict.share < lax.share == 1
     assert ends[0] is not None
     assert ends[1] is None or ends[1] > ends[0]
@@ -131,7 +134,8 @@ def test_the_tail_of_a_file_is_read_once_and_torn_lines_later(tmp_path: Path) ->
 
 
 def test_trials_share_no_tokens_and_no_arrivals() -> None:
-    """Neither within a search nor between two of another seed, so nothing is in a cache because of an earlier trial."""
+    """Neither within a search nor between two of another seed, so nothing is in a cache because of an earlier
+    trial."""
     plans = [
         first_look(rate_rps=5, seconds=10, input_tokens=64, output_tokens=4, seed=trial_seed(seed, number))
         for seed in (0, 1)
@@ -143,6 +147,8 @@ def test_trials_share_no_tokens_and_no_arrivals() -> None:
     assert trial_seed(7, 3) == trial_seed(7, 3) < 1 << 48
 
 
-@pytest.mark.parametrize(("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")])
+@pytest.mark.parametrize(
+    ("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")]
+)
 def test_goals_have_names(goal: Goal, name: str) -> None:
     assert goal.name == name

@@ -1,4 +1,5 @@
-"""What a trial says of its rate, at its end and before: shares, backlogs, answers that are still out, errors that are spent once."""
+"""What a trial says of its rate, at its end and before: shares, backlogs, answers that are still out, errors
+that are spent once."""
 
 import math
 import random
@@ -7,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.metrics import Terms
-from loadgen.plan import AnswerOf, Generated, Plan, PlannedRequest
-from loadgen.records import Record
-from loadgen.slo import Slo
-from loadgen.verdicts import LOOKS, TrialJudge, Verdict, latest_good_s, look_errors, student_tail
-from loadgen.workloads import DEFAULT_VOCABULARY
+from loadgen.capacity.verdicts import LOOKS, TrialJudge, TrialVerdict, latest_good_s, look_errors, student_tail
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import Terms
+from loadgen.plan.plan import AnswerOf, Generated, Plan, PlannedRequest
+from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.slo_target import SloTarget
 from tests.loadgen_queues import OUTPUT_TOKENS, SYSTEMS, plan_at, slots, trial, whole
 
 
@@ -23,7 +24,11 @@ def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
 def answered(plan: Plan, ttft_s: Callable[[int], float], length_s: float = 0.1) -> list[Record]:
     """Each request's first token so long after it was due, its last one `length_s` later."""
     return [
-        whole(request, (request.at_s or 0.0) + ttft_s(request.index), (request.at_s or 0.0) + ttft_s(request.index) + length_s)
+        whole(
+            request,
+            (request.at_s or 0.0) + ttft_s(request.index),
+            (request.at_s or 0.0) + ttft_s(request.index) + length_s,
+        )
         for request in plan.requests
     ]
 
@@ -36,9 +41,10 @@ def ended_by(records: Sequence[Record], now_s: float) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    ("late_every", "verdict"), [(10**9, Verdict.HELD), (40, Verdict.HELD), (10, Verdict.UNDECIDED), (4, Verdict.BROKE)]
+    ("late_every", "verdict"),
+    [(10**9, TrialVerdict.HELD), (40, TrialVerdict.HELD), (10, TrialVerdict.UNDECIDED), (4, TrialVerdict.BROKE)],
 )
-def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every: int, verdict: Verdict) -> None:
+def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every: int, verdict: TrialVerdict) -> None:
     plan = plan_at(10, 60, seed=1)
     judgement = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % late_every == 1 else 0.1))
     assert judgement.verdict is verdict
@@ -51,7 +57,9 @@ def test_requests_of_the_ramp_are_not_judged() -> None:
     """Answers take 3 s, so the first 3 s of arrivals are the ramp; what is late there does not count."""
     plan = plan_at(10, 60, seed=2)
     due_s = [request.at_s or 0.0 for request in plan.requests]
-    judgement = judge_of(plan).judge(answered(plan, lambda index: 0.9 if due_s[index] < due_s[0] + 3 else 0.1, length_s=3.0))
+    judgement = judge_of(plan).judge(
+        answered(plan, lambda index: 0.9 if due_s[index] < due_s[0] + 3 else 0.1, length_s=3.0)
+    )
     assert judgement.share == 1
     assert judgement.num_judged == sum(at_s >= due_s[0] + 3.1 for at_s in due_s)
 
@@ -72,14 +80,18 @@ def test_bad_stretches_count_as_few_observations() -> None:
     plan = plan_at(10, 60, seed=4)
     total = len(plan.requests)
     spread = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % 7 == 0 else 0.1)).interval
-    piece = judge_of(plan).judge(answered(plan, lambda index: 0.9 if 0.5 < index / total < 0.5 + 1 / 7 * 0.8 else 0.1)).interval
+    piece = (
+        judge_of(plan)
+        .judge(answered(plan, lambda index: 0.9 if 0.5 < index / total < 0.5 + 1 / 7 * 0.8 else 0.1))
+        .interval
+    )
     assert (piece.high or 0) - piece.low > 2 * ((spread.high or 0) - spread.low)
 
 
 def test_an_empty_window_decides_nothing() -> None:
     plan = plan_at(10, 60, seed=5)
     early = judge_of(plan).judge([], 0.5, look=0)
-    assert (early.num_judged, early.verdict) == (0, Verdict.UNDECIDED)
+    assert (early.num_judged, early.verdict) == (0, TrialVerdict.UNDECIDED)
     assert math.isnan(early.share)
 
 
@@ -92,7 +104,7 @@ def test_a_backlog_that_grows_is_overload_even_while_answers_are_in_time() -> No
     judgement = judge_of(plan).judge(slots(8, 1.0)(plan, random.Random(1)))
     assert judgement.share == 1
     assert judgement.growth_rps == pytest.approx(12 - 8, rel=0.3)
-    assert (judgement.is_overloaded, judgement.verdict) == (True, Verdict.BROKE)
+    assert (judgement.is_overloaded, judgement.verdict) == (True, TrialVerdict.BROKE)
 
 
 def test_a_backlog_that_only_fluctuates_is_none() -> None:
@@ -109,13 +121,20 @@ def test_refusals_keep_the_backlog_short_and_break_promises() -> None:
     plan = plan_at(10, 60, seed=7)
     records = answered(plan, lambda _: 0.1)
     shed = [
-        replace(record, arrivals=(), status=429, is_complete=False, num_output_tokens=None, ended_s=record.intended_s + 0.001)
+        replace(
+            record,
+            arrivals=(),
+            status=429,
+            is_complete=False,
+            num_output_tokens=None,
+            ended_s=record.intended_s + 0.001,
+        )
         if record.index % 3 == 0
         else record
         for record in records
     ]
     judgement = judge_of(plan).judge(shed)
-    assert (judgement.is_overloaded, judgement.verdict) == (False, Verdict.BROKE)
+    assert (judgement.is_overloaded, judgement.verdict) == (False, TrialVerdict.BROKE)
     assert judgement.share == pytest.approx(2 / 3, abs=0.02)
 
 
@@ -126,7 +145,7 @@ def test_a_hopeless_trial_is_broken_at_the_first_look() -> None:
     plan = plan_at(20, 60, seed=8)
     records = answered(plan, lambda _: 3.0)
     judgement = judge_of(plan).judge(ended_by(records, 15.0), 15.0, look=0)
-    assert judgement.verdict is Verdict.BROKE
+    assert judgement.verdict is TrialVerdict.BROKE
     assert judgement.share == 0
 
 
@@ -136,20 +155,21 @@ def test_no_early_look_says_held() -> None:
     judge = judge_of(plan)
     for look, part in enumerate(LOOKS[:-1]):
         now_s = part * 60
-        assert judge.judge(ended_by(records, now_s), now_s, look=look).verdict is Verdict.UNDECIDED
-    assert judge.judge(records).verdict is Verdict.HELD
+        assert judge.judge(ended_by(records, now_s), now_s, look=look).verdict is TrialVerdict.UNDECIDED
+    assert judge.judge(records).verdict is TrialVerdict.HELD
 
 
 def test_what_is_still_out_does_not_count_for_either_side() -> None:
-    """TTFT alone is promised, and answers take 20 s: at 15 s hardly any has ended, and that is no reason to call them late."""
+    """TTFT alone is promised, and answers take 20 s: at 15 s hardly any has ended, and that is no reason to
+    call them late."""
     plan = plan_at(20, 60, seed=10, slo="ttft=1s")
     records = answered(plan, lambda _: 0.1, length_s=20.0)
     judge = judge_of(plan)
     for now_s, look in ((15.0, 0), (30.0, 1)):
         judgement = judge.judge(ended_by(records, now_s), now_s, look=look)
-        assert judgement.verdict is Verdict.UNDECIDED
+        assert judgement.verdict is TrialVerdict.UNDECIDED
         assert not judgement.is_overloaded
-    assert judge.judge(records).verdict is Verdict.HELD
+    assert judge.judge(records).verdict is TrialVerdict.HELD
 
 
 def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> None:
@@ -159,8 +179,8 @@ def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> Non
     judgement = judge_of(plan).judge(first, 30.0, look=1)
     assert 0 < judgement.num_open < 30  # of the last second
     assert judgement.num_judged > 500
-    assert judgement.verdict is Verdict.BROKE
-    waiting = judge_of(replace(plan, slos={"default": Slo(ttft_s=0.5)})).judge(first, 30.0, look=1)
+    assert judgement.verdict is TrialVerdict.BROKE
+    waiting = judge_of(replace(plan, slos={"default": SloTarget(ttft_s=0.5)})).judge(first, 30.0, look=1)
     assert waiting.num_open > 300
 
 
@@ -174,7 +194,9 @@ def test_looks_err_together_as_often_as_one() -> None:
 def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
     """Of a server at three quarters of its capacity, over 60 trials with three early looks each."""
     system = SYSTEMS["8 slots"]
-    broken = [trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is Verdict.BROKE for seed in range(60)]
+    broken = [
+        trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is TrialVerdict.BROKE for seed in range(60)
+    ]
     assert sum(broken) <= 3
 
 
@@ -182,7 +204,8 @@ def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
 
 
 def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
-    """Three turns, 8 s apart: the first 16 s are the ramp, though answers take but 0.1 s. Later turns count from when they were due."""
+    """Three turns, 8 s apart: the first 16 s are the ramp, though answers take but 0.1 s. Later turns count
+    from when they were due."""
     requests: list[PlannedRequest] = []
     for session in range(100):
         at_s, before = session * 0.6, None
@@ -191,10 +214,18 @@ def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
             prompt: tuple[Generated | AnswerOf, ...] = (Generated(segment_id=index, num_tokens=8),)
             later = {"after": before, "think_s": 8.0} if before is not None else {"at_s": at_s}
             requests.append(
-                PlannedRequest(index=index, segments=prompt, output_tokens=OUTPUT_TOKENS, session=f"s{session}", turn=turn, **later)  # type: ignore[arg-type]
+                PlannedRequest(
+                    index=index, segments=prompt, output_tokens=OUTPUT_TOKENS, session=f"s{session}", turn=turn, **later
+                )  # type: ignore[arg-type]
             )
             before = index
-    plan = Plan(name="s", seed=0, vocabulary=DEFAULT_VOCABULARY, requests=tuple(requests), slos={"default": Slo(ttft_s=0.5)})
+    plan = Plan(
+        name="s",
+        seed=0,
+        vocabulary=DEFAULT_VOCABULARY,
+        requests=tuple(requests),
+        slos={"default": SloTarget(ttft_s=0.5)},
+    )
     records = []
     for request in requests:
         due_s = (request.index // 3) * 0.6 + request.turn * 8.1
@@ -202,7 +233,7 @@ def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
     judgement = judge_of(plan).judge(records)
     assert judgement.num_judged == sum(16 <= record.intended_s <= 59.4 for record in records)
     assert not judgement.is_overloaded
-    assert judgement.verdict is Verdict.HELD
+    assert judgement.verdict is TrialVerdict.HELD
     now_s = 30.0
     early = judge_of(plan).judge(ended_by(records, now_s), now_s, look=1)
     assert 0 < early.num_judged < judgement.num_judged
@@ -210,12 +241,12 @@ def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
 
 
 def test_how_old_an_answer_can_be_and_still_become_good() -> None:
-    assert latest_good_s(Slo(), 8) == math.inf
-    assert latest_good_s(Slo(ttft_s=1.0), 8) == math.inf
-    assert latest_good_s(Slo(ttft_s=1.0), 1) == 1.0
-    assert latest_good_s(Slo(tpot_s=0.1), 8) == math.inf
-    assert latest_good_s(Slo(ttft_s=1.0, tpot_s=0.1), 8) == pytest.approx(1.7)
-    assert latest_good_s(Slo(ttft_s=1.0, tpot_s=0.1, e2e_s=1.5), 8) == 1.5
+    assert latest_good_s(SloTarget(), 8) == math.inf
+    assert latest_good_s(SloTarget(ttft_s=1.0), 8) == math.inf
+    assert latest_good_s(SloTarget(ttft_s=1.0), 1) == 1.0
+    assert latest_good_s(SloTarget(tpot_s=0.1), 8) == math.inf
+    assert latest_good_s(SloTarget(ttft_s=1.0, tpot_s=0.1), 8) == pytest.approx(1.7)
+    assert latest_good_s(SloTarget(ttft_s=1.0, tpot_s=0.1, e2e_s=1.5), 8) == 1.5
 
 
 def test_students_t_is_that_of_tables() -> None:

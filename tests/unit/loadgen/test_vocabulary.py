@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
-from loadgen.errors import BadPlan
-from loadgen.plan import Vocabulary
-from loadgen.vocabulary import encoder_of, load_tokenizer, vocabulary_of, vocabulary_of_size, words_of
-from loadgen.words import COMMON_WORDS, Words, text_of, warm_up_text
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.plan import Vocabulary
+from loadgen.plan.vocabulary import encoder_of, load_tokenizer, vocabulary_of, vocabulary_of_size, words_of
+from loadgen.plan.words import COMMON_WORDS, Words, text_of, warm_up_text
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 DEMO = Path(__file__).resolve().parents[3] / "services" / "baton" / "demo"
@@ -20,7 +20,9 @@ def train(path: Path, pre_tokenizer: object, specials: tuple[str, ...] = ("<unk>
     """Knows the common words."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizer  # type: ignore[assignment]
-    tokenizer.train_from_iterator([" ".join(COMMON_WORDS.words)] * 3, trainers.BpeTrainer(vocab_size=900, special_tokens=list(specials)))
+    tokenizer.train_from_iterator(
+        [" ".join(COMMON_WORDS.words)] * 3, trainers.BpeTrainer(vocab_size=900, special_tokens=list(specials))
+    )
     tokenizer.save(str(path))
     return tokenizer
 
@@ -70,7 +72,9 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         vocabulary_of(tmp_path)
 
 
-@pytest.mark.parametrize("pre_tokenizer", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Metaspace()])
+@pytest.mark.parametrize(
+    "pre_tokenizer", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Metaspace()]
+)
 def test_a_text_of_a_tokenizers_words_has_as_many_tokens(tmp_path: Path, pre_tokenizer: object) -> None:
     tokenizer = train(tmp_path / "tokenizer.json", pre_tokenizer)
     words = words_of(tmp_path)

@@ -1,21 +1,22 @@
-"""Made-up workloads: what they share, how sessions follow, and that one choice leaves the others as they were."""
+"""Made-up workloads: what they share, how sessions follow, and that one choice leaves the others as they
+were."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from loadgen.arrivals import poisson
-from loadgen.draws import Floats, stream
-from loadgen.errors import BadPlan
-from loadgen.lengths import Distribution, Fixed, parse_lengths, parse_times
-from loadgen.mixes import Mix, Mixes, apply_mixes, parse_classes, parse_priorities, parse_tenants
-from loadgen.plan import AnswerOf, Generated, PlannedRequest
-from loadgen.plan_check import check_plan
-from loadgen.plan_file import hash_of
-from loadgen.slo import BadSlo, Slo
-from loadgen.tokens import tokens_of
-from loadgen.workloads import SharedPrompts, Turns, first_look, random_prompts, sessions
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.arrivals import poisson
+from loadgen.plan.draws import Floats, stream
+from loadgen.plan.lengths import Distribution, Fixed, parse_lengths, parse_times
+from loadgen.plan.mixes import Mix, Mixes, apply_mixes, parse_classes, parse_priorities, parse_tenants
+from loadgen.plan.plan import AnswerOf, Generated, PlannedRequest
+from loadgen.plan.plan_check import check_plan
+from loadgen.plan.plan_file import hash_of
+from loadgen.plan.prompt_tokens import tokens_of
+from loadgen.plan.workloads import SessionShape, SharedPrompts, first_look, random_prompts, sessions
+from loadgen.slo_target import BadSlo, SloTarget
 from tests.unit.loadgen.plans import plan, request
 
 
@@ -23,7 +24,7 @@ def times(count: int, seed: int = 0) -> Floats:
     return poisson(stream(seed, "arrivals"), rate_rps=1, count=count)
 
 
-def turns(**given: Any) -> Turns:
+def turns(**given: Any) -> SessionShape:
     defaults: dict[str, Any] = {
         "count": parse_lengths("uniform:1-6"),
         "think": parse_times("exponential:mean=5s"),
@@ -31,13 +32,15 @@ def turns(**given: Any) -> Turns:
         "later_inputs": parse_lengths("uniform:10-50"),
         "outputs": parse_lengths("uniform:5-20"),
     }
-    return Turns(**defaults | given)
+    return SessionShape(**defaults | given)
 
 
 def random_requests(
     count: int, *, inputs: str = "uniform:10-500", outputs: str = "uniform:1-50", seed: int = 0, **given: Any
 ) -> list[PlannedRequest]:
-    return random_prompts(times(count, seed), inputs=parse_lengths(inputs), outputs=parse_lengths(outputs), seed=seed, **given)
+    return random_prompts(
+        times(count, seed), inputs=parse_lengths(inputs), outputs=parse_lengths(outputs), seed=seed, **given
+    )
 
 
 def part(made: PlannedRequest, position: int) -> Generated:
@@ -58,7 +61,9 @@ def test_one_choice_leaves_the_others_as_they_were() -> None:
     a, b = random_requests(200), random_requests(200, inputs="512")
     assert [(r.at_s, r.output_tokens) for r in a] == [(r.at_s, r.output_tokens) for r in b]
     c = random_requests(200, shared=SharedPrompts(count=5, lengths=Fixed(100)))
-    assert [(r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in a] == [(r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in c]
+    assert [(r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in a] == [
+        (r.at_s, r.output_tokens, part(r, -1).num_tokens) for r in c
+    ]
     d = random_requests(200, shared=SharedPrompts(count=5, lengths=parse_lengths("uniform:50-90")))
     assert [part(r, 0).segment_id for r in c] == [part(r, 0).segment_id for r in d]
 
@@ -120,22 +125,27 @@ def test_a_session_ends_before_its_context_is_full() -> None:
     assert len(cut) < len(whole)
     kept = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
     assert kept < {(r.session, r.turn, r.think_s, r.output_tokens) for r in whole}
-    with pytest.raises(BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above the longest context \(50\)"):
+    with pytest.raises(
+        BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above the longest context \(50\)"
+    ):
         sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
 
 
 def test_a_first_look() -> None:
-    made = first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=Slo(ttft_s=1))
+    made = first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     check_plan(made)
     assert {(made.num_prompt_tokens(r), r.output_tokens) for r in made.requests} == {(100, 7)}
     assert 60 < len(made.requests) < 140
-    assert hash_of(made) == hash_of(first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=Slo(ttft_s=1)))
+    assert hash_of(made) == hash_of(
+        first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
+    )
     with pytest.raises(BadPlan, match="no request arrives in 1 s"):
         first_look(rate_rps=1e-9, seconds=1, input_tokens=1, output_tokens=1)
 
 
 def test_the_same_arguments_make_the_same_plan_on_any_machine() -> None:
-    """Known by heart: a seed of today must make the same plan tomorrow. Every distribution of `loadgen.draws` has its part in it."""
+    """Known by heart: a seed of today must make the same plan tomorrow. Every distribution of
+    `loadgen.plan.draws` has its part in it."""
     shared = SharedPrompts(count=7, lengths=parse_lengths("lognormal:mean=100,cv=1"))
     think: Distribution = parse_times("lognormal:mean=5s,cv=2")
     assert hash_of(plan(*sessions(times(200), turns(think=think), seed=3, shared=shared))) == KNOWN
@@ -149,7 +159,9 @@ KNOWN = "7ae03df30abfe057de387fc230024c48f625f928236c46ddb99435d93b150011"
 
 def test_a_session_is_one_client() -> None:
     requests = sessions(times(300), turns(), seed=0)
-    mixes = Mixes(tenants=Mix(("a", "b"), (3, 1)), priorities=Mix((0, 5), (1, 1)), classes=Mix(("x", "y"), (0.5, 0.5)), cancel=0.3)
+    mixes = Mixes(
+        tenants=Mix(("a", "b"), (3, 1)), priorities=Mix((0, 5), (1, 1)), classes=Mix(("x", "y"), (0.5, 0.5)), cancel=0.3
+    )
     mixed = apply_mixes(requests, mixes, seed=0)
     clients = {r.session: (r.tenant, r.priority, r.slo_class) for r in mixed}
     assert all(clients[r.session] == (r.tenant, r.priority, r.slo_class) for r in mixed)
@@ -159,7 +171,7 @@ def test_a_session_is_one_client() -> None:
     leaving = [r for r in mixed if r.cancel_after_tokens is not None]
     assert not any(r.index in followed for r in leaving)
     assert len(leaving) == pytest.approx(90, abs=32)
-    check_plan(plan(*mixed, slos={"x": Slo(), "y": Slo()}))
+    check_plan(plan(*mixed, slos={"x": SloTarget(), "y": SloTarget()}))
 
 
 def test_who_leaves_does_so_after_any_number_of_tokens() -> None:
@@ -175,7 +187,9 @@ def test_who_leaves_does_so_after_any_number_of_tokens() -> None:
 def test_one_mix_leaves_the_others_as_they_were() -> None:
     requests = random_requests(100)
     a = apply_mixes(requests, Mixes(tenants=Mix(("a", "b"), (1, 1))), seed=0)
-    b = apply_mixes(requests, Mixes(tenants=Mix(("a", "b"), (1, 1)), priorities=Mix((0, 1), (1, 1)), cancel=0.5), seed=0)
+    b = apply_mixes(
+        requests, Mixes(tenants=Mix(("a", "b"), (1, 1)), priorities=Mix((0, 1), (1, 1)), cancel=0.5), seed=0
+    )
     assert [r.tenant for r in a] == [r.tenant for r in b]
     assert apply_mixes(requests, Mixes(), seed=0) == requests
 
@@ -186,7 +200,7 @@ def test_mixes_in_words() -> None:
     assert parse_priorities("0:9, -5:1") == Mix((0, -5), (9.0, 1.0))
     mix, slos = parse_classes(["interactive:0.7:ttft=500ms,tpot=50ms", "batch:0.3"])
     assert mix == Mix(("interactive", "batch"), (0.7, 0.3))
-    assert slos == {"interactive": Slo(ttft_s=0.5, tpot_s=0.05), "batch": Slo()}
+    assert slos == {"interactive": SloTarget(ttft_s=0.5, tpot_s=0.05), "batch": SloTarget()}
 
 
 @pytest.mark.parametrize(

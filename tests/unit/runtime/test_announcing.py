@@ -1,4 +1,5 @@
-"""How a process stays listed: how often it says so, for how long that holds, and what it says of a store that is away."""
+"""How a process stays listed: how often it says so, for how long that holds, and what it says of a store that
+is away."""
 
 import asyncio
 import logging
@@ -6,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.apis import Member, MemberKind, Membership
 from baton.core.errors import StoreUnavailable
-from baton.runtime.announcing import TTL_HEARTBEATS, Announcements
+from baton.core.interfaces import Member, MemberKind, Membership
+from baton.runtime.network.announcements import TTL_HEARTBEATS, Announcements
 from baton.sim import virtual_time
-from baton.store.memory import MemoryMembership
+from baton.store.memory.memory_stores import MemoryMembership
 
 MEMBER = Member(kind=MemberKind.SCHEDULER, member_id="s0", epoch=1, address="h:1")
 HEARTBEAT_S = 2.0

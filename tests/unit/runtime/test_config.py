@@ -7,7 +7,17 @@ import jsonschema
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.runtime.config import Config, config, derive, dump, json_schema, load, restore, setting, settings_of
+from baton.runtime.config.config_base import (
+    Config,
+    config,
+    derive,
+    dump,
+    json_schema,
+    load,
+    restore,
+    setting,
+    settings_of,
+)
 
 
 @config
@@ -48,8 +58,15 @@ def load_service(file: Path | None = None, *, environ: dict[str, str] | None = N
 
 def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
     file = write(tmp_path, "port: 1\nlease_s: 11\nbeat_s: 1.5\n")
-    loaded = load(Service, flags={"port": "3", "lease_s": None}, environ={"BATON_PORT": "2", "BATON_LEASE_S": "12"}, file=file)
-    assert (loaded.config.port, loaded.config.lease_s, loaded.config.beat_s, loaded.config.mode) == (3, 12.0, 1.5, "safe")
+    loaded = load(
+        Service, flags={"port": "3", "lease_s": None}, environ={"BATON_PORT": "2", "BATON_LEASE_S": "12"}, file=file
+    )
+    assert (loaded.config.port, loaded.config.lease_s, loaded.config.beat_s, loaded.config.mode) == (
+        3,
+        12.0,
+        1.5,
+        "safe",
+    )
     assert loaded.sources["port"] == "--port"
     assert loaded.sources["lease_s"] == "BATON_LEASE_S"
     assert loaded.sources["beat_s"] == f"{file}: beat_s"
@@ -57,8 +74,12 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
 
 
 def test_every_type_from_text_and_from_yaml(tmp_path: Path) -> None:
-    expected = Service(memory=512 * 2**20, port=9, mode="fast", eager=True, peers=("a:1", "b:2"), where=Path("/x"), lease_s=3.0)
-    from_text = load_service(memory="512MiB", port="9", mode="fast", eager="yes", peers="a:1, b:2", where="/x", lease_s="3")
+    expected = Service(
+        memory=512 * 2**20, port=9, mode="fast", eager=True, peers=("a:1", "b:2"), where=Path("/x"), lease_s=3.0
+    )
+    from_text = load_service(
+        memory="512MiB", port="9", mode="fast", eager="yes", peers="a:1, b:2", where="/x", lease_s="3"
+    )
     yaml = "memory: 512MiB\nport: 9\nmode: fast\neager: true\npeers: ['a:1', 'b:2']\nwhere: /x\nlease_s: 3\n"
     from_yaml = load_service(write(tmp_path, yaml))
     assert from_text == from_yaml == expected
@@ -125,7 +146,9 @@ def test_an_unknown_variable_is_a_warning() -> None:
         "BATON_GATEWAY_PORT_8000_TCP_ADDR": "10.0.0.7",
         "PATH": "/bin",
     }
-    assert load(Service, flags={}, environ=environ).warnings == ("unknown environment variable BATON_PROT; did you mean BATON_PORT?",)
+    assert load(Service, flags={}, environ=environ).warnings == (
+        "unknown environment variable BATON_PROT; did you mean BATON_PORT?",
+    )
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "port: [\n", "1: 2\n", "port: 1\nport: 2\n", "just words\n"])
@@ -154,7 +177,9 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_rows_show_values_as_one_would_write_them() -> None:
-    rows = {name: shown for name, shown, _ in load(Service, flags={"memory": 2**30, "peers": ["a", "b"]}, environ={}).rows()}
+    rows = {
+        name: shown for name, shown, _ in load(Service, flags={"memory": 2**30, "peers": ["a", "b"]}, environ={}).rows()
+    }
     assert (rows["memory"], rows["peers"], rows["eager"], rows["url"]) == ("1GiB", "a,b", "false", "")
 
 
@@ -172,17 +197,38 @@ def test_derive_takes_what_both_have() -> None:
 
 def test_names_follow_from_the_field() -> None:
     lease = next(item for item in settings_of(Service) if item.name == "lease_s")
-    assert (lease.flag, lease.variable, lease.description) == ("--lease-s", "BATON_LEASE_S", "life of a lease, in seconds")
+    assert (lease.flag, lease.variable, lease.description) == (
+        "--lease-s",
+        "BATON_LEASE_S",
+        "life of a lease, in seconds",
+    )
 
 
 def test_schema_accepts_what_load_accepts(tmp_path: Path) -> None:
     schema = json_schema(Timing, Service)
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
-    good = {"memory": "512MiB", "port": 1, "mode": "fast", "eager": True, "peers": ["a"], "where": None, "lease_s": 2.5, "url": None}
+    good = {
+        "memory": "512MiB",
+        "port": 1,
+        "mode": "fast",
+        "eager": True,
+        "peers": ["a"],
+        "where": None,
+        "lease_s": 2.5,
+        "url": None,
+    }
     assert validator.is_valid(good)
     assert validator.is_valid(dump(Service()))
-    for bad in [{"prt": 1}, {"port": -1}, {"port": None}, {"mode": "sage"}, {"memory": "lots"}, {"lease_s": 0}, {"peers": "a"}]:
+    for bad in [
+        {"prt": 1},
+        {"port": -1},
+        {"port": None},
+        {"mode": "sage"},
+        {"memory": "lots"},
+        {"lease_s": 0},
+        {"peers": "a"},
+    ]:
         assert not validator.is_valid(bad), bad
 
 

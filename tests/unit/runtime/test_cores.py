@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.runtime.cores import core_quota
+from baton.runtime.process.cores import core_quota
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import BatonError, ConfigError
-from baton.runtime.drain_socket import DrainSocket, asked_to_drain
+from baton.runtime.process.drain_socket import DrainSocket, asked_to_drain
 
 
 class Asked:

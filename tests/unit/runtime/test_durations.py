@@ -1,10 +1,11 @@
 import pytest
 
-from baton.runtime.durations import format_duration, parse_durations
+from baton.runtime.config.durations import format_duration, parse_durations
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.008, "8ms"), (1.5, "1.5s"), (60e-6, "60us"), (2e-9, "2ns"), (0.0, "0ns"), (0.001, "1ms"), (1e-6, "1us")]
+    ("seconds", "text"),
+    [(0.008, "8ms"), (1.5, "1.5s"), (60e-6, "60us"), (2e-9, "2ns"), (0.0, "0ns"), (0.001, "1ms"), (1e-6, "1us")],
 )
 def test_durations_are_written(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

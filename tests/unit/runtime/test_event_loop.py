@@ -1,4 +1,4 @@
-"""`baton.runtime.event_loop`: its clock and its timers."""
+"""`baton.runtime.process.event_loop`: its clock and its timers."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from baton.runtime.event_loop import new_event_loop
+from baton.runtime.process.event_loop import new_event_loop
 
 
 @pytest.fixture

@@ -57,7 +57,9 @@ def test_sleep_blocks_the_caller() -> None:
     assert time.monotonic() - start_s >= 0.05
 
 
-@pytest.mark.parametrize("text", ["a", "a=", "a=explode", "a=sleep", "a=sleep:soon", "a=exit:x", "a[b]=exit", "a=raise@0", "a b=raise"])
+@pytest.mark.parametrize(
+    "text", ["a", "a=", "a=explode", "a=sleep", "a=sleep:soon", "a=exit:x", "a[b]=exit", "a=raise@0", "a b=raise"]
+)
 def test_a_rule_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="BATON_FAILPOINTS"):
         Failpoints(text)
@@ -66,7 +68,9 @@ def test_a_rule_that_cannot_be_read_is_refused(text: str) -> None:
 def start(rules: str, code: str) -> subprocess.Popen[str]:
     environ = {**os.environ, "BATON_FAILPOINTS": rules}
     program = f"from baton.runtime import failpoints\n{code}"
-    return subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(("action", "code"), [("exit", 137), ("exit:9", 9)])

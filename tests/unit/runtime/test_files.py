@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.runtime.files import Followed, version_of
+from baton.runtime.process.watched_files import WatchedFiles, version_of
 
 
 @pytest.fixture
@@ -48,15 +48,17 @@ def test_a_version_changes_with_content_mode_and_file(file: Path, tmp_path: Path
 
 
 def test_what_has_changed_is_read_again_and_nothing_else(file: Path) -> None:
-    followed = Followed(lambda: number(file), file, event="not_read")
+    followed = WatchedFiles(lambda: number(file), file, event="not_read")
     assert (followed.look(), followed.value) == (None, 1)
     file.write_text("22")
     assert (followed.look(), followed.value) == (22, 22)
     assert followed.look() is None
 
 
-def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    followed = Followed(lambda: number(file), file, event="not_read")
+def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed = WatchedFiles(lambda: number(file), file, event="not_read")
     for broken in ("half", "other half"):
         file.write_text(broken)
         assert [followed.look() for _ in range(3)] == [None] * 3
@@ -68,7 +70,9 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(file: Pa
     assert followed.look() == 333
 
 
-def test_what_could_not_be_read_is_tried_again_without_another_change(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_could_not_be_read_is_tried_again_without_another_change(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not every reason shows in a version: the disk may have been away."""
     problems = [None, ConfigError("away"), ConfigError("away"), None]
 
@@ -77,7 +81,7 @@ def test_what_could_not_be_read_is_tried_again_without_another_change(file: Path
             raise problem
         return number(file)
 
-    followed = Followed(read, file, event="not_read")
+    followed = WatchedFiles(read, file, event="not_read")
     file.write_text("22")
     assert [followed.look() for _ in range(4)] == [None, None, 22, None]
     assert said(caplog) == ["not_read"]
@@ -90,11 +94,11 @@ def test_what_changes_while_it_is_read_is_read_again(file: Path) -> None:
             file.write_text("22")
         return value
 
-    followed = Followed(read, file, event="not_read")
+    followed = WatchedFiles(read, file, event="not_read")
     assert (followed.value, followed.look()) == (1, 22)
 
 
 def test_at_first_it_is_an_error(file: Path) -> None:
     file.write_text("half")
     with pytest.raises(ConfigError, match="half"):
-        Followed(lambda: number(file), file, event="not_read")
+        WatchedFiles(lambda: number(file), file, event="not_read")

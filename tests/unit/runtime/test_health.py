@@ -1,4 +1,4 @@
-from baton.runtime.health import Health
+from baton.runtime.observability.health import Health
 
 
 def test_ready_when_every_part_is() -> None:

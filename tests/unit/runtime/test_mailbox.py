@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.errors import StreamBroken
-from baton.runtime.mailbox import Mailbox
+from baton.runtime.network.mailbox import Mailbox
 from tests import builders
 
 

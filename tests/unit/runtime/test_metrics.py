@@ -3,7 +3,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.runtime.metrics import (
+from baton.runtime.observability.metrics import (
     EngineMetrics,
     GatewayMetrics,
     ProcessMetrics,

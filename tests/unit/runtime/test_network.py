@@ -3,7 +3,15 @@ import socket
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.runtime.network import advertised_host, choose_port, host_of, join_address, listen, outward_address, own_addresses
+from baton.runtime.network.addresses import (
+    advertised_host,
+    choose_port,
+    host_of,
+    join_address,
+    listen,
+    outward_address,
+    own_addresses,
+)
 
 
 def test_listen_on_a_free_port_accepts() -> None:
@@ -19,7 +27,9 @@ def test_listen_on_a_free_port_accepts() -> None:
 def test_a_taken_port_names_port_and_flag(claim: object) -> None:
     with listen("127.0.0.1", 0, flag="--x") as server:
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is taken; choose another with --http-port, or 0"):
+        with pytest.raises(
+            ConfigError, match=rf"port {port} on 127\.0\.0\.1 is taken; choose another with --http-port, or 0"
+        ):
             claim("127.0.0.1", port, flag="--http-port")  # type: ignore[operator]
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import psutil
 import pytest
 
-from baton.runtime.process import (
+from baton.runtime.process.process import (
     Background,
     ServiceThread,
     Stop,
@@ -39,7 +39,7 @@ def program(code: str) -> Iterator[subprocess.Popen[str]]:
 
 DRAINING_SERVICE = """
 import asyncio, sys
-from baton.runtime.process import run
+from baton.runtime.process.process import run
 
 async def main(stop):
     print("ready", flush=True)
@@ -77,7 +77,7 @@ def test_a_second_signal_stops_now_but_cleans_up() -> None:
 
 
 def test_what_main_raises_ends_the_process_with_1() -> None:
-    code = "from baton.runtime.process import run\nasync def main(stop): raise OSError('no disk')\nrun(main)"
+    code = "from baton.runtime.process.process import run\nasync def main(stop): raise OSError('no disk')\nrun(main)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False).returncode == 1
 
 
@@ -193,7 +193,7 @@ async def test_loop_lag_is_observed() -> None:
 
 PARENT = """
 import subprocess, sys, time
-from baton.runtime.process import tethered
+from baton.runtime.process.process import tethered
 code = "print('up', flush=True); import time; time.sleep(60)"
 child = subprocess.Popen(tethered([sys.executable, "-c", code]))
 print(child.pid, flush=True)
@@ -255,7 +255,7 @@ async def test_work_is_left_when_a_stop_is_asked_for_and_its_error_is_raised() -
 
 
 def test_a_process_knows_its_age_from_its_very_start() -> None:
-    with program("from baton.runtime.process import age_s; print(age_s(), flush=True); input()") as process:
+    with program("from baton.runtime.process.process import age_s; print(age_s(), flush=True); input()") as process:
         assert process.stdout is not None
         age = float(process.stdout.readline())
     assert 0.0 < age < age_s()
@@ -263,8 +263,8 @@ def test_a_process_knows_its_age_from_its_very_start() -> None:
 
 SCHEDULED = """
 import os, subprocess, sys
-from baton.engine.model.threads import compute_thread
-from baton.runtime.process import give_way
+from baton.model.device.compute_thread import compute_thread
+from baton.runtime.process.process import give_way
 given = getattr(os, sys.argv[1])
 os.sched_setscheduler(0, given, os.sched_param(0))
 give_way()
@@ -279,13 +279,17 @@ subprocess.run([sys.executable, "-c", child])
 @pytest.mark.parametrize("given", ["SCHED_OTHER", "SCHED_IDLE"])
 def test_what_gives_way_does_so_with_all_it_starts_but_for_what_computes(given: str) -> None:
     """Whoever has chosen a policy keeps it."""
-    said = subprocess.run([sys.executable, "-c", SCHEDULED, given], capture_output=True, text=True, check=True).stdout.split()
+    said = subprocess.run(
+        [sys.executable, "-c", SCHEDULED, given], capture_output=True, text=True, check=True
+    ).stdout.split()
     gives_way, computes = (os.SCHED_BATCH, os.SCHED_OTHER) if given == "SCHED_OTHER" else (os.SCHED_IDLE, os.SCHED_IDLE)
     assert list(map(int, said)) == [gives_way, computes, gives_way]
 
 
 @pytest.mark.parametrize("scope", [settled_heap, rare_collections])
-def test_what_was_there_is_left_out_of_collections_until_the_end(scope: Callable[[], AbstractContextManager[None]]) -> None:
+def test_what_was_there_is_left_out_of_collections_until_the_end(
+    scope: Callable[[], AbstractContextManager[None]],
+) -> None:
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     with scope():
         assert gc.get_freeze_count() > num_frozen + 1000

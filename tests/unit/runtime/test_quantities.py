@@ -1,6 +1,6 @@
 import pytest
 
-from baton.runtime.quantities import format_size, parse_size
+from baton.runtime.config.byte_sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

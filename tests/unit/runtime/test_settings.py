@@ -4,8 +4,8 @@ import pytest
 
 from baton.core.errors import ConfigError
 from baton.core.request import Slo
-from baton.runtime.config import Config, derive, settings_of
-from baton.runtime.settings import (
+from baton.runtime.config.config_base import Config, derive, settings_of
+from baton.runtime.config.settings import (
     ALL_NAMES,
     SERVICES,
     ClusterConfig,
@@ -15,7 +15,7 @@ from baton.runtime.settings import (
     WorkerConfig,
     load_settings,
 )
-from baton.runtime.worker_settings import port_range
+from baton.runtime.config.worker_settings import port_range
 from tests.times import TEST_TIMES
 
 
@@ -65,7 +65,7 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"transfer_deadline_min_s": 50.0}, "is more than transfer_deadline_max_s"),
         ({"max_num_seqs": 600}, "must be at least max_num_seqs"),
         ({"kv_port_range": "9-3"}, "expected LOW-HIGH"),
-        ({"paced_costs": "step=4"}, "paced_costs: step: expected a duration such as 4ms"),
+        ({"emulated_costs": "step=4"}, "emulated_costs: step: expected a duration such as 4ms"),
         ({"slo": "ttft=500"}, "ttft: expected a duration such as"),
         ({"slo": "latency=1s"}, "expected TERM=DURATION with a term of ttft, tpot"),
         ({"slo": "tpot=0ms"}, "expected durations above 0"),
@@ -88,7 +88,9 @@ def test_one_file_serves_a_whole_cluster(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("policy: round_robin\nlease_s: 3\nmax_body_bytes: 1MiB\n")
     assert load_settings(SchedulerConfig, flags={}, environ={}, file=file).config.policy == "round_robin"
-    assert load_settings(GatewayConfig, flags={}, environ={"BATON_LEASE_S": "4"}, file=file).config.max_body_bytes == 2**20
+    assert (
+        load_settings(GatewayConfig, flags={}, environ={"BATON_LEASE_S": "4"}, file=file).config.max_body_bytes == 2**20
+    )
     file.write_text("polcy: round_robin\n")
     with pytest.raises(ConfigError, match="did you mean 'policy'"):
         load_settings(GatewayConfig, flags={}, environ={}, file=file)

@@ -1,8 +1,8 @@
 import pytest
 
-from baton.core.costs import StepCostModel
-from baton.runtime.settings import WorkerConfig
-from baton.runtime.step_costs import parse_step_costs
+from baton.core.step_cost import StepCostModel
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.config.step_cost_text import parse_step_costs
 
 
 def costs(**seconds: float) -> StepCostModel:
@@ -44,4 +44,4 @@ def test_what_are_no_costs_is_refused(text: str, message: str) -> None:
 
 
 def test_the_default_can_be_used() -> None:
-    assert parse_step_costs(WorkerConfig().paced_costs).is_usable
+    assert parse_step_costs(WorkerConfig().emulated_costs).is_usable

@@ -12,10 +12,11 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import ConfigError
-from baton.runtime.metrics import ProcessMetrics
-from baton.runtime.otlp import BATCH_SPANS, FLUSH_S, MAX_WAITING_SPANS, SEND_S, OtlpTracing
-from baton.runtime.settings import GatewayConfig, TracingSettings
-from baton.runtime.tracing import NO_SPAN, OFF, is_traceparent, open_tracing
+from baton.runtime.config.settings import GatewayConfig, TracingSettings
+from baton.runtime.observability.metrics import ProcessMetrics
+from baton.runtime.observability.open_tracing import open_tracing
+from baton.runtime.observability.otlp import BATCH_SPANS, FLUSH_S, MAX_WAITING_SPANS, SEND_S, OtlpTracing
+from baton.runtime.observability.tracing import NO_SPAN, OFF, is_traceparent
 from tests.otlp_collector import Collector
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
@@ -36,12 +37,19 @@ def a_process() -> ProcessMetrics:
 
 def tracing_to(endpoint: str, sample: float = 1.0, metrics: ProcessMetrics | None = None) -> OtlpTracing:
     spans = (metrics or a_process()).trace_spans
-    return OtlpTracing(endpoint, sample, spans, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None})
+    return OtlpTracing(
+        endpoint, sample, spans, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None}
+    )
 
 
 def counted(metrics: ProcessMetrics) -> dict[str, float]:
     """Spans by what became of them."""
-    return {s.labels["outcome"]: s.value for family in metrics.trace_spans.collect() for s in family.samples if s.name.endswith("_total")}
+    return {
+        s.labels["outcome"]: s.value
+        for family in metrics.trace_spans.collect()
+        for s in family.samples
+        if s.name.endswith("_total")
+    }
 
 
 @pytest.mark.parametrize(
@@ -76,8 +84,8 @@ def test_without_a_collector_there_are_no_spans_and_contexts_pass_through() -> N
 def test_services_load_the_exporter_only_when_they_trace() -> None:
     code = (
         "import json, sys\n"
-        "import baton.gateway.main, baton.scheduler.main, baton.worker.main\n"
-        "print(json.dumps([name for name in sys.modules if name.startswith(('baton.runtime.otlp', 'opentelemetry.exporter'))]))"
+        "import baton.gateway.gateway_main, baton.scheduler.scheduler_main, baton.worker.worker_main\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith(('baton.runtime.observability.otlp', 'opentelemetry.exporter'))]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []  # the SDK is loaded by redis, which looks for it
@@ -86,7 +94,9 @@ def test_services_load_the_exporter_only_when_they_trace() -> None:
 async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: Collector) -> None:
     metrics = a_process()
     assert counted(metrics) == {"sent": 0, "not_taken": 0, "dropped": 0}
-    tracing = open_tracing(TracingSettings(otlp_endpoint=collector.endpoint), metrics, "worker", "d0", {"baton.role": "decode"})
+    tracing = open_tracing(
+        TracingSettings(otlp_endpoint=collector.endpoint), metrics, "worker", "d0", {"baton.role": "decode"}
+    )
     now_s = asyncio.get_running_loop().time()
     outer = tracing.start("decode", CONTEXT, at_s=now_s - 2.0)
     inner = tracing.start("kv pull", outer.context, kind="client")

@@ -1,8 +1,9 @@
 """What a policy is asked, and what its choice says."""
 
-from baton.core.cluster import ClusterSnapshot, PlacementQuery
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.placement import PlacementQuery
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice, Prediction, Turn
+from baton.scheduler.policies.policy_result import Choice, PolicyContext, Prediction
 from tests.builders import query
 from tests.unit.scheduler.costed import costed, decoding
 
@@ -10,15 +11,17 @@ LONG = 4096
 NAMES = ["kv_centric", "prefix_aware"]
 
 
-def turn(number: int = 0, *, max_full_s: float | None = None) -> Turn:
-    return Turn(number=number, seed=number, max_full_s=max_full_s)
+def turn(number: int = 0, *, max_full_s: float | None = None) -> PolicyContext:
+    return PolicyContext(number=number, seed=number, max_full_s=max_full_s)
 
 
 def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
     return query(num_prompt_tokens=num_prompt_tokens, max_tokens=100, **changes)
 
 
-def chosen(cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **turns: bool) -> Choice:
+def chosen(
+    cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **turns: bool
+) -> Choice:
     answer = POLICIES[policy](asking or asked(), cluster, turn(**turns))
     assert isinstance(answer, Choice), answer
     return answer

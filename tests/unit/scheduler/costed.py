@@ -3,12 +3,15 @@
 from random import Random
 from typing import Any
 
-from baton.core.cluster import ClusterSnapshot, LinkReport, WorkerReport, WorkerState, WorkerView
-from baton.core.costs import StepCostModel
-from baton.scheduler.explain import RecordedOverlap
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
+from baton.core.cluster.worker_report import LinkReport, WorkerReport, WorkerState
+from baton.core.step_cost import StepCostModel
+from baton.scheduler.decisions.explain import RecordedOverlap
 from tests.builders import blocks, layout, worker_ref, worker_report
 
-COSTS = StepCostModel(step_s=2e-3, prefill_token_s=1e-4, prefill_attended_s=2e-9, decode_seq_s=5e-4, decode_context_s=1e-7)
+COSTS = StepCostModel(
+    step_s=2e-3, prefill_token_s=1e-4, prefill_attended_s=2e-9, decode_seq_s=5e-4, decode_context_s=1e-7
+)
 LAYOUT = layout(block_size_tokens=16)
 
 
@@ -34,8 +37,12 @@ def queued(num_tokens: int, seqs: int = 1) -> dict[str, int]:
     return {"waiting_prefill_tokens": num_tokens, "waiting_seqs": seqs}
 
 
-def fast_link(peer: str, *, epoch: int = 1, bytes_per_s: float = 1e9, inflight_bytes: int = 0, broken: bool = False) -> LinkReport:
-    return LinkReport(peer=worker_ref(peer, epoch), bytes_per_s=bytes_per_s, inflight_bytes=inflight_bytes, broken=broken)
+def fast_link(
+    peer: str, *, epoch: int = 1, bytes_per_s: float = 1e9, inflight_bytes: int = 0, broken: bool = False
+) -> LinkReport:
+    return LinkReport(
+        peer=worker_ref(peer, epoch), bytes_per_s=bytes_per_s, inflight_bytes=inflight_bytes, broken=broken
+    )
 
 
 def seen(*workers: WorkerReport | WorkerView, **overlaps: int | tuple[int, int]) -> ClusterSnapshot:

@@ -7,20 +7,17 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.apis import DecisionStore, Duplex
-from baton.core.cluster import (
-    Command,
-    CommandKind,
-    DecisionRecord,
-    WorkerReport,
-)
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import StoreUnavailable
-from baton.runtime.in_process import InProcessNetwork
-from baton.runtime.metrics import SchedulerMetrics
-from baton.scheduler.admission import Admission
-from baton.scheduler.service import Scheduler, SchedulerRules
-from baton.scheduler.workers import SchedulerTimes
-from baton.store.memory import MemoryKvEventFeed
+from baton.core.interfaces import DecisionStore, Duplex
+from baton.runtime.network.in_process_network import InProcessNetwork
+from baton.runtime.observability.metrics import SchedulerMetrics
+from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
+from baton.scheduler.state.worker_streams import SchedulerTimes
+from baton.store.memory.memory_stores import MemoryKvEventFeed
 
 ADDRESS = "scheduler:1"
 
@@ -39,7 +36,7 @@ async def a_scheduler(
     max_waiting_seqs: int = 4,
     store: DecisionStore | None = None,
     max_waiting: int = 0,
-    admission: Admission = Admission.OFF,
+    admission: AdmissionMode = AdmissionMode.OFF,
     silence_s: float = 30.0,
     registry: CollectorRegistry | None = None,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
@@ -67,14 +64,14 @@ async def a_scheduler(
         await scheduler.aclose()
 
 
-async def told(stream: Duplex[WorkerReport, Command]) -> Command:
+async def told(stream: Duplex[WorkerReport, WorkerCommand]) -> WorkerCommand:
     """The next command, less those for a snapshot, which these workers never write."""
     while (command := await stream.receive()).kind is CommandKind.SNAPSHOT:
         pass
     return command
 
 
-async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[WorkerReport, Command]:
+async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[WorkerReport, WorkerCommand]:
     stream = await network.open_report(ADDRESS)
     stream.send(report)
     await settle()

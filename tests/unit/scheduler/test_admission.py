@@ -7,20 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
 from baton.core.request import Slo
-from baton.scheduler.admission import HEADROOM, MAX_RETRY_S, MIN_RETRY_S, Admission, admit, no_turn_yet
-from baton.scheduler.policies.choice import Choice, Prediction, Turn
+from baton.scheduler.admission.slo_admission import (
+    HEADROOM,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    AdmissionMode,
+    admit,
+    no_turn_yet,
+)
 from baton.scheduler.policies.kv_centric import kv_centric
+from baton.scheduler.policies.policy_result import Choice, PolicyContext, Prediction
 from tests.builders import query
 from tests.unit.scheduler.costed import costed, decoding, queued, random_cluster, seen
 
-MODES = [Admission.EARLY, Admission.PREDICTIVE]
+MODES = [AdmissionMode.EARLY, AdmissionMode.PREDICTIVE]
 
 
 def expecting(**changes: float) -> Choice:
-    """A choice with these seconds: half a second of queue, one of prefill; 30 ms a token now, 20 ms once the prompt is computed."""
+    """A choice with these seconds: half a second of queue, one of prefill; 30 ms a token now, 20 ms once the
+    prompt is computed."""
     fields: dict[str, float] = {
         "queue_s": 0.5,
         "prefix_pull_s": 0.0,
@@ -37,7 +45,9 @@ def expecting(**changes: float) -> Choice:
     return Choice(prefill=None, decode=None, predicted=Prediction(**(fields | changes)))
 
 
-def answer(choice: Choice, mode: Admission = Admission.PREDICTIVE, *, attempt: int = 0, **slo: float) -> Rejection | None:
+def answer(
+    choice: Choice, mode: AdmissionMode = AdmissionMode.PREDICTIVE, *, attempt: int = 0, **slo: float
+) -> Rejection | None:
     return admit(query(slo=Slo(**slo), attempt=attempt), choice, mode=mode)
 
 
@@ -46,16 +56,22 @@ def must_wait(choice: Choice, max_worker_queue_s: float | None, *, attempt: int 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_late_first_token_is_refused_with_its_numbers(mode: Admission) -> None:
+def test_a_late_first_token_is_refused_with_its_numbers(mode: AdmissionMode) -> None:
     refused = answer(expecting(), mode, ttft_s=1.2)
     assert refused is not None
-    assert (refused.reason, refused.term, refused.predicted_s, refused.limit_s) == (Reason.TTFT_SLO, "ttft_s", HEADROOM * 1.5, 1.2)
+    assert (refused.reason, refused.term, refused.predicted_s, refused.limit_s) == (
+        Reason.TTFT_SLO,
+        "ttft_s",
+        HEADROOM * 1.5,
+        1.2,
+    )
     assert refused.retry_after_s == pytest.approx(HEADROOM * 1.5 - 1.2), "the queue is a second shorter each second"
     assert answer(expecting(), mode, ttft_s=HEADROOM * 1.5) is None
 
 
 def test_what_no_queue_explains_is_hopeless_by_the_same_measure() -> None:
-    """A queue of 0.5 s of a TTFT of 1.5 s, with headroom on both: an idle cluster is predicted to need HEADROOM."""
+    """A queue of 0.5 s of a TTFT of 1.5 s, with headroom on both: an idle cluster is predicted to need
+    HEADROOM."""
     for ttft_s, is_hopeless in ((HEADROOM * 1.0 - 0.001, True), (HEADROOM * 1.0 + 0.001, False)):
         refused = answer(expecting(), ttft_s=ttft_s)
         assert refused is not None
@@ -64,14 +80,16 @@ def test_what_no_queue_explains_is_hopeless_by_the_same_measure() -> None:
 
 
 def test_early_looks_at_now_and_predictive_at_when_the_prompt_is_computed() -> None:
-    assert answer(expecting(), Admission.EARLY, tpot_s=0.025) is not None
-    assert answer(expecting(), Admission.PREDICTIVE, tpot_s=0.025) is None
+    assert answer(expecting(), AdmissionMode.EARLY, tpot_s=0.025) is not None
+    assert answer(expecting(), AdmissionMode.PREDICTIVE, tpot_s=0.025) is None
     filling = expecting(tpot_now_s=0.02, tpot_s=0.03)
-    assert answer(filling, Admission.EARLY, tpot_s=0.025) is None
-    refused = answer(filling, Admission.PREDICTIVE, tpot_s=0.025)
+    assert answer(filling, AdmissionMode.EARLY, tpot_s=0.025) is None
+    refused = answer(filling, AdmissionMode.PREDICTIVE, tpot_s=0.025)
     assert refused is not None
     assert (refused.reason, refused.term, refused.predicted_s) == (Reason.TPOT_SLO, "tpot_s", HEADROOM * 0.03)
-    assert refused.retry_after_s == pytest.approx(2.0 * math.log((HEADROOM * 0.03 - 0.01) / 0.015)), "until enough of the others have ended"
+    assert refused.retry_after_s == pytest.approx(2.0 * math.log((HEADROOM * 0.03 - 0.01) / 0.015)), (
+        "until enough of the others have ended"
+    )
 
 
 def test_what_even_an_idle_cluster_would_miss_is_said_so() -> None:
@@ -82,13 +100,13 @@ def test_what_even_an_idle_cluster_would_miss_is_said_so() -> None:
 
 
 def test_off_and_policies_without_predictions_let_promises_pass() -> None:
-    assert answer(expecting(), Admission.OFF, ttft_s=0.1, tpot_s=0.001) is None
+    assert answer(expecting(), AdmissionMode.OFF, ttft_s=0.1, tpot_s=0.001) is None
     assert answer(Choice(prefill=None, decode=None), ttft_s=0.1, tpot_s=0.001) is None
     assert answer(expecting()) is None, "who asks for nothing is promised nothing"
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_later_attempt_is_never_turned_away_for_load(mode: Admission) -> None:
+def test_a_later_attempt_is_never_turned_away_for_load(mode: AdmissionMode) -> None:
     assert answer(expecting(), mode, attempt=1, ttft_s=0.1, tpot_s=0.001) is None
     assert not must_wait(expecting(), 0.1, attempt=1)
 
@@ -104,10 +122,10 @@ def test_a_request_waits_while_every_queue_is_too_long() -> None:
 
 def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token() -> None:
     asking = query(slo=Slo(ttft_s=2.0))
-    assert admit(asking, expecting(), mode=Admission.PREDICTIVE) is None
-    assert admit(asking.later(0.4), expecting(), mode=Admission.PREDICTIVE) is None
-    waited = admit(asking.later(0.6), expecting(), mode=Admission.PREDICTIVE)
-    behind = admit(asking, expecting(), mode=Admission.PREDICTIVE, ahead_s=0.6)
+    assert admit(asking, expecting(), mode=AdmissionMode.PREDICTIVE) is None
+    assert admit(asking.later(0.4), expecting(), mode=AdmissionMode.PREDICTIVE) is None
+    waited = admit(asking.later(0.6), expecting(), mode=AdmissionMode.PREDICTIVE)
+    behind = admit(asking, expecting(), mode=AdmissionMode.PREDICTIVE, ahead_s=0.6)
     for refused in (waited, behind):
         assert refused is not None
         assert refused.predicted_s == pytest.approx(2.2, abs=0.03)
@@ -116,31 +134,41 @@ def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token(
 
 def test_the_least_queue_is_that_of_the_candidates() -> None:
     long, longer = costed("p0", "prefill", **queued(50_000)), costed("p1", "prefill", **queued(60_000))
-    choice = kv_centric(query(), seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))), Turn(number=0, seed=0))
+    choice = kv_centric(
+        query(),
+        seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))),
+        PolicyContext(number=0, seed=0),
+    )
     assert isinstance(choice, Choice)
     assert must_wait(choice, 1.0)
-    idle = kv_centric(query(num_prompt_tokens=8000), seen(long, longer, costed("d", "decode", **decoding(40))), Turn(number=0, seed=0))
+    idle = kv_centric(
+        query(num_prompt_tokens=8000),
+        seen(long, longer, costed("d", "decode", **decoding(40))),
+        PolicyContext(number=0, seed=0),
+    )
     assert isinstance(idle, Choice)
     assert idle.prefill is not None
     assert must_wait(idle, 1.0), "a decode worker has no queue, but it is not what prompts wait for"
-    alone = kv_centric(query(num_prompt_tokens=100), seen(long, costed("d", "decode")), Turn(number=0, seed=0))
+    alone = kv_centric(query(num_prompt_tokens=100), seen(long, costed("d", "decode")), PolicyContext(number=0, seed=0))
     assert isinstance(alone, Choice)
     assert alone.prefill is None
     assert not must_wait(alone, 1.0), "unless it is the choice"
 
 
 @given(seed=st.integers(0, 1_000_000), mode=st.sampled_from(MODES))
-def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed: int, mode: Admission) -> None:
+def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed: int, mode: AdmissionMode) -> None:
     random = Random(seed)
     slo = Slo(ttft_s=random.choice([None, 0.05, 1.0, 60.0]), tpot_s=random.choice([None, 0.003, 0.02, 10.0]))
-    asking = query(num_prompt_tokens=random.randrange(1, 700), max_tokens=100, slo=slo, attempt=random.choice([0, 0, 0, 1]))
-    choice = kv_centric(asking, random_cluster(random), Turn(number=seed, seed=seed))
+    asking = query(
+        num_prompt_tokens=random.randrange(1, 700), max_tokens=100, slo=slo, attempt=random.choice([0, 0, 0, 1])
+    )
+    choice = kv_centric(asking, random_cluster(random), PolicyContext(number=seed, seed=seed))
     if isinstance(choice, Rejection):
         return
     refused = admit(asking, choice, mode=mode)
     misses = []
     if choice.predicted is not None and asking.attempt == 0:
-        tpot_s = choice.predicted.tpot_now_s if mode is Admission.EARLY else choice.predicted.tpot_s
+        tpot_s = choice.predicted.tpot_now_s if mode is AdmissionMode.EARLY else choice.predicted.tpot_s
         misses = [
             limit_s is not None and value is not None and HEADROOM * value > limit_s
             for value, limit_s in ((choice.predicted.ttft_s, slo.ttft_s), (tpot_s, slo.tpot_s))

@@ -7,25 +7,31 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.core.cluster import ClusterSnapshot, DecisionRecord, PlacementQuery
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import PlacementQuery
 from baton.core.ids import DecisionId
-from baton.core.plain import from_plain, to_plain
+from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler import deciding
-from baton.scheduler.admission import Admission
-from baton.scheduler.deciding import Rules
-from baton.scheduler.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, repeat
+from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.decisions import decide as decide_module
+from baton.scheduler.decisions.decide import DecisionRules
+from baton.scheduler.decisions.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, repeat
 from baton.scheduler.policies import POLICIES
 from tests.builders import query
 from tests.unit.scheduler.costed import costed, decoding, fast_link, queued, random_cluster, seen
 
 
 def decide(
-    asking: PlacementQuery, cluster: ClusterSnapshot, policy: str = "kv_centric", decision_id: str = "c0ffee", rules: Rules | None = None
+    asking: PlacementQuery,
+    cluster: ClusterSnapshot,
+    policy: str = "kv_centric",
+    decision_id: str = "c0ffee",
+    rules: DecisionRules | None = None,
 ) -> Decided:
     """As the scheduler does."""
-    rules = rules or Rules(turn_number=3, admission=Admission.PREDICTIVE)
-    verdict = deciding.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
+    rules = rules or DecisionRules(turn_number=3, admission=AdmissionMode.PREDICTIVE)
+    verdict = decide_module.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
     return Decided(
         decision_id=DecisionId(decision_id),
         scheduler_id="s",
@@ -41,7 +47,9 @@ def decide(
 def many(number: int) -> ClusterSnapshot:
     links = tuple(fast_link(f"p{i:02}") for i in range(number))
     prefills = [costed(f"p{i:02}", "prefill", **queued(100 * i)) for i in range(number)]
-    return seen(*prefills, *(costed(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20)
+    return seen(
+        *prefills, *(costed(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20
+    )
 
 
 def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_the_others() -> None:
@@ -57,7 +65,9 @@ def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_th
     prefill = next(c for c in record.candidates if c.side == "prefill")
     assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "busy_s", "cost_s"} <= prefill.terms.keys()
     assert prefill.terms["queue_s"] == record.placement.queue_s
-    assert record.num_excluded == {"draining": 1, "predicted slower": 33}, "16 to decode; 17 to prefill, the decode worker among them"
+    assert record.num_excluded == {"draining": 1, "predicted slower": 33}, (
+        "16 to decode; 17 to prefill, the decode worker among them"
+    )
     assert record.query.block_hashes == ()
 
 
@@ -79,9 +89,9 @@ def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> No
         slo=Slo(ttft_s=random.choice([None, 0.1, 5.0]), tpot_s=random.choice([None, 0.01])),
         avoid=tuple(w.worker for w in cluster.workers if random.random() < 0.1),
     )
-    rules = Rules(
+    rules = DecisionRules(
         turn_number=seed,
-        admission=random.choice(list(Admission)),
+        admission=random.choice(list(AdmissionMode)),
         max_waiting_seqs=6,
         max_worker_queue_s=random.choice([None, 0.01, 1.0]),
         ahead_s=random.choice([0.0, 2.0]),
@@ -92,11 +102,13 @@ def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> No
 
 
 def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
-    """Of six that hold the same, the four with the least to send are considered; what the first two send, nobody in the record reads."""
+    """Of six that hold the same, the four with the least to send are considered; what the first two send,
+    nobody in the record reads."""
     holders = [costed(f"h{i}", "prefill", **queued(50_000)) for i in range(6)]
     links = (fast_link("h0"), *(fast_link(f"h{i}", bytes_per_s=1e4) for i in range(1, 6)))
     readers = [
-        costed(f"r{i}", "decode", **decoding(40), links=tuple(fast_link(f"h{j}", inflight_bytes=10**9) for j in (0, 1))) for i in range(6)
+        costed(f"r{i}", "decode", **decoding(40), links=tuple(fast_link(f"h{j}", inflight_bytes=10**9) for j in (0, 1)))
+        for i in range(6)
     ]
     decodes = [costed(f"d{i}", "decode", **decoding(20)) for i in range(4)]
     cluster = seen(costed("a", "prefill", links=links), *decodes, *holders, *readers, **{f"h{i}": 60 for i in range(6)})
@@ -110,7 +122,11 @@ def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
 
 def test_what_cannot_be_repeated_says_so() -> None:
     record = decide(query(), many(2)).record()
-    for other in (replace(record, policy="oracle"), replace(record, inputs=""), replace(record, inputs='{"workers":[]}')):
+    for other in (
+        replace(record, policy="oracle"),
+        replace(record, inputs=""),
+        replace(record, inputs='{"workers":[]}'),
+    ):
         with pytest.raises(ValueError, match=r"cannot be repeated|no inputs"):
             repeat(other)
 

@@ -1,4 +1,5 @@
-"""Following the log: publishers, feed and index together, under virtual time; the store fails in every way that it can."""
+"""Following the log: publishers, feed and index together, under virtual time; the store fails in every way
+that it can."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -7,15 +8,15 @@ from random import Random
 
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
-from baton.engine.block_pool import BlockPool
-from baton.prefix.follower import Followed
-from baton.prefix.index import PrefixIndex
-from baton.scheduler.following import SLICE_BLOCKS, KvEventFollowing
-from baton.store.memory import MemoryKvEventFeed
-from baton.worker.kv_events import KvEventPublisher
+from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.prefix_index.event_order import EventAction
+from baton.prefix_index.index import PrefixIndex
+from baton.scheduler.state.kv_event_reader import SLICE_BLOCKS, KvEventFollowing
+from baton.store.memory.memory_stores import MemoryKvEventFeed
+from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import hashes_of, worker_ref
-from tests.fake_executor import FakeLifeTable
+from tests.fake_executor import FakeGenerationTable
 from tests.unit.worker.virtual import virtual
 
 CHAIN = hashes_of(range(40))  # 10 blocks
@@ -46,7 +47,9 @@ class Store(MemoryKvEventFeed):
         if self.is_away:
             raise StoreUnavailable("away")
 
-    async def publish(self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None) -> None:
+    async def publish(
+        self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
+    ) -> None:
         await self._call()
         await super().publish(worker, events, ttl_s, snapshot)
 
@@ -70,8 +73,10 @@ class Worker:
 
     def __init__(self, ref: WorkerRef, feed: Store) -> None:
         self.ref = ref
-        self.pool = BlockPool(POOL_BLOCKS, 4, FakeLifeTable(POOL_BLOCKS))
-        self.publisher = KvEventPublisher(worker=ref, pool=self.pool, feed=feed, ttl_s=TTL_S, rng=Random(ref.worker_epoch))
+        self.pool = BlockPool(POOL_BLOCKS, 4, FakeGenerationTable(POOL_BLOCKS))
+        self.publisher = KvEventPublisher(
+            worker=ref, pool=self.pool, feed=feed, ttl_s=TTL_S, rng=Random(ref.worker_epoch)
+        )
         self.task = asyncio.create_task(self.publisher.run())
 
     def store(self, *hashes: bytes) -> None:
@@ -237,7 +242,7 @@ async def test_events_that_were_trimmed_before_they_were_read_are_made_good_by_a
         rig.task = asyncio.create_task(rig.following.run())
         await asyncio.sleep(1.0)
         assert rig.runs() == {"w0": 8}
-        assert rig.following.num_events[Followed.GAP] == 1
+        assert rig.following.num_events[EventAction.GAP] == 1
         assert rig.asked == [w0.ref]
 
 
@@ -259,7 +264,9 @@ async def test_a_forged_entry_goes_with_the_next_look() -> None:
         w0.store(*CHAIN[:2])
         await asyncio.sleep(0.5)
         seq = w0.publisher.event_seq
-        forged = KvEvent(worker=w0.ref, event_seq=seq + 1, kind=KvEventKind.STORED, hashes=CHAIN[2:], block_size_tokens=4)
+        forged = KvEvent(
+            worker=w0.ref, event_seq=seq + 1, kind=KvEventKind.STORED, hashes=CHAIN[2:], block_size_tokens=4
+        )
         await rig.feed.publish(w0.ref, [forged], TTL_S)
         await asyncio.sleep(0.3)
         assert rig.runs() == {"w0": 10}

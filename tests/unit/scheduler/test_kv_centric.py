@@ -1,18 +1,19 @@
-"""What deciding in seconds means: which worker is chosen in which situation, and what is said to be expected of it."""
+"""What deciding in seconds means: which worker is chosen in which situation, and what is said to be expected
+of it."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from baton.core.cluster import WorkerView
-from baton.core.costs import StepWork
+from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.ids import DecisionId
 from baton.core.request import Slo
-from baton.scheduler.policies.choice import Choice
+from baton.core.step_cost import StepWork
 from baton.scheduler.policies.kv_centric import RULES
+from baton.scheduler.policies.policy_result import Choice
 from baton.scheduler.policies.ranking import choose
-from baton.scheduler.view import ClusterView
+from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import layout, query, worker_ref
 from tests.unit.scheduler.choices import LONG, NAMES, asked, busy, chosen, ids, predicted, turn
 from tests.unit.scheduler.costed import COSTS, LAYOUT, costed, decoding, fast_link, queued, seen
@@ -36,7 +37,9 @@ def test_the_terms_of_a_placement_are_the_cost_models_seconds() -> None:
 
 def test_live_corrections_count() -> None:
     slow = replace(COSTS, prefill_factor=3.0, decode_factor=2.0)
-    plain, corrected = (predicted(chosen(seen(costed("p", "prefill", costs=costs), busy(costs=costs)))) for costs in (COSTS, slow))
+    plain, corrected = (
+        predicted(chosen(seen(costed("p", "prefill", costs=costs), busy(costs=costs)))) for costs in (COSTS, slow)
+    )
     assert corrected.prefill_s == pytest.approx(3 * plain.prefill_s)
     assert corrected.tpot_now_s == pytest.approx(2 * (plain.tpot_now_s or 0))
 
@@ -49,12 +52,15 @@ def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
 
 def test_tpot_is_of_the_moment_at_which_the_prompt_is_computed() -> None:
     short_answers, long_answers = (
-        predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=mean)))).tpot_s or 0 for mean in (20.0, 2000.0)
+        predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=mean)))).tpot_s or 0
+        for mean in (20.0, 2000.0)
     )
     now_s = predicted(chosen(seen(costed("p", "prefill"), busy()))).tpot_now_s or 0
     assert short_answers < 0.8 * now_s, "most of those that decode now will have ended"
     assert long_answers == pytest.approx(now_s, rel=0.05)
-    joined = predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=2000.0, waiting_seqs=10)))).tpot_s or 0
+    joined = (
+        predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=2000.0, waiting_seqs=10)))).tpot_s or 0
+    )
     assert joined > long_answers * 1.1, "those that were placed before will have joined"
 
 
@@ -82,7 +88,11 @@ def test_a_cached_prefix_is_worth_what_computing_it_takes(policy: str) -> None:
 def test_a_prefix_is_pulled_when_that_is_faster_than_computing_it() -> None:
     p0, p1 = costed("p0", "prefill"), costed("p1", "prefill", **queued(20_000))
     got = chosen(seen(p0, p1, busy(), p1=200))
-    assert (ids(got), got.prefix_source and got.prefix_source.worker, got.prefix_source and got.prefix_source.num_blocks) == (
+    assert (
+        ids(got),
+        got.prefix_source and got.prefix_source.worker,
+        got.prefix_source and got.prefix_source.num_blocks,
+    ) == (
         ("p0", "d"),
         worker_ref("p1"),
         200,
@@ -115,7 +125,9 @@ def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draini
 
 def test_what_a_decode_worker_only_expects_is_nothing_to_begin_with() -> None:
     """Blocks that a decode worker will read from who computes them cannot be had any sooner there."""
-    cluster = seen(costed("p", "prefill", **queued(LONG)), costed("d", "decode"), costed("e", "decode"), p=(255, 0), d=(255, 0))
+    cluster = seen(
+        costed("p", "prefill", **queued(LONG)), costed("d", "decode"), costed("e", "decode"), p=(255, 0), d=(255, 0)
+    )
     got = chosen(cluster)
     assert ids(got)[0] == "p"
     assert predicted(got).ttft_s > COSTS.prefill_s(LONG, 0, 512)
@@ -142,7 +154,8 @@ def test_a_decode_worker_that_computes_itself_pulls_too() -> None:
 
 
 def test_who_keeps_the_promise_goes_before_who_costs_less() -> None:
-    """p0 has a queue, but nothing is to be sent; p1 is idle, over a slow link: its first token comes sooner, the second one later."""
+    """p0 has a queue, but nothing is to be sent; p1 is idle, over a slow link: its first token comes sooner,
+    the second one later."""
     queue = costed("p0", "prefill", **queued(2048))
     slow = tuple(fast_link(name, bytes_per_s=rate) for name, rate in (("p0", 1e12), ("p1", 1.2e6)))
     cluster = seen(queue, costed("p1", "prefill"), busy(links=slow))
@@ -162,7 +175,8 @@ def test_what_decodes_nowhere_else_is_not_transferred() -> None:
 def test_prefix_aware_never_pulls() -> None:
     assert (
         chosen(
-            seen(costed("p0", "prefill"), costed("p1", "prefill", **queued(20_000)), busy(), p1=200), policy="prefix_aware"
+            seen(costed("p0", "prefill"), costed("p1", "prefill", **queued(20_000)), busy(), p1=200),
+            policy="prefix_aware",
         ).prefix_source
         is None
     )
@@ -205,7 +219,9 @@ def test_an_idle_decode_worker_takes_a_prompt_rather_than_wait_for_the_queue() -
     got = chosen(seen(long_queue, costed("d", "decode")), asked(64))
     assert ids(got) == (None, "d")
     assert (predicted(got).transfer_s, predicted(got).busy_s) == (0.0, 0.0)
-    assert ids(chosen(seen(long_queue, costed("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), "that is kv_centric's own"
+    assert ids(chosen(seen(long_queue, costed("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), (
+        "that is kv_centric's own"
+    )
 
 
 def test_the_delay_of_its_sequences_is_charged() -> None:
@@ -234,9 +250,10 @@ def test_without_anybody_else_it_prefills_whatever_is_promised() -> None:
 
 
 def local_share(charges_busy: bool, tpot_slo_s: float | None) -> float:
-    """Bursts of four short prompts arrive at one prefill worker, which is done with one before the next comes, and at one decode worker
-    with sixteen sequences. Returns the share of the prompts that the decode worker prefilled."""
-    view = ClusterView(silence_s=1e9, reservation_s=1e9)
+    """Bursts of four short prompts arrive at one prefill worker, which is done with one before the next
+    comes, and at one decode worker with sixteen sequences. Returns the share of the prompts that the decode
+    worker prefilled."""
+    view = ClusterState(silence_s=1e9, reservation_s=1e9)
     view.take_report(costed("p", "prefill"), 0.0)
     view.take_report(costed("d", "decode", **decoding(16)), 0.0)
     rules, alone, asking = replace(RULES, charges_busy=charges_busy), 0, asked(200, slo=Slo(tpot_s=tpot_slo_s))
@@ -256,7 +273,9 @@ def local_share(charges_busy: bool, tpot_slo_s: float | None) -> float:
 def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_not() -> None:
     slo_s, contexts = 0.03, [500] * 16
     assert COSTS.step_seconds(StepWork.of([], contexts)) < slo_s < COSTS.step_seconds(StepWork.of([(200, 0)], contexts))
-    assert local_share(charges_busy=False, tpot_slo_s=slo_s) >= 0.25, "prefill is at the decode worker, where each breaks the promise"
+    assert local_share(charges_busy=False, tpot_slo_s=slo_s) >= 0.25, (
+        "prefill is at the decode worker, where each breaks the promise"
+    )
     assert local_share(charges_busy=True, tpot_slo_s=slo_s) == 0
     assert local_share(charges_busy=True, tpot_slo_s=None) == 0, "the charge alone is enough"
 
@@ -266,7 +285,9 @@ def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_without_any_costs_load_decides_and_nothing_is_predicted(policy: str) -> None:
-    cluster = seen(costed("p0", "prefill", costs=None, **queued(900)), costed("p1", "prefill", costs=None), busy(costs=None))
+    cluster = seen(
+        costed("p0", "prefill", costs=None, **queued(900)), costed("p1", "prefill", costs=None), busy(costs=None)
+    )
     got = chosen(cluster, policy=policy)
     assert (ids(got), got.predicted) == (("p1", "d"), None)
     assert got.candidates[0].terms.keys() == {"queued_prefill_tokens", "seqs", "free_blocks"}

@@ -1,24 +1,25 @@
-"""Bursts between two reports, and full workers: nobody is sent where many were sent already, or where there is no room."""
+"""Bursts between two reports, and full workers: nobody is sent where many were sent already, or where there
+is no room."""
 
 from dataclasses import replace
 
 import pytest
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
 from baton.core.ids import DecisionId
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice
 from baton.scheduler.policies.kv_centric import kv_centric
+from baton.scheduler.policies.policy_result import Choice
 from baton.scheduler.policies.prefix_aware import prefix_aware
-from baton.scheduler.view import ClusterView
+from baton.scheduler.state.cluster_state import ClusterState
 from tests.unit.scheduler.choices import asked, busy, chosen, ids, turn
 from tests.unit.scheduler.costed import costed, queued, seen
 
 
 def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
     """Between two reports."""
-    view = ClusterView(silence_s=1e9, reservation_s=1e9)
+    view = ClusterState(silence_s=1e9, reservation_s=1e9)
     for i in range(workers):
         view.take_report(costed(f"p{i}", "prefill"), 0.0)
         view.take_report(busy(f"d{i}"), 0.0)
@@ -63,7 +64,12 @@ def full(worker_id: str, role: str) -> object:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) -> None:
-    cluster = seen(full("p0", "prefill"), costed("p1", "prefill", **queued(9999)), full("d0", "decode"), busy("d1", max_num_seqs=64))
+    cluster = seen(
+        full("p0", "prefill"),
+        costed("p1", "prefill", **queued(9999)),
+        full("d0", "decode"),
+        busy("d1", max_num_seqs=64),
+    )
     assert ids(chosen(cluster, policy=policy)) == ("p1", "d1")
 
 

@@ -6,30 +6,36 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cluster import Rejection
+from baton.core.cluster.placement import Rejection
 from baton.core.ids import DecisionId
 from baton.core.request import Slo
-from baton.scheduler.columns import columns_of
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.choice import Choice
 from baton.scheduler.policies.kv_centric import kv_centric
-from baton.scheduler.view import ClusterView
+from baton.scheduler.policies.policy_result import Choice
+from baton.scheduler.state.cluster_state import ClusterState
+from baton.scheduler.state.worker_table import worker_table_of
 from tests.builders import worker_ref
 from tests.unit.scheduler.choices import asked, busy, chosen, ids, turn
 from tests.unit.scheduler.costed import costed, fast_link, random_cluster, seen
 
 
 @given(seed=st.integers(0, 1_000_000), name=st.sampled_from(sorted(POLICIES)), refuse_full=st.booleans())
-def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_workers(seed: int, name: str, refuse_full: bool) -> None:
+def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_workers(
+    seed: int, name: str, refuse_full: bool
+) -> None:
     random = Random(seed)
     cluster = random_cluster(random)
     asking = asked(
-        random.choice([1, 15, 16, 100, 500, 2000]), slo=Slo(tpot_s=random.choice([None, 0.02])), sample_count=random.choice([1, 3])
+        random.choice([1, 15, 16, 100, 500, 2000]),
+        slo=Slo(tpot_s=random.choice([None, 0.02])),
+        sample_count=random.choice([1, 3]),
     )
     answer = POLICIES[name](asking, cluster, turn(seed, max_full_s=0.0 if refuse_full else None))
     shuffled = list(cluster.workers)
     random.shuffle(shuffled)
-    again = POLICIES[name](asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, max_full_s=0.0 if refuse_full else None))
+    again = POLICIES[name](
+        asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, max_full_s=0.0 if refuse_full else None)
+    )
     assert answer == again
     if isinstance(answer, Rejection):
         return
@@ -42,12 +48,16 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
         assert worker.report.state.value == "ready"
         assert worker.report.model == "demo"
         if refuse_full:
-            blocks_needed = -(-(asking.num_prompt_tokens + asking.sample_count) // worker.report.layout.block_size_tokens)
+            blocks_needed = -(
+                -(asking.num_prompt_tokens + asking.sample_count) // worker.report.layout.block_size_tokens
+            )
             assert blocks_needed <= worker.num_free_blocks
             assert not decodes or worker.num_seqs + asking.sample_count <= worker.report.max_num_seqs
     if answer.prefill is not None and answer.decode is not None:
         assert answer.prefill.report.layout == answer.decode.report.layout
-        assert all(link.peer.worker_id != answer.prefill.worker_id or not link.broken for link in answer.decode.report.links)
+        assert all(
+            link.peer.worker_id != answer.prefill.worker_id or not link.broken for link in answer.decode.report.links
+        )
     if answer.prefix_source is not None:
         reader = answer.prefill or answer.decode
         assert reader is not None
@@ -57,13 +67,15 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
         assert holder.report.layout == reader.report.layout
     if answer.predicted is not None:
         p = answer.predicted
-        assert all(0 <= value < 1e6 for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.busy_s, p.ttft_s))
+        assert all(
+            0 <= value < 1e6 for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.busy_s, p.ttft_s)
+        )
 
 
 @given(seed=st.integers(0, 1_000_000))
 def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) -> None:
     random = Random(seed)
-    view = ClusterView(silence_s=5.0, reservation_s=3.0)
+    view = ClusterState(silence_s=5.0, reservation_s=3.0)
     open_ids: list[DecisionId] = []
     for step in range(random.randrange(30)):
         name = f"w{random.randrange(4)}"
@@ -76,17 +88,24 @@ def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) 
             case 2:
                 view.lose(worker_ref(name))
             case 3:
-                answer = kv_centric(asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), turn(step))
+                answer = kv_centric(
+                    asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), turn(step)
+                )
                 if isinstance(answer, Choice):
                     open_ids.append(DecisionId(str(step)))
-                    view.reserve(open_ids[-1], asked(200, slo=Slo(tpot_s=0.1)), answer.placement(open_ids[-1], "s", "x"), float(step))
+                    view.reserve(
+                        open_ids[-1],
+                        asked(200, slo=Slo(tpot_s=0.1)),
+                        answer.placement(open_ids[-1], "s", "x"),
+                        float(step),
+                    )
             case 4:
                 if open_ids:
                     view.release(random.choice(open_ids), ("w0", "w1", "w2", "w3"))
         kept = view.snapshot(float(step))
         fresh = replace(kept)
         assert "columns" not in fresh.derived
-        ours, theirs = columns_of(kept), columns_of(fresh)
+        ours, theirs = worker_table_of(kept), worker_table_of(fresh)
         assert [ours.kinds[int(k)] for k in ours.kind] == [theirs.kinds[int(k)] for k in theirs.kind]
         assert (ours.numbers[1:] == theirs.numbers[1:]).all()
         for table in ("s_per_byte", "queued_s", "is_broken", "is_warm"):
@@ -94,7 +113,7 @@ def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) 
 
 
 def test_a_snapshot_stays_as_it_was() -> None:
-    view = ClusterView(silence_s=1e9, reservation_s=1e9)
+    view = ClusterState(silence_s=1e9, reservation_s=1e9)
     view.take_report(costed("p", "prefill"), 0.0)
     view.take_report(busy(links=(fast_link("p"),)), 0.0)
     before = view.snapshot(0.0)

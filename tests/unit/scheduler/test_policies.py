@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cluster import Rejection, WorkerState
+from baton.core.cluster.placement import Rejection
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
 from baton.scheduler.policies import POLICIES, Policy
-from baton.scheduler.policies.choice import Choice, Turn
+from baton.scheduler.policies.policy_result import Choice, PolicyContext
 from tests.builders import blocks, cluster, layout, link, query, worker_ref, worker_report
 
 
 def choose(policy: Policy, *args: object, number: int = 0) -> Choice:
-    answer = policy(*args, Turn(number=number, seed=0))  # type: ignore[arg-type]
+    answer = policy(*args, PolicyContext(number=number, seed=0))  # type: ignore[arg-type]
     assert isinstance(answer, Choice), answer
     return answer
 
@@ -29,7 +30,10 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 @every_policy
 def test_prefill_and_decode_run_on_workers_of_their_role(policy: Policy) -> None:
-    assert ids(choose(policy, query(), cluster(worker_report("p", "prefill"), worker_report("d", "decode")))) == ("p", "d")
+    assert ids(choose(policy, query(), cluster(worker_report("p", "prefill"), worker_report("d", "decode")))) == (
+        "p",
+        "d",
+    )
 
 
 @every_policy
@@ -47,7 +51,7 @@ def test_one_token_needs_no_decode_worker(policy: Policy) -> None:
 @every_policy
 def test_one_token_needs_a_prefill_worker(policy: Policy) -> None:
     assert ids(choose(policy, query(max_tokens=1), cluster(worker_report("p", "prefill")))) == ("p", None)
-    answer = policy(query(max_tokens=1), cluster(worker_report("d", "decode")), Turn(number=0, seed=0))
+    answer = policy(query(max_tokens=1), cluster(worker_report("d", "decode")), PolicyContext(number=0, seed=0))
     assert isinstance(answer, Rejection)
     assert answer.term == "prefill"
 
@@ -59,7 +63,7 @@ def test_without_a_prefill_worker_the_decode_worker_computes(policy: Policy) -> 
 
 @every_policy
 def test_without_a_decode_worker_the_request_is_refused(policy: Policy) -> None:
-    answer = policy(query(), cluster(worker_report("p", "prefill")), Turn(number=0, seed=0))
+    answer = policy(query(), cluster(worker_report("p", "prefill")), PolicyContext(number=0, seed=0))
     assert isinstance(answer, Rejection)
     assert answer.reason is Reason.NO_WORKERS
     assert answer.retry_after_s > 0
@@ -107,7 +111,7 @@ def test_no_policy_places_on_a_worker_that_cannot_serve(policy: Policy, seed: in
         for i in range(random.randrange(6))
     ]
     snapshot = cluster(*reports)
-    answer, again = (policy(query(), snapshot, Turn(number=seed, seed=seed)) for _ in range(2))
+    answer, again = (policy(query(), snapshot, PolicyContext(number=seed, seed=seed)) for _ in range(2))
     assert answer == again, "equal inputs, equal answers"
     if isinstance(answer, Rejection):
         return
@@ -121,18 +125,25 @@ def test_no_policy_places_on_a_worker_that_cannot_serve(policy: Policy, seed: in
 
 def test_round_robin_takes_turns() -> None:
     four = cluster(*(worker_report(f"{r[0]}{i}", r) for r in ("prefill", "decode") for i in (0, 1)))
-    assert [ids(choose(POLICIES["round_robin"], query(), four, number=n)) for n in range(3)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
+    assert [ids(choose(POLICIES["round_robin"], query(), four, number=n)) for n in range(3)] == [
+        ("p0", "d0"),
+        ("p1", "d1"),
+        ("p0", "d0"),
+    ]
 
 
 def test_random_uses_everybody_and_its_seed_alone_decides() -> None:
     four = cluster(*(worker_report(f"{r[0]}{i}", r) for r in ("prefill", "decode") for i in (0, 1)))
-    drawn = [ids(POLICIES["random"](query(), four, Turn(number=0, seed=seed))) for seed in range(50)]  # type: ignore[arg-type]
+    drawn = [ids(POLICIES["random"](query(), four, PolicyContext(number=0, seed=seed))) for seed in range(50)]  # type: ignore[arg-type]
     assert set(drawn) == {(p, d) for p in ("p0", "p1") for d in ("d0", "d1")}
-    assert drawn == [ids(POLICIES["random"](query(), four, Turn(number=9, seed=seed))) for seed in range(50)]  # type: ignore[arg-type]
+    assert drawn == [ids(POLICIES["random"](query(), four, PolicyContext(number=9, seed=seed))) for seed in range(50)]  # type: ignore[arg-type]
 
 
 def test_least_loaded_follows_tokens_and_sequences() -> None:
-    busy_p, idle_p = worker_report("p0", "prefill", waiting_prefill_tokens=500), worker_report("p1", "prefill", waiting_prefill_tokens=10)
+    busy_p, idle_p = (
+        worker_report("p0", "prefill", waiting_prefill_tokens=500),
+        worker_report("p1", "prefill", waiting_prefill_tokens=10),
+    )
     busy_d, idle_d = worker_report("d0", "decode", running_seqs=7), worker_report("d1", "decode", running_seqs=1)
     assert ids(choose(POLICIES["least_loaded"], query(), cluster(busy_p, idle_p, busy_d, idle_d))) == ("p1", "d1")
 
@@ -140,12 +151,18 @@ def test_least_loaded_follows_tokens_and_sequences() -> None:
 def test_least_loaded_prefers_room_to_idleness() -> None:
     full = worker_report("d0", "decode", blocks=blocks(total=100, used=99))
     roomy = worker_report("d1", "decode", running_seqs=5)
-    assert ids(choose(POLICIES["least_loaded"], query(), cluster(worker_report("p", "prefill"), full, roomy))) == ("p", "d1")
+    assert ids(choose(POLICIES["least_loaded"], query(), cluster(worker_report("p", "prefill"), full, roomy))) == (
+        "p",
+        "d1",
+    )
 
 
 def test_least_loaded_counts_reservations() -> None:
     snapshot = cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), worker_report("d", "decode"))
-    placed = replace(snapshot, workers=tuple(replace(w, reserved_prefill_tokens=40 * (w.worker_id == "p0")) for w in snapshot.workers))
+    placed = replace(
+        snapshot,
+        workers=tuple(replace(w, reserved_prefill_tokens=40 * (w.worker_id == "p0")) for w in snapshot.workers),
+    )
     assert ids(choose(POLICIES["least_loaded"], query(), placed)) == ("p1", "d")
 
 
@@ -154,9 +171,13 @@ def test_an_answer_that_has_begun_goes_on_with_the_same_weights(policy: Policy) 
     old, new = worker_report("w0"), worker_report("w1")
     new = replace(new, layout=replace(new.layout, model_fingerprint="other weights"))
     for report, name in ((old, "w0"), (new, "w1")):
-        answer = policy(query(attempt=1, model_fingerprint=report.layout.model_fingerprint), cluster(old, new), Turn(number=0, seed=0))
+        answer = policy(
+            query(attempt=1, model_fingerprint=report.layout.model_fingerprint),
+            cluster(old, new),
+            PolicyContext(number=0, seed=0),
+        )
         assert isinstance(answer, Choice)
         assert [w.worker_id for w in (answer.prefill, answer.decode) if w] == [name]
-    gone = policy(query(attempt=1, model_fingerprint="third"), cluster(old, new), Turn(number=0, seed=0))
+    gone = policy(query(attempt=1, model_fingerprint="third"), cluster(old, new), PolicyContext(number=0, seed=0))
     assert isinstance(gone, Rejection)
     assert gone.reason is Reason.NO_WORKERS

@@ -6,23 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.costs import StepCostModel, StepWork
-from baton.engine.stall_free import StepBeside
-from baton.scheduler.columns import columns_of
-from baton.scheduler.predict import mixed_step_s, prefill_s
+from baton.core.step_cost import StepCostModel, StepWork
+from baton.engine.scheduling.step_budget import MixedStep
+from baton.scheduler.prediction.predict import mixed_step_s, prefill_s
+from baton.scheduler.state.worker_table import worker_table_of
 from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
 
 CHUNK, BLOCK = 512, 16
 
 
 def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCostModel) -> list[float]:
-    """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these contexts."""
+    """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these
+    contexts."""
     done, took_s = 0, []
     while done < num_tokens:
         left = num_tokens - done
         most = CHUNK - len(contexts)
         if contexts:
-            most = StepBeside.of(costs, contexts, [(left, done)]).most_tokens(limit_s, done, at_most=most, at_least=BLOCK)
+            most = MixedStep.of(costs, contexts, [(left, done)]).most_tokens(
+                limit_s, done, at_most=most, at_least=BLOCK
+            )
         part = min(left, most)
         took_s.append(costs.step_seconds(StepWork.of([(part, done)], contexts)))
         done += part
@@ -40,7 +43,7 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
     num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
 ) -> None:
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
-    row = columns_of(seen(costed("d", "decode", promised_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
+    row = worker_table_of(seen(costed("d", "decode", slo_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, limit_s, costs)
     assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
     assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
@@ -49,6 +52,9 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
 def test_those_that_will_join_count_and_a_prefill_workers_queue_does_not() -> None:
     """A prompt that waits at a prefill worker never decodes there."""
     d, p = costed("d", "decode", **decoding(1)), costed("p", "prefill", **queued(3000, 5))
-    alone, crowded = columns_of(seen(d)).row(0), columns_of(seen(costed("d", "decode", waiting_seqs=20, **decoding(1)))).row(0)
+    alone, crowded = (
+        worker_table_of(seen(d)).row(0),
+        worker_table_of(seen(costed("d", "decode", waiting_seqs=20, **decoding(1)))).row(0),
+    )
     assert crowded.share_s > 2 * alone.share_s, "beside more that decode a step may take longer"
-    assert columns_of(seen(p)).row(0).share_s == float("inf")
+    assert worker_table_of(seen(p)).row(0).share_s == float("inf")

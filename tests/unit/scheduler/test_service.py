@@ -1,4 +1,5 @@
-"""One scheduler over in-process streams: it joins, loses and warms workers, counts what it places, and remembers why."""
+"""One scheduler over in-process streams: it joins, loses and warms workers, counts what it places, and
+remembers why."""
 
 import asyncio
 import os
@@ -8,17 +9,13 @@ from contextlib import suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.cluster import (
-    Command,
-    CommandKind,
-    Placement,
-    Rejection,
-    WorkerState,
-)
+from baton.core.cluster.placement import Placement, Rejection
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason, StreamBroken
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.explain import MAX_RECORDS
-from baton.store.memory import MemoryDecisionStore
+from baton.scheduler.decisions.explain import MAX_RECORDS
+from baton.store.memory.memory_stores import MemoryDecisionStore
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.costed import costed
 from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle, told
@@ -63,7 +60,10 @@ async def test_a_decision_knows_what_the_one_right_before_it_has_entailed() -> N
     prompt = tuple(bytes([i]) * 16 for i in range(4))
     async with a_scheduler("prefix_aware") as (scheduler, network):
         await join(network, costed("w0", "hybrid"))
-        placed = [await scheduler.place(query(request_id=name, num_prompt_tokens=64, block_hashes=prompt)) for name in (b"a", b"b")]
+        placed = [
+            await scheduler.place(query(request_id=name, num_prompt_tokens=64, block_hashes=prompt))
+            for name in (b"a", b"b")
+        ]
         seen = [p.decode_overlap_blocks for p in placed if isinstance(p, Placement)]
         assert seen == [0, 3], "nothing was waited for in between; the last token is always computed"
         assert [len(await scheduler.explain(name)) for name in (b"a", b"b")] == [1, 1]
@@ -121,16 +121,16 @@ async def test_a_worker_that_says_nothing_any_more_is_dropped() -> None:
 
 async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
     async with a_scheduler(silence_s=0.5) as (_, network):
-        streams = [await join(network, worker_report(name, "decode", worn_out=True)) for name in ("d0", "d1")]
+        streams = [await join(network, worker_report(name, "decode", needs_replacement=True)) for name in ("d0", "d1")]
         began_s = asyncio.get_running_loop().time()
         heard = asyncio.create_task(told(streams[0]))
         report_seq = 1
         while not heard.done():
             report_seq += 1
             for name, stream in zip(("d0", "d1"), streams, strict=True):
-                stream.send(worker_report(name, "decode", report_seq=report_seq, worn_out=True))
+                stream.send(worker_report(name, "decode", report_seq=report_seq, needs_replacement=True))
             await asyncio.sleep(0.05)
-        assert heard.result() == Command(kind=CommandKind.LEAVE)
+        assert heard.result() == WorkerCommand(kind=CommandKind.LEAVE)
         assert asyncio.get_running_loop().time() - began_s >= 0.5  # any scheduler would have heard of both
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(told(streams[1]), 0.01)
@@ -140,9 +140,9 @@ async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> 
     async with a_scheduler() as (scheduler, network):
         stream = await join(network, worker_report("w0", state=WorkerState.READY))
         assert await scheduler.drain("w0")
-        assert await scheduler.drain("w0", node_leaves=True)
-        assert await told(stream) == Command(kind=CommandKind.DRAIN)
-        assert await told(stream) == Command(kind=CommandKind.DRAIN, node_leaves=True)
+        assert await scheduler.drain("w0", node_shutting_down=True)
+        assert await told(stream) == WorkerCommand(kind=CommandKind.DRAIN)
+        assert await told(stream) == WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True)
         assert not await scheduler.drain("w9")
 
 
@@ -213,7 +213,7 @@ async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.Monk
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("baton.scheduler.following.KvEventFollowing.run", broken)
+    monkeypatch.setattr("baton.scheduler.state.kv_event_reader.KvEventFollowing.run", broken)
     async with a_scheduler() as (scheduler, _):
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(scheduler.failed, 5)
@@ -227,7 +227,10 @@ async def test_replicas_that_have_heard_the_same_answer_alike() -> None:
         async with a_scheduler(policy="kv_centric", max_waiting_seqs=64) as (scheduler, network):
             for name, role, seqs in loads:
                 await join(network, worker_report(name, role, running_seqs=seqs, **roomy))
-            placed = [await scheduler.place(query(request_id=b"%d" % number, num_prompt_tokens=50 * number + 1)) for number in range(20)]
+            placed = [
+                await scheduler.place(query(request_id=b"%d" % number, num_prompt_tokens=50 * number + 1))
+                for number in range(20)
+            ]
             answers.append([(p.prefill, p.decode) for p in placed if isinstance(p, Placement)])
     assert answers[0] == answers[1]
     assert len(answers[0]) == 20
@@ -247,13 +250,19 @@ async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> No
             asked = query(request_id=b"r%d" % number, num_prompt_tokens=100, block_hashes=hashes)
             placed = await scheduler.place(asked)
             assert isinstance(placed, Placement)
-            actuals = RequestActuals(decision_id=placed.decision_id, outcome="finished", ttft_s=0.5, num_cached_tokens=48 * number)
+            actuals = RequestActuals(
+                decision_id=placed.decision_id, outcome="finished", ttft_s=0.5, num_cached_tokens=48 * number
+            )
             await scheduler.finished(actuals)
             lost = await scheduler.place(query(request_id=b"lost%d" % number, num_prompt_tokens=100))
             assert isinstance(lost, Placement)
             await scheduler.finished(RequestActuals(decision_id=lost.decision_id, outcome="worker_lost"))
             found = {kind: registry.get_sample_value("baton_prefix_hit_tokens_total", {"kind": kind}) for kind in KINDS}
-        assert found == {"asked": 200, "predicted": 96, "actual": 48}  # the second was expected to find what the first has computed
+        assert found == {
+            "asked": 200,
+            "predicted": 96,
+            "actual": 48,
+        }  # the second was expected to find what the first has computed
 
 
 async def test_a_worker_that_is_gone_is_not_told_apart_any_more() -> None:

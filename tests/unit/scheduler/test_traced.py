@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.cluster import Placement, Rejection, StillWaiting
+from baton.core.cluster.placement import Placement, Rejection, StillWaiting
 from baton.core.errors import Reason, Refused
-from baton.scheduler.service import Scheduler
-from baton.scheduler.traced import TracedScheduler
+from baton.scheduler.decisions.scheduler_spans import TracedScheduler
+from baton.scheduler.scheduler_service import Scheduler
 from tests import builders
 from tests.recorded_spans import RecordedTracing
 from tests.unit.scheduler.costed import costed, queued

@@ -2,25 +2,30 @@
 
 from typing import Any
 
-from baton.core.cluster import Placement
-from baton.core.costs import attended_tokens
+from baton.core.cluster.placement import Placement
 from baton.core.ids import DecisionId
-from baton.core.jobs import PrefixSource
+from baton.core.messages.jobs import PrefixSource
 from baton.core.request import Slo
-from baton.scheduler import view as view_module
-from baton.scheduler.view import ClusterView
+from baton.core.step_cost import attended_tokens
+from baton.scheduler.state import cluster_state as view_module
+from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import layout, query, worker_ref, worker_report
 
 
-def a_view() -> ClusterView:
-    view = ClusterView(silence_s=1.0, reservation_s=5.0)
+def a_view() -> ClusterState:
+    view = ClusterState(silence_s=1.0, reservation_s=5.0)
     view.take_report(worker_report("p", "prefill"), 0.0)
     view.take_report(worker_report("d", "decode"), 0.0)
     return view
 
 
 def placement(decision_id: str = "1", **changes: Any) -> Placement:
-    fields: dict[str, Any] = {"scheduler_id": "s", "policy": "least_loaded", "prefill": worker_ref("p"), "decode": worker_ref("d")}
+    fields: dict[str, Any] = {
+        "scheduler_id": "s",
+        "policy": "least_loaded",
+        "prefill": worker_ref("p"),
+        "decode": worker_ref("d"),
+    }
     return Placement(decision_id=DecisionId(decision_id), **(fields | changes))
 
 
@@ -85,8 +90,14 @@ def test_only_what_must_be_computed_and_read_is_reserved() -> None:
     d, p = view.snapshot(0.0).workers
     assert (p.reserved_prefill_tokens, p.reserved_attended_tokens) == (12, attended_tokens(12, 28))
     assert (p.reserved_link_bytes, p.reserved_context_tokens) == ({"d": 5 * block_bytes}, 0)
-    assert (d.reserved_link_bytes, d.reserved_context_tokens, d.reserved_prefill_tokens) == ({"p": 4 * block_bytes}, 80, 0)
-    view.reserve(DecisionId("2"), query(num_prompt_tokens=40), placement("2", prefill=None, decode_overlap_blocks=6), 0.0)
+    assert (d.reserved_link_bytes, d.reserved_context_tokens, d.reserved_prefill_tokens) == (
+        {"p": 4 * block_bytes},
+        80,
+        0,
+    )
+    view.reserve(
+        DecisionId("2"), query(num_prompt_tokens=40), placement("2", prefill=None, decode_overlap_blocks=6), 0.0
+    )
     d = view.snapshot(0.0).workers[0]
     assert (d.reserved_prefill_tokens, d.reserved_link_bytes) == (16, {"p": 4 * block_bytes})
     for decision_id in ("1", "2"):
@@ -109,7 +120,7 @@ def test_the_strictest_promise_stands_until_its_request_has_ended() -> None:
 
 
 def test_a_promise_ends_with_its_deadline_at_the_latest() -> None:
-    view = ClusterView(silence_s=1e9, reservation_s=5.0)
+    view = ClusterState(silence_s=1e9, reservation_s=5.0)
     view.take_report(worker_report("d", "decode"), 0.0)
     view.reserve(DecisionId("1"), query(slo=Slo(tpot_s=0.03), deadline_s=60.0), placement(prefill=None), 0.0)
     assert view.snapshot(59.0).workers[0].tpot_slo_s == 0.03

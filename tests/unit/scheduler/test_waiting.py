@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Reason
 from baton.core.request import Slo
-from baton.scheduler.waiting import Waiting, WaitingQueue, displaced, overdue
+from baton.scheduler.admission.waiting_queue import Waiting, WaitingQueue, displaced, overdue
 from tests.builders import query
 
 
@@ -50,7 +50,11 @@ def test_an_slo_is_due_before_the_deadline_but_not_for_a_later_attempt() -> None
 
 
 def test_a_lower_priority_number_goes_before_any_deadline() -> None:
-    assert order(queue_of(asked(within_s=1, priority=3), asked(within_s=99, priority=-1), asked(within_s=50))) == [1, 2, 0]
+    assert order(queue_of(asked(within_s=1, priority=3), asked(within_s=99, priority=-1), asked(within_s=50))) == [
+        1,
+        2,
+        0,
+    ]
 
 
 def test_tenants_take_turns_whoever_came_first() -> None:
@@ -112,15 +116,26 @@ def test_who_comes_before_a_new_request() -> None:
     """Of its tenant who is due earlier; of another, one a turn; of a lower priority number, all."""
     rush = [asked("rush", within_s=60.0 + i) for i in range(60)]
     queue = queue_of(
-        *rush, asked("calm", within_s=3.0), asked("calm", within_s=90.0), asked("first", priority=-1), asked("last", priority=9)
+        *rush,
+        asked("calm", within_s=3.0),
+        asked("calm", within_s=90.0),
+        asked("first", priority=-1),
+        asked("last", priority=9),
     )
     assert sorted(queue.before(query(tenant="calm", deadline_s=5.0), 0.0)) == [0, 1, 60, 62]
     assert list(queue.before(query(tenant="calm", deadline_s=5.0, priority=-1), 0.0)) == [62]
-    assert len(list(queue.before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, "two of its own, two turns of calm's"
+    assert len(list(queue.before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, (
+        "two of its own, two turns of calm's"
+    )
 
 
 def test_who_is_due_soonest_whosever_turn_it_is() -> None:
-    queue = queue_of(asked("a", within_s=5.0), asked("a", within_s=1.0), asked("b", within_s=3.0), asked("c", within_s=9.0, priority=-1))
+    queue = queue_of(
+        asked("a", within_s=5.0),
+        asked("a", within_s=1.0),
+        asked("b", within_s=3.0),
+        asked("c", within_s=9.0, priority=-1),
+    )
     assert [each.handle for each in queue.soonest(3)] == [3, 1, 2]
     queue.take(queue.soonest(2)[1])
     assert sorted(order(queue)) == [0, 2, 3]

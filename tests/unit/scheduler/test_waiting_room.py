@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.cluster import (
-    Placement,
-    PlacementQuery,
-    Rejection,
-    StillWaiting,
-)
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Reason, Refused
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.admission import Admission
-from baton.scheduler.waiting_room import DECISIONS_A_LOOK, MustWait, WaitingRoom
+from baton.scheduler.admission.admission_queue import DECISIONS_A_LOOK, AdmissionQueue, MustWait
+from baton.scheduler.admission.slo_admission import AdmissionMode
 from tests.builders import blocks, query, worker_report
 from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle
 from tests.unit.worker.virtual import virtual
@@ -78,7 +73,10 @@ async def test_a_later_attempt_does_not_wait_and_a_new_request_does_not_overtake
 
 
 async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with_its_reason() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=Admission.PREDICTIVE) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=AdmissionMode.PREDICTIVE) as (
+        scheduler,
+        network,
+    ):
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         hasty = asyncio.create_task(scheduler.place(query(request_id=b"b", slo=Slo(ttft_s=0.3), answer_within_s=60.0)))
@@ -140,7 +138,9 @@ async def test_a_bug_of_ours_costs_one_request_and_not_those_behind_it(monkeypat
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
-        first, second = (asyncio.create_task(scheduler.place(query(request_id=name, answer_within_s=60.0))) for name in (b"b", b"c"))
+        first, second = (
+            asyncio.create_task(scheduler.place(query(request_id=name, answer_within_s=60.0))) for name in (b"b", b"c")
+        )
         await asyncio.sleep(0.05)
         decide = scheduler._decide
 
@@ -180,7 +180,9 @@ async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while
     roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
     async with a_scheduler(max_waiting_seqs=100, max_waiting=100) as (scheduler, network):
         await join(network, worker_report("w0", **roomy))
-        large = asyncio.create_task(scheduler.place(query(request_id=b"large", num_prompt_tokens=300, answer_within_s=60.0)))
+        large = asyncio.create_task(
+            scheduler.place(query(request_id=b"large", num_prompt_tokens=300, answer_within_s=60.0))
+        )
         await settle()
         assert not large.done()
         small = query(request_id=b"small", num_prompt_tokens=8, answer_within_s=60.0)
@@ -191,7 +193,8 @@ async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while
 @pytest.mark.parametrize("could_go", [False, True])
 @virtual
 async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
-    """However many wait, one look costs a few decisions; and one follows the other while there is somebody who can go."""
+    """However many wait, one look costs a few decisions; and one follows the other while there is somebody
+    who can go."""
     decided_at_s: list[float] = []
     loop = asyncio.get_running_loop()
 
@@ -201,8 +204,13 @@ async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
             return MustWait.THIS
         return Rejection(reason=Reason.TTFT_SLO, message="", retry_after_s=1.0)
 
-    room = WaitingRoom(
-        max_waiting=100, keeps_slos=True, decide=decide, refuse=lambda *_: None, abandon=lambda _: None, on_size=lambda _: None
+    room = AdmissionQueue(
+        max_waiting=100,
+        keeps_slos=True,
+        decide=decide,
+        refuse=lambda *_: None,
+        abandon=lambda _: None,
+        on_size=lambda _: None,
     )
     running = asyncio.create_task(room.run())
     for number in range(30):

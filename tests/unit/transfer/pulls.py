@@ -42,8 +42,10 @@ async def pull_all(r: Rig, text: str = "a", num_tokens: int = 18, request: int =
     job, _blocks = r.prefill(text, num_tokens, request)
     pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
     await pull.first_ready()
-    landing = r.land(pull, -(-num_tokens // 4))
+    receiving = r.mark_received(pull, -(-num_tokens // 4))
     result = await pull.done()
-    assert result.num_blocks == len(landing)
-    assert [r.reader.contents[landing[i]] for i in range(len(landing))] == [f"{text}:{i}" for i in range(len(landing))]
-    r.let_go(landing)
+    assert result.num_blocks == len(receiving)
+    assert [r.reader.contents[receiving[i]] for i in range(len(receiving))] == [
+        f"{text}:{i}" for i in range(len(receiving))
+    ]
+    r.let_go(receiving)

@@ -1,4 +1,5 @@
-"""An owner and a reader in one process, under virtual time, over memories and a backend that a test can stop, tear and corrupt."""
+"""An owner and a reader in one process, under virtual time, over memories and a backend that a test can stop,
+tear and corrupt."""
 
 import asyncio
 from collections import defaultdict
@@ -8,21 +9,21 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from baton.core.apis import Duplex
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import LayoutMismatch, Reason
 from baton.core.ids import JobId, ReadId, WorkerRef
-from baton.core.kv_layout import KvLayout, KvMemory
-from baton.core.peer import FirstToken, OwnerMessage, ReaderMessage
-from baton.engine.block_pool import BlockPool
-from baton.runtime.in_process import InProcessNetwork
-from baton.transfer.backend import KvDescriptor, LifeEntry, ReadState
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
-from baton.transfer.owner_service import OwnerService
-from baton.transfer.peer_reads import ReaderTimes
-from baton.transfer.puller import Pull
-from baton.transfer.read_table import ReadTable
-from baton.transfer.reader import KvReader
+from baton.core.interfaces import Duplex
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import FirstToken, OwnerMessage, ReaderMessage
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.runtime.network.in_process_network import InProcessNetwork
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.transfer.owner.owner_service import OwnerService
+from baton.transfer.reader.kv_reader import KvReader
+from baton.transfer.reader.peer_reads import ReaderTimes
+from baton.transfer.reader.pull import Pull
 from tests import builders
 
 NUM_BLOCKS = 64
@@ -39,17 +40,18 @@ EMPTY = ""
 
 @dataclass
 class Fabric:
-    """What lies in whose blocks, which of them were offered, and how reads behave. `stuck`: reads of blocks do not end while it is set;
-    `stuck_lives` the same for entries; `failing`: reads end FAILED; `torn`: called half way through each read of blocks."""
+    """What lies in whose blocks, which of them were offered, and how reads behave. `stuck`: reads of blocks
+    do not end while it is set; `stuck_lives` the same for entries; `failing`: reads end FAILED; `torn`:
+    called half way through each read of blocks."""
 
     blocks: dict[str, list[str]] = field(default_factory=dict)
     offered: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    tables: dict[str, MemoryLifeTable] = field(default_factory=dict)
+    tables: dict[str, MemoryGenerationTable] = field(default_factory=dict)
     stuck: asyncio.Event = field(default_factory=asyncio.Event)
     stuck_lives: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
     torn: Callable[[], None] | None = None
-    flip: Callable[[LifeEntry], LifeEntry] = lambda entry: entry
+    flip: Callable[[GenerationEntry], GenerationEntry] = lambda entry: entry
     reads: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     probes: int = 0
     running: int = 0
@@ -62,11 +64,20 @@ class Fabric:
 
 
 class FakeBackend:
-    """Implements `TransferBackend` over a Fabric: the read of a block takes what is there when the read ends."""
+    """Implements `TransferBackend` over a Fabric: the read of a block takes what is there when the read
+    ends."""
 
     max_probe_blocks = 1
 
-    def __init__(self, fabric: Fabric, worker: WorkerRef, layout: KvLayout, table: MemoryLifeTable, *, two_sided: bool = False) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        worker: WorkerRef,
+        layout: KvLayout,
+        table: MemoryGenerationTable,
+        *,
+        two_sided: bool = False,
+    ) -> None:
         self.two_sided = two_sided
         self._fabric, self._layout, self._worker = fabric, layout, worker
         self._reads = ReadTable()
@@ -84,8 +95,8 @@ class FakeBackend:
             base_address=0,
             block_stride_bytes=layout.block_bytes,
             num_blocks=NUM_BLOCKS,
-            life_table_address=0,
-            life_entry_bytes=ENTRY_BYTES,
+            generation_table_address=0,
+            generation_entry_bytes=ENTRY_BYTES,
         )
 
     @property
@@ -112,7 +123,9 @@ class FakeBackend:
         self.expected.append((read_id, reader.worker_id, tuple(block_ids)))
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
-        assert set(source.block_ids) <= self._fabric.offered[source.memory.owner.worker_id], "told of before it was offered"
+        assert set(source.block_ids) <= self._fabric.offered[source.memory.owner.worker_id], (
+            "told of before it was offered"
+        )
         self._fabric.reads.append((source.block_ids, tuple(block_ids)))
         self._start(read_id, self._copy(read_id, source, tuple(block_ids)))
 
@@ -120,8 +133,8 @@ class FakeBackend:
         self._fabric.probes += 1
         self._start(read_id, self._copy(read_id, source, None))
 
-    def start_read_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
-        self._start(read_id, self._copy_lives(read_id, source))
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+        self._start(read_id, self._copy_generations(read_id, source))
 
     def poll(self, read_id: ReadId) -> ReadState:
         return self._reads.poll(read_id)
@@ -129,8 +142,8 @@ class FakeBackend:
     async def wait(self, read_id: ReadId) -> ReadState:
         return await self._reads.wait(read_id)
 
-    def lives(self, read_id: ReadId) -> tuple[LifeEntry, ...]:
-        return self._reads.lives(read_id)
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return self._reads.generations(read_id)
 
     def release(self, read_id: ReadId) -> None:
         self._reads.release(read_id)
@@ -164,7 +177,7 @@ class FakeBackend:
                 ours[own_block] = theirs[source_block]
         self._reads.end(read_id, ReadState.FAILED if fabric.failing else ReadState.DONE)
 
-    async def _copy_lives(self, read_id: ReadId, source: KvDescriptor) -> None:
+    async def _copy_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         await self._fabric.stuck_lives.wait()
         await asyncio.sleep(READ_S / 10)
         table = self._fabric.tables[source.memory.owner.worker_id]
@@ -181,10 +194,12 @@ class Observed:
     given_up: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
 
-    def pull_ended(self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float) -> None:
+    def pull_ended(
+        self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
+    ) -> None:
         self.ended.append(reason)
 
-    def proof_failed(self, owner: WorkerRef, what: str) -> None:
+    def validation_failed(self, owner: WorkerRef, what: str) -> None:
         self.disproved.append(what)
 
     def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
@@ -229,7 +244,8 @@ class Host:
 
 
 class PeerEnd:
-    """The part of a WorkerService that peers call. `silent` swallows streams; `cut` breaks those that are open."""
+    """The part of a WorkerService that peers call. `silent` swallows streams; `cut` breaks those that are
+    open."""
 
     def __init__(self, service: OwnerService) -> None:
         self.service = service
@@ -268,17 +284,17 @@ class Rig:
         self.owner.pool.unref(block_ids)  # the sequence is over; the transfer has its pins
         return job, block_ids
 
-    def land(self, pull: Pull, num_blocks: int, have_blocks: int = 0) -> dict[int, int]:
-        """Give a pull landing blocks for the rest of `num_blocks`; returns them by index."""
-        landing = self.reader.pool.allocate_landing(num_blocks - have_blocks)
-        assert landing is not None
-        by_index = dict(enumerate(landing, have_blocks))
-        pull.land_into(by_index, have_blocks)
+    def mark_received(self, pull: Pull, num_blocks: int, have_blocks: int = 0) -> dict[int, int]:
+        """Give a pull receiving blocks for the rest of `num_blocks`; returns them by index."""
+        receiving = self.reader.pool.allocate_receiving(num_blocks - have_blocks)
+        assert receiving is not None
+        by_index = dict(enumerate(receiving, have_blocks))
+        pull.receive_into(by_index, have_blocks)
         return by_index
 
-    def let_go(self, landing: dict[int, int]) -> None:
+    def let_go(self, receiving: dict[int, int]) -> None:
         """The reader's sequence is over."""
-        self.reader.pool.unref(list(landing.values()))
+        self.reader.pool.unref(list(receiving.values()))
 
     def check_nothing_leaks(self) -> None:
         for host in (self.owner, self.reader):
@@ -294,7 +310,7 @@ class Rig:
 
 
 def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
-    table = MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
+    table = MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
     backend = FakeBackend(fabric, worker, builders.layout(), table, two_sided=two_sided)
     pool = BlockPool(NUM_BLOCKS, builders.BLOCK_SIZE_TOKENS, table)
     return Host(worker=worker, backend=backend, pool=pool, contents=fabric.blocks[worker.worker_id])
@@ -302,7 +318,9 @@ def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
 
 def owner_service(of: Host, **changes: Any) -> OwnerService:
     settings: dict[str, Any] = {"lease_s": LEASE_S, "claim_s": CLAIM_S, "early_s": EARLY_S, "layout": builders.layout()}
-    return OwnerService(worker=of.worker, backend=of.backend, pins=of.pool, lookup=of.pool.lookup, **(settings | changes))
+    return OwnerService(
+        worker=of.worker, backend=of.backend, pins=of.pool, lookup=of.pool.lookup, **(settings | changes)
+    )
 
 
 def times(**changes: float) -> ReaderTimes:

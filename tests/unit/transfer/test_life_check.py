@@ -1,4 +1,5 @@
-"""The named negative tests: nothing but the life table saves these pulls, so each must fail without it, and is shown to."""
+"""The named negative tests: nothing but the generation table saves these pulls, so each must fail without it,
+and is shown to."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Reason, Refused
-from baton.core.peer import FirstToken
+from baton.core.messages.peer_messages import FirstToken
 from baton.sim import virtual_time
-from baton.transfer import slice_reader
-from baton.transfer.backend import LifeEntry
-from baton.transfer.proof import AnnouncedBlock
+from baton.transfer.backend import GenerationEntry
+from baton.transfer.integrity.validate_read import AnnouncedBlock
+from baton.transfer.reader import slice_reader
 from tests import builders
 from tests.unit.transfer import rig as rigs
 from tests.unit.transfer.rig import OWNER, READER, Rig, rig
@@ -26,7 +27,8 @@ def fault(scenario: Callable[[Rig], None]) -> Callable[[Rig], None]:
 
 @fault
 def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
-    """The request is cancelled at P, whose Lost finds no stream; by P's clock, which runs ahead of D's, the lease then ends."""
+    """The request is cancelled at P, whose Lost finds no stream; by P's clock, which runs ahead of D's, the
+    lease then ends."""
     r.cut()
     r.service.lost(builders.job_id(), Reason.CANCELLED)
     r.service.owner.expire(asyncio.get_running_loop().time() + rigs.LEASE_S)
@@ -35,14 +37,15 @@ def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
 
 @fault
 def p_stopped_for_three_leases_then_memory_pressure(r: Rig) -> None:
-    """P comes back after three leases, its reaper runs before the renewals that wait for it; D's host was paused as long, so D's clock has
-    not moved."""
+    """P comes back after three leases, its reaper runs before the renewals that wait for it; D's host was
+    paused as long, so D's clock has not moved."""
     r.service.owner.expire(asyncio.get_running_loop().time() + 3 * rigs.LEASE_S)
     r.owner.reuse_everything_free("other")
 
 
 async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
-    """Pull five blocks, with the fault half way through the read of the second. Returns what became visible under another's hash."""
+    """Pull five blocks, with the fault half way through the read of the second. Returns what became visible
+    under another's hash."""
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, hashes = builders.job_id(), r.hashes("a", 4)
@@ -52,7 +55,7 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
         r.service.announce(job, 16)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=hashes)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
 
         def strike() -> None:
             if len(r.fabric.reads) == 2:
@@ -72,10 +75,10 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
         right = {block_hash: f"a:{index}" for index, block_hash in enumerate(hashes)}
         visible = {
             r.reader.contents[b]
-            for b in landing.values()
+            for b in receiving.values()
             if r.reader.pool.hash_of(b) in right and r.reader.contents[b] != right[r.reader.pool.hash_of(b)]
         }
-        r.let_go(landing)
+        r.let_go(receiving)
         return visible
 
 
@@ -87,39 +90,42 @@ def test_the_life_check_keeps_reused_blocks_out(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter-proof: the scenarios really do what they say."""
-    monkeypatch.setattr(slice_reader, "disproof", lambda announced, entries, epoch: None)
+    monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("blind_to", ["life", "hash"])
+@pytest.mark.parametrize("blind_to", ["generation", "hash"])
 def test_either_half_of_an_entry_is_enough_here(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is written again has a new life, and no hash until it is full."""
 
-    real = slice_reader.disproof
+    real = slice_reader.mismatch
 
-    def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[LifeEntry], epoch: int) -> str | None:
+    def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEntry], epoch: int) -> str | None:
         """As if that field had always been what was announced."""
         told = [
-            replace(entry, life=block.life) if blind_to == "life" else replace(entry, block_hash=block.block_hash)
+            replace(entry, generation=block.generation)
+            if blind_to == "generation"
+            else replace(entry, block_hash=block.block_hash)
             for block, entry in zip(announced, entries, strict=True)
         ]
         return real(announced, told, epoch)
 
-    monkeypatch.setattr(slice_reader, "disproof", half_blind)
+    monkeypatch.setattr(slice_reader, "mismatch", half_blind)
     assert virtual_time.run(pull_under(FAULTS[name])) == set()
 
 
 async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """P really stopped, by D's clock, too: reads of it hang, nothing is answered for three leases, then it comes back."""
+    """P really stopped, by D's clock, too: reads of it hang, nothing is answered for three leases, then it
+    comes back."""
     if not prove:
-        monkeypatch.setattr(slice_reader, "disproof", lambda announced, entries, epoch: None)
+        monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         r.fabric.stuck.clear()
         r.network.remove(OWNER.address)
         await asyncio.sleep(3 * rigs.LEASE_S)
@@ -127,7 +133,7 @@ async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[
         r.owner.reuse_everything_free("other")
         with pytest.raises(Refused):
             await pull.done()
-        r.let_go(landing)
+        r.let_go(receiving)
         r.reader.reuse_everything_free("canary")
         r.fabric.stuck.set()
         await asyncio.sleep(0.1)
@@ -140,5 +146,6 @@ async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[
 
 @pytest.mark.parametrize("prove", [True, False])
 def test_a_late_write_hits_no_block_in_use(prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here quarantine and lease are enough, life check or not: the canary over all reused memory stays whole."""
+    """Here quarantine and lease are enough, life check or not: the canary over all reused memory stays
+    whole."""
     assert virtual_time.run(stopped_owner(prove=prove, monkeypatch=monkeypatch)) == set()

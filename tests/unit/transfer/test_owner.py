@@ -8,11 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.errors import Reason
 from baton.core.ids import TransferId, WorkerRef
-from baton.core.peer import Abandon, FirstToken, Follow, HashRange, KvReady, Lost, OwnerMessage, Release, Renew, Renewed
-from baton.transfer.owner import KvOwner
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.messages.peer_messages import (
+    Abandon,
+    FirstToken,
+    Follow,
+    HashRange,
+    KvReady,
+    Lost,
+    OwnerMessage,
+    Release,
+    Renew,
+    Renewed,
+)
+from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
 from tests.unit.transfer.rig import CLAIM_S, EARLY_S, LEASE_S, READER
 
@@ -26,7 +37,7 @@ class Pins:
     """A PinPool that counts, and that gives a block another life when told to."""
 
     pinned: Counter[int] = field(default_factory=Counter)
-    lives: Counter[int] = field(default_factory=Counter)
+    generations: Counter[int] = field(default_factory=Counter)
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)
@@ -36,8 +47,8 @@ class Pins:
             assert self.pinned[block_id] > 0, f"block {block_id} is unpinned twice"
             self.pinned[block_id] -= 1
 
-    def life(self, block_id: int) -> int:
-        return self.lives[block_id]
+    def generation(self, block_id: int) -> int:
+        return self.generations[block_id]
 
     @property
     def held(self) -> list[int]:
@@ -76,9 +87,14 @@ class Rig:
         if final:
             self.owner.announce(job, 18, now_s, final=True, first_tokens=[FirstToken(sample_index=0, token_id=3)])
 
-    def follow(self, now_s: float = 0.0, *, transfer: int = 1, request: int = 0, have: int = 0, resume: int = 0, **more: object) -> None:
+    def follow(
+        self, now_s: float = 0.0, *, transfer: int = 1, request: int = 0, have: int = 0, resume: int = 0, **more: object
+    ) -> None:
         message = Follow(
-            transfer_id=TransferId(transfer), subject=builders.job_id(request), have_blocks=have, resume_from_block=max(have, resume)
+            transfer_id=TransferId(transfer),
+            subject=builders.job_id(request),
+            have_blocks=have,
+            resume_from_block=max(have, resume),
         )
         self.owner.follow(READER, replace(message, **more), self.stream, now_s)
 
@@ -97,13 +113,13 @@ def test_the_blocks_of_a_job_are_pinned_from_allocation_to_release() -> None:
         transfer_id=TransferId(1),
         first_block_index=0,
         block_ids=tuple(TABLE),
-        lives=(0,) * 5,
+        generations=(0,) * 5,
         hashes=(*HASHES, NO_HASH),
         num_computed_tokens=18,
         final=True,
         first_tokens=(FirstToken(sample_index=0, token_id=3),),
     )
-    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.6)
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.6)
     assert r.pins.held == []
     assert r.owner.open_leases == 0
 
@@ -233,7 +249,7 @@ def test_one_lease_renewed_for_ever_hides_no_other(count: int) -> None:
 
 def test_an_unknown_id_is_refused() -> None:
     r = Rig()
-    r.owner.release(READER, Release(transfer_id=TransferId(77), outcome="landed"), 0.0)
+    r.owner.release(READER, Release(transfer_id=TransferId(77), outcome="received"), 0.0)
     assert r.owner.counts.dropped_notices == 1
     assert not r.owner.may_read(READER, TransferId(77), (10,))
     r.follow(0.0, transfer=77, request=9)
@@ -256,7 +272,7 @@ def test_a_consumed_transfer_is_refused() -> None:
     r = Rig()
     r.prefill()
     r.follow()
-    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.1)
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.1)
     r.take()
     r.follow(0.2)
     assert [type(m) for m in r.take()] == [Lost]
@@ -271,10 +287,10 @@ def test_a_reused_life_is_announced_as_what_it_is_now() -> None:
     r.prefill()
     r.follow()
     (before,) = r.take()
-    r.pins.lives[12] += 1  # whatever made it possible, the reader can tell
+    r.pins.generations[12] += 1  # whatever made it possible, the reader can tell
     r.follow(0.1)
     (after,) = r.take()
-    assert (before.lives[2], after.lives[2]) == (0, 1)
+    assert (before.generations[2], after.generations[2]) == (0, 1)
 
 
 def test_a_lease_that_is_over_is_refused() -> None:
@@ -288,7 +304,9 @@ def test_a_lease_that_is_over_is_refused() -> None:
     assert not r.owner.may_read(READER, TransferId(1), (10,))
 
 
-@pytest.mark.parametrize(("reader", "reason"), [(OTHER, Reason.WRONG_EPOCH), (replace(READER, worker_epoch=1), Reason.WRONG_EPOCH)])
+@pytest.mark.parametrize(
+    ("reader", "reason"), [(OTHER, Reason.WRONG_EPOCH), (replace(READER, worker_epoch=1), Reason.WRONG_EPOCH)]
+)
 def test_only_the_reader_of_the_job_may_follow_it(reader: WorkerRef, reason: Reason) -> None:
     r = Rig()
     r.prefill()
@@ -322,7 +340,7 @@ def test_a_consumed_prefix_is_not_born_again_by_a_late_follow() -> None:
     r = Rig()
     r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
     r.follow(0.0, subject=HashRange(hashes=HASHES))
-    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="landed"), 0.1)
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.1)
     r.take()
     r.follow(0.2, subject=HashRange(hashes=HASHES))
     assert [type(m) for m in r.take()] == [Lost]
@@ -337,19 +355,29 @@ def test_what_is_over_leaves_nothing_behind() -> None:
     r.owner.expire(LEASE_S)
     r.owner.expire(LEASE_S + EARLY_S)
     owner = r.owner
-    left = (owner._transfers, owner._tombstones, owner._early, owner._until, owner._early_until, owner._tombstones_until)
+    left = (
+        owner._transfers,
+        owner._tombstones,
+        owner._early,
+        owner._until,
+        owner._early_until,
+        owner._tombstones_until,
+    )
     assert [len(kept) for kept in left] == [0] * 6
     assert (owner._readers.open, owner._readers.ended) == ({}, {})
     assert owner.next_deadline_s is None
 
 
-NOTICES = st.sampled_from(["born", "allocated", "announce", "final", "lost", "follow", "resume", "renew", "release", "abandon", "stream"])
+NOTICES = st.sampled_from(
+    ["born", "allocated", "announce", "final", "lost", "follow", "resume", "renew", "release", "abandon", "stream"]
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(NOTICES, st.integers(0, 2), st.floats(0, 1.5)), max_size=40))
 def test_notices_in_any_order_any_number_of_times_do_no_harm(notices: list[tuple[str, int, float]]) -> None:
-    """Duplicates, late ones and early ones: no exception, no pin given back twice, and nothing left once the leases are over."""
+    """Duplicates, late ones and early ones: no exception, no pin given back twice, and nothing left once the
+    leases are over."""
     r, now_s = Rig(), 0.0
     computing: set[int] = set()
     for notice, request, pause_s in notices:
@@ -377,7 +405,7 @@ def test_notices_in_any_order_any_number_of_times_do_no_harm(notices: list[tuple
             case "renew":
                 r.owner.renew(READER, Renew(renewal=1), r.stream, now_s)
             case "release":
-                r.owner.release(READER, Release(transfer_id=transfer, outcome="landed"), now_s)
+                r.owner.release(READER, Release(transfer_id=transfer, outcome="received"), now_s)
             case "abandon":
                 r.owner.release(READER, Abandon(transfer_id=transfer, blocks_in_doubt=1), now_s)
             case "stream":

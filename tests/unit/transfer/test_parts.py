@@ -1,4 +1,4 @@
-"""The small parts: deadlines that move, bandwidth, ranges, proof, life table, memory, what UCX says."""
+"""The small parts: deadlines that move, bandwidth, ranges, proof, generation table, memory, what UCX says."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import LayoutMismatch
-from baton.transfer import memory, ucx
-from baton.transfer.backend import LifeEntry
-from baton.transfer.bandwidth import Bandwidth
-from baton.transfer.leases import Deadlines
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable, decode_entries
-from baton.transfer.proof import AnnouncedBlock, disproof
-from baton.transfer.ranges import check_ids, runs
+from baton.transfer.backend import GenerationEntry
+from baton.transfer.backends import host_memory, ucx
+from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable, decode_entries
+from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
+from baton.transfer.owner.lease_deadlines import Deadlines
+from baton.transfer.reader.bandwidth import Bandwidth
 
 
 @given(st.lists(st.tuples(st.sampled_from(["set", "drop", "pop"]), st.integers(0, 5), st.integers(0, 50)), max_size=80))
@@ -97,37 +97,41 @@ def test_neighbours_are_one_run() -> None:
         check_ids([0, 8], 8, "own")
 
 
-BLOCK = AnnouncedBlock(index=0, block_id=3, life=5, block_hash=b"h" * 16)
-ENTRY = LifeEntry(life=5, block_hash=b"h" * 16, worker_epoch=9)
+BLOCK = AnnouncedBlock(index=0, block_id=3, generation=5, block_hash=b"h" * 16)
+ENTRY = GenerationEntry(generation=5, block_hash=b"h" * 16, worker_epoch=9)
 
 
 @pytest.mark.parametrize(
     ("entries", "what"),
     [
         ([ENTRY], None),
-        ([LifeEntry(life=6, block_hash=b"h" * 16, worker_epoch=9)], "life"),
-        ([LifeEntry(life=5, block_hash=bytes(16), worker_epoch=9)], "hash"),
-        ([LifeEntry(life=5, block_hash=b"h" * 16, worker_epoch=8)], "epoch"),
+        ([GenerationEntry(generation=6, block_hash=b"h" * 16, worker_epoch=9)], "generation"),
+        ([GenerationEntry(generation=5, block_hash=bytes(16), worker_epoch=9)], "hash"),
+        ([GenerationEntry(generation=5, block_hash=b"h" * 16, worker_epoch=8)], "epoch"),
         ([], "shape"),
         ([ENTRY, ENTRY], "shape"),
     ],
 )
-def test_a_proof_needs_every_field(entries: list[LifeEntry], what: str | None) -> None:
-    assert disproof([BLOCK], entries, 9) == what
+def test_a_proof_needs_every_field(entries: list[GenerationEntry], what: str | None) -> None:
+    assert mismatch([BLOCK], entries, 9) == what
 
 
 def test_the_life_table_is_what_peers_read() -> None:
     buffer = bytearray(4 * ENTRY_BYTES)
-    table = MemoryLifeTable(buffer, worker_epoch=2**64 - 1)
-    assert (table.begin_life(2), table.begin_life(2)) == (1, 2)
+    table = MemoryGenerationTable(buffer, worker_epoch=2**64 - 1)
+    assert (table.begin_generation(2), table.begin_generation(2)) == (1, 2)
     table.set_hash(2, b"x" * 16)
-    assert decode_entries(bytes(buffer))[2] == LifeEntry(life=2, block_hash=b"x" * 16, worker_epoch=2**64 - 1)
-    assert decode_entries(bytes(buffer))[0] == LifeEntry(life=0, block_hash=bytes(16), worker_epoch=2**64 - 1)
-    assert table.begin_life(2) == 3
+    assert decode_entries(bytes(buffer))[2] == GenerationEntry(
+        generation=2, block_hash=b"x" * 16, worker_epoch=2**64 - 1
+    )
+    assert decode_entries(bytes(buffer))[0] == GenerationEntry(
+        generation=0, block_hash=bytes(16), worker_epoch=2**64 - 1
+    )
+    assert table.begin_generation(2) == 3
     assert table.block_hash(2) == bytes(16)
     for block_id in (-1, 4):
         with pytest.raises(IndexError):
-            table.begin_life(block_id)
+            table.begin_generation(block_id)
     with pytest.raises(ValueError, match="16 bytes"):
         table.set_hash(0, b"short")
 
@@ -136,19 +140,19 @@ def test_the_life_table_is_what_peers_read() -> None:
 @pytest.mark.parametrize("memfd", [True, False])
 def test_shared_memory_is_seen_by_whoever_attaches_and_leaves_no_name(memfd: bool) -> None:
     names, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
-    ours = memory.allocate_shared(3, 5000, memfd=memfd)
-    theirs = memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
+    ours = host_memory.allocate_shared(3, 5000, memfd=memfd)
+    theirs = host_memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
     ours.kv[1] = 7
-    ours.life_table[33] = 9
+    ours.generation_table[33] = 9
     assert theirs.kv[1].tolist() == [7] * 5000
-    assert theirs.life_table[33] == 9
+    assert theirs.generation_table[33] == 9
     with pytest.raises(LayoutMismatch, match="num_blocks"):
-        memory.attach_shared(ours.handle, num_blocks=300, block_bytes=5000)
+        host_memory.attach_shared(ours.handle, num_blocks=300, block_bytes=5000)
     theirs.close()
     ours.close()
     ours.close()
     with pytest.raises(FileNotFoundError):
-        memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
+        host_memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
     del ours, theirs
     assert set(os.listdir("/dev/shm")) == names
     assert len(os.listdir("/proc/self/fd")) <= fds + (not memfd) * 2  # the resource tracker's own pipe, once a process
@@ -157,21 +161,21 @@ def test_shared_memory_is_seen_by_whoever_attaches_and_leaves_no_name(memfd: boo
 @pytest.mark.parametrize("handle", ["", "shm:x", "memfd:h:1:x", "shm:h:1:../x", "memfd:other-host:1:3", "pickle:h:1:2"])
 def test_a_handle_that_is_none_of_ours_is_refused(handle: str) -> None:
     with pytest.raises(LayoutMismatch, match="memory_kind"):
-        memory.attach_shared(handle.replace(":h:", f":{memory.host_id()}:"), num_blocks=1, block_bytes=8)
+        host_memory.attach_shared(handle.replace(":h:", f":{host_memory.host_id()}:"), num_blocks=1, block_bytes=8)
 
 
 def test_private_memory_is_page_aligned_and_behind_each_other() -> None:
-    host = memory.allocate_private(3, 5000)
+    host = host_memory.allocate_private(3, 5000)
     assert host.region.address % 4096 == 0
     assert host.region.num_bytes == 15_000
-    assert (host.life_table.ctypes.data - host.region.address) % 4096 == 0
+    assert (host.generation_table.ctypes.data - host.region.address) % 4096 == 0
     assert not np.any(host.kv)
-    assert not np.any(host.life_table)
+    assert not np.any(host.generation_table)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
-@pytest.mark.parametrize("allocate", [memory.allocate_private, memory.allocate_shared])
-def test_touching_makes_all_pages_real_and_changes_none(allocate: Callable[[int, int], memory.HostMemory]) -> None:
+@pytest.mark.parametrize("allocate", [host_memory.allocate_private, host_memory.allocate_shared])
+def test_touching_makes_all_pages_real_and_changes_none(allocate: Callable[[int, int], host_memory.HostMemory]) -> None:
     host = allocate(16, 2**20)
     host.kv[3] = 7
     before = psutil.Process().memory_info().rss
@@ -214,7 +218,9 @@ LOG = """\
         ("posix/memory", "shared-memory"),
     ],
 )
-def test_the_transport_is_what_ucx_says_it_reads_large_blocks_with(config: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transport_is_what_ucx_says_it_reads_large_blocks_with(
+    config: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fd = os.memfd_create("log")
     monkeypatch.setattr(ucx, "_log_fd", fd)
     log = ucx.UcxLog()

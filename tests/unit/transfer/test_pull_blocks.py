@@ -1,11 +1,12 @@
-"""What a pull knows of each of its blocks: announced, waiting, being read, landed. No rig: it is arithmetic."""
+"""What a pull knows of each of its blocks: announced, waiting, being read, landed. No rig: it is
+arithmetic."""
 
 import pytest
 
-from baton.core.blocks import NO_HASH, BlockHash
 from baton.core.ids import TransferId
-from baton.core.peer import KvReady
-from baton.transfer.pull_blocks import PullBlocks
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.messages.peer_messages import KvReady
+from baton.transfer.reader.pull_blocks import PullBlocks
 
 NUM_OWNER_BLOCKS = 100
 
@@ -14,22 +15,22 @@ def block_hash(index: int) -> BlockHash:
     return BlockHash(bytes([index + 1]) * 16)
 
 
-def ready(begin: int, *block_ids: int, life: int = 1) -> KvReady:
+def ready(begin: int, *block_ids: int, generation: int = 1) -> KvReady:
     return KvReady(
         transfer_id=TransferId(1),
         first_block_index=begin,
         block_ids=block_ids,
-        lives=(life,) * len(block_ids),
+        generations=(generation,) * len(block_ids),
         hashes=tuple(block_hash(begin + offset) for offset in range(len(block_ids))),
         num_computed_tokens=0,
         final=False,
     )
 
 
-def blocks(*messages: KvReady, num_landing: int = 4) -> PullBlocks:
+def blocks(*messages: KvReady, num_receiving: int = 4) -> PullBlocks:
     """Own block 10 + i for block i."""
     made = PullBlocks((), 0)
-    made.land_into({index: 10 + index for index in range(num_landing)}, 0)
+    made.receive_into({index: 10 + index for index in range(num_receiving)}, 0)
     for message in messages:
         made.announce(message)
     return made
@@ -47,18 +48,18 @@ def test_what_was_announced_before_there_is_memory_waits_from_then_on() -> None:
     made = PullBlocks((), 0)
     made.announce(ready(0, 20, 21))
     assert not made.any_waiting
-    made.land_into({1: 11, 2: 12}, 1)
+    made.receive_into({1: 11, 2: 12}, 1)
     assert made.begin_read(5).own == (11,)
 
 
 def test_a_repeated_announcement_changes_only_what_still_waits() -> None:
     made = blocks(ready(0, 20, 21, 22))
-    landed, reading = made.begin_read(1), made.begin_read(1)
-    made.end_read(landed)
-    made.landed(landed.blocks[0])
-    made.announce(ready(0, 30, 31, 32, life=2))
+    received, reading = made.begin_read(1), made.begin_read(1)
+    made.end_read(received)
+    made.received(received.blocks[0])
+    made.announce(ready(0, 30, 31, 32, generation=2))
     waiting = made.begin_read(5)
-    assert [(block.index, block.block_id, block.life) for block in waiting.blocks] == [(2, 32, 2)]
+    assert [(block.index, block.block_id, block.generation) for block in waiting.blocks] == [(2, 32, 2)]
     made.end_read(reading)
     made.forget(reading)
     made.announce(ready(1, 41))
@@ -68,16 +69,16 @@ def test_a_repeated_announcement_changes_only_what_still_waits() -> None:
 def test_what_is_being_read_is_not_what_was_announced_meanwhile() -> None:
     made = blocks(ready(0, 20))
     reading = made.begin_read(1)
-    made.announce(ready(0, 30, life=2))
+    made.announce(ready(0, 30, generation=2))
     made.end_read(reading)
     assert made._announced[0] == reading.blocks[0]
 
 
 def test_a_stop_gives_back_what_no_read_may_write() -> None:
     made = blocks(ready(0, 20, 21, 22))
-    landed, _reading = made.begin_read(1), made.begin_read(1)
-    made.end_read(landed)
-    made.landed(landed.blocks[0])
+    received, _reading = made.begin_read(1), made.begin_read(1)
+    made.end_read(received)
+    made.received(received.blocks[0])
     assert made.missing() == {1: 11, 2: 12, 3: 13}
     assert made.stop() == [12, 13]
     assert not made.any_waiting

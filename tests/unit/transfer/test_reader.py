@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Reason, Refused
-from baton.core.peer import FirstToken, HashRange
+from baton.core.messages.peer_messages import FirstToken, HashRange
 from tests import builders
 from tests.unit.transfer import rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, virtual
@@ -20,15 +20,15 @@ async def test_a_prompt_lands_whole_and_everything_is_given_back() -> None:
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=r.hashes("a", 4))
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         result = await pull.done()
         assert result.first_tokens == (FirstToken(sample_index=0, token_id=42),)
         assert (result.num_blocks, result.num_computed_tokens) == (5, 18)
         assert result.kv_transfer_s > 0.0
         assert result.transfer_bytes == 5 * builders.layout().block_bytes
-        assert [r.reader.contents[landing[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
-        assert r.reader.pool.lookup(r.hashes("a", 4)) == [landing[i] for i in range(4)]
-        r.let_go(landing)
+        assert [r.reader.contents[receiving[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
+        assert r.reader.pool.lookup(r.hashes("a", 4)) == [receiving[i] for i in range(4)]
+        r.let_go(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
         assert r.observed.ended == [None]
@@ -44,13 +44,13 @@ async def test_blocks_are_read_while_the_owner_still_computes() -> None:
         r.service.allocated(job, block_ids, hashes)
         r.service.announce(job, 8)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         await asyncio.sleep(0.1)
-        assert [r.reader.contents[landing[i]] for i in range(5)] == ["a:0", "a:1", "", "", ""]
+        assert [r.reader.contents[receiving[i]] for i in range(5)] == ["a:0", "a:1", "", "", ""]
         r.service.announce(job, 18, final=True)
         await pull.done()
-        assert r.reader.contents[landing[4]] == "a:4"
-        assert r.reader.pool.lookup(hashes) == [landing[i] for i in range(4)]
+        assert r.reader.contents[receiving[4]] == "a:4"
+        assert r.reader.pool.lookup(hashes) == [receiving[i] for i in range(4)]
 
 
 @virtual
@@ -59,7 +59,7 @@ async def test_blocks_that_are_here_are_not_read_again() -> None:
         job, blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=3)
         await pull.first_ready()
-        r.land(pull, 5, have_blocks=3)
+        r.mark_received(pull, 5, have_blocks=3)
         assert (await pull.done()).num_blocks == 2
         assert [source for source, _own in r.fabric.reads] == [(blocks[3],), (blocks[4],)]
 
@@ -70,9 +70,9 @@ async def test_a_cached_block_that_was_evicted_meanwhile_is_asked_for_again() ->
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=3)
         await pull.first_ready()
-        landing = r.land(pull, 5, have_blocks=1)
+        receiving = r.mark_received(pull, 5, have_blocks=1)
         assert (await pull.done()).num_blocks == 4
-        assert [r.reader.contents[landing[i]] for i in range(1, 5)] == ["a:1", "a:2", "a:3", "a:4"]
+        assert [r.reader.contents[receiving[i]] for i in range(1, 5)] == ["a:1", "a:2", "a:3", "a:4"]
 
 
 @virtual
@@ -91,9 +91,9 @@ async def test_a_prefix_is_pulled_by_its_hashes() -> None:
         r.owner.pool.unref(r.owner.compute("a", hashes, 4))
         pull = r.kv_reader.pull(OWNER, HashRange(hashes=hashes), have_blocks=1)
         await pull.first_ready()
-        landing = r.land(pull, 4, have_blocks=1)
+        receiving = r.mark_received(pull, 4, have_blocks=1)
         assert (await pull.done()).num_blocks == 3
-        r.let_go(landing)
+        r.let_go(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -104,9 +104,9 @@ async def test_a_prefix_that_is_only_partly_there_lands_as_far_as_it_goes() -> N
         hashes = r.hashes("a", 6)
         r.owner.pool.unref(r.owner.compute("a", hashes[:3], 3))
         pull = r.kv_reader.pull(OWNER, HashRange(hashes=hashes), have_blocks=0)
-        landing = r.land(pull, 6)
+        receiving = r.mark_received(pull, 6)
         assert (await pull.done()).num_blocks == 3
-        r.let_go(landing)
+        r.let_go(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -118,7 +118,7 @@ async def test_a_follow_may_overtake_its_job() -> None:
         await asyncio.sleep(rigs.EARLY_S / 2)
         r.prefill("a", 18)
         await pull.first_ready()
-        r.land(pull, 5)
+        r.mark_received(pull, 5)
         assert (await pull.done()).num_blocks == 5
 
 
@@ -139,7 +139,7 @@ async def test_a_long_wait_for_the_owner_keeps_the_lease() -> None:
         r.prefill("a", 18)
         await pull.first_ready()
         await asyncio.sleep(10 * rigs.LEASE_S)  # waiting for our own memory
-        r.land(pull, 5)
+        r.mark_received(pull, 5)
         assert (await pull.done()).num_blocks == 5
 
 
@@ -156,15 +156,17 @@ async def test_a_broken_stream_costs_nothing_but_time(at: int) -> None:
         r.service.allocated(job, block_ids, hashes)
         r.service.announce(job, 8)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         await asyncio.sleep(0.03)
         r.service.announce(job, 18, final=True, first_tokens=[FirstToken(sample_index=0, token_id=1)])
         r.owner.pool.unref(block_ids)
         result = await pull.done()
         assert result.first_tokens
-        assert [r.reader.contents[landing[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
-        r.let_go(landing)
-        await asyncio.sleep(rigs.LEASE_S + 0.1)  # a farewell that was lost with its stream leaves the lease to end by itself
+        assert [r.reader.contents[receiving[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
+        r.let_go(receiving)
+        await asyncio.sleep(
+            rigs.LEASE_S + 0.1
+        )  # a farewell that was lost with its stream leaves the lease to end by itself
         r.check_nothing_leaks()
         assert r.end.num_streams == 2
 

@@ -1,4 +1,5 @@
-"""What must never become visible: reads that are late, fail, are cancelled or disproved land nothing, and nothing leaks."""
+"""What must never become visible: reads that are late, fail, are cancelled or disproved land nothing, and
+nothing leaks."""
 
 import asyncio
 from dataclasses import replace
@@ -21,9 +22,9 @@ async def test_a_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> Non
         r.fabric.stuck.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(landing)
+        r.let_go(receiving)
         assert r.reader.pool.counts().quarantined == 1 == r.kv_reader.quarantined_blocks
         assert r.observed.given_up == [1]
         (link,) = r.kv_reader.links()
@@ -53,18 +54,20 @@ async def test_everybody_whom_a_given_up_read_stops_hears_that_it_was_late_and_w
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         r.fabric.stuck.clear()
-        reading, waiting = [r.kv_reader.pull(OWNER, r.prefill(text, 18, i)[0], have_blocks=0) for i, text in enumerate("ab")]
-        landing = []
+        reading, waiting = [
+            r.kv_reader.pull(OWNER, r.prefill(text, 18, i)[0], have_blocks=0) for i, text in enumerate("ab")
+        ]
+        receiving = []
         for pull in (reading, waiting):
             await pull.first_ready()
-            landing.append(r.land(pull, 5))
+            receiving.append(r.mark_received(pull, 5))
         failures = [await refusal_of(pull.done()) for pull in (reading, waiting)]
         with pytest.raises(Refused) as too_late:
             r.kv_reader.pull(OWNER, builders.job_id(2), have_blocks=0)
         for failure in (*failures, too_late.value.failure):
             assert (failure.reason, failure.blamed, failure.retriable) == (Reason.TRANSFER_TIMEOUT, OWNER, True)
         assert r.observed.ended == [Reason.TRANSFER_TIMEOUT] * 2
-        for blocks in landing:
+        for blocks in receiving:
             r.let_go(blocks)
         r.fabric.stuck.set()
 
@@ -75,9 +78,9 @@ async def test_a_first_read_that_is_given_up_is_late_for_who_waits_for_it() -> N
         r.fabric.stuck.clear()
         pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(landing)
+        r.let_go(receiving)
         r.fabric.stuck.set()
 
 
@@ -90,7 +93,7 @@ async def test_a_broken_pair_is_probed_and_no_probe_is_endless() -> None:
         r.fabric.stuck.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         await failure_of(pull.done())
         await asyncio.sleep(60)
         assert 2 <= r.fabric.probes - probes <= 4
@@ -98,7 +101,7 @@ async def test_a_broken_pair_is_probed_and_no_probe_is_endless() -> None:
         await asyncio.sleep(1)
         assert [link.broken for link in r.kv_reader.links()] == [False]
         assert r.observed.broken[-2:] == [True, False]
-        r.let_go(landing)
+        r.let_go(receiving)
 
 
 @virtual
@@ -109,9 +112,9 @@ async def test_entries_that_cannot_be_read_in_time_land_nothing() -> None:
         r.fabric.stuck_lives.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(landing)
+        r.let_go(receiving)
         assert r.reader.pool.lookup(r.hashes("a", 4)) == []
         await asyncio.sleep(1)
         assert r.reader.pool.counts().quarantined == 0  # the blocks themselves were read whole
@@ -128,9 +131,9 @@ async def test_a_read_that_fails_lands_nothing() -> None:
         r.fabric.failing = True
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_FAILED
-        r.let_go(landing)
+        r.let_go(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -145,12 +148,12 @@ async def test_a_cancelled_pull_gives_everything_back(when: str) -> None:
         await pull.first_ready()
         if when == "before memory":
             pull.cancel()
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         if when != "before memory":
             await asyncio.sleep(rigs.READ_S * (0.5 if when == "while reading" else 1.05))
             pull.cancel()
         assert await failure_of(pull.done()) is Reason.CANCELLED
-        r.let_go(landing)
+        r.let_go(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
         assert not r.kv_reader.links()[0].broken
@@ -169,7 +172,7 @@ async def test_the_requests_deadline_ends_the_pull() -> None:
 @pytest.mark.parametrize(
     ("what", "flip"),
     [
-        ("life", lambda e: replace(e, life=e.life ^ 1)),
+        ("generation", lambda e: replace(e, generation=e.generation ^ 1)),
         ("hash", lambda e: replace(e, block_hash=bytes([e.block_hash[0] ^ 1]) + e.block_hash[1:])),
         ("epoch", lambda e: replace(e, worker_epoch=e.worker_epoch ^ 1)),
     ],
@@ -177,20 +180,20 @@ async def test_the_requests_deadline_ends_the_pull() -> None:
 async def test_a_flipped_bit_is_discarded_asked_again_once_and_then_refused(what: str, flip: Any) -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
-        for times, outcome in ((1, None), (2, Reason.PROOF_FAILED)):
+        for times, outcome in ((1, None), (2, Reason.VALIDATION_FAILED)):
             r.observed.disproved.clear()
             job, _blocks = r.prefill("a", 18, request=times)
             flips = iter([flip] * times)
             r.fabric.flip = lambda entry, flips=flips: next(flips, lambda e: e)(entry)
             pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
             await pull.first_ready()
-            landing = r.land(pull, 5)
+            receiving = r.mark_received(pull, 5)
             if outcome is None:
                 assert (await pull.done()).num_blocks == 5
             else:
                 assert await failure_of(pull.done()) is outcome
             assert r.observed.disproved == [what] * times
-            r.let_go(landing)
+            r.let_go(receiving)
             await asyncio.sleep(0.1)
             r.check_nothing_leaks()
 
@@ -200,7 +203,7 @@ async def test_hashes_that_are_not_the_prompts_are_refused() -> None:
     async with rig() as r:
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=r.hashes("b", 4))
-        assert await failure_of(pull.first_ready()) is Reason.PROOF_FAILED
+        assert await failure_of(pull.first_ready()) is Reason.VALIDATION_FAILED
 
 
 @virtual
@@ -212,9 +215,9 @@ async def test_a_lease_that_ends_during_the_read_discards_what_arrived() -> None
         await pull.first_ready()
         r.network.remove(OWNER.address)  # renewals stay unanswered from here on
         await asyncio.sleep(rigs.LEASE_S * 0.95 - 0.1 * rigs.READ_S)
-        landing = r.land(pull, 5)
+        receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.LEASE_LOST
-        r.let_go(landing)
+        r.let_go(receiving)
         assert seen_elsewhere(r, "a:") == set()
         await asyncio.sleep(rigs.LEASE_S)
         r.check_nothing_leaks()
@@ -225,9 +228,9 @@ async def test_too_much_quarantine_means_drain() -> None:
     async with rig() as r:
         r.fabric.stuck.clear()
         assert not r.kv_reader.must_drain
-        taken = r.reader.pool.allocate_landing(7)
+        taken = r.reader.pool.allocate_receiving(7)
         assert taken is not None
         r.kv_reader._quarantine.num_blocks = 7
         assert r.kv_reader.must_drain
-        r.reader.pool.drop_landing(taken)
+        r.reader.pool.drop_receiving(taken)
         r.reader.pool.unref(taken)

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from baton.core.apis import Network
 from baton.core.errors import Failure, StreamBroken
 from baton.core.ids import JobId, WorkerRef
-from baton.core.jobs import Ack, Cancel, Heartbeat, Job, SessionHello, SessionHelloReply, Step
+from baton.core.interfaces import Network
+from baton.core.messages.jobs import Ack, Cancel, Heartbeat, Job, SessionHello, SessionHelloReply, Step
 from baton.core.request import FinishReason, TokenDelta
 
 
@@ -35,7 +35,12 @@ class Gateway:
         """Dial, or dial again and go on."""
         self._stream = await self._network.open_session(self._worker.address)
         self._stream.send(
-            SessionHello(gateway_id=self._name, session_id=f"{self._name}-{self._worker}", last_seq=self.last_seq, expected=self._worker)
+            SessionHello(
+                gateway_id=self._name,
+                session_id=f"{self._name}-{self._worker}",
+                last_seq=self.last_seq,
+                expected=self._worker,
+            )
         )
         reply = await self._stream.receive()
         assert isinstance(reply, SessionHelloReply)

@@ -1,6 +1,8 @@
-"""A prefill and a decode worker over simulated leaves, and a scripted gateway: the real services, virtual time, no socket.
+"""A prefill and a decode worker over simulated leaves, and a scripted gateway: the real services, virtual
+time, no socket.
 
-`SimExecutor` compares every slot of KV that a sample attends to with the sequence's own history, so a wrong block fails the test by itself.
+`SimExecutor` compares every slot of KV that a sample attends to with the sequence's own history, so a wrong
+block fails the test by itself.
 """
 
 import asyncio
@@ -10,26 +12,27 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from baton.core.apis import Member, MemberKind
-from baton.core.cluster import Command, WorkerReport
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.ids import WorkerRef
-from baton.core.jobs import DecodeJob, Job, PrefillJob
-from baton.core.kv_layout import KvLayout
-from baton.engine.block_pool import BlockPool
-from baton.engine.content import extend, token_after
+from baton.core.interfaces import Member, MemberKind
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.messages.jobs import DecodeJob, Job, PrefillJob
 from baton.engine.engine import Engine, EngineConfig
-from baton.engine.step import Executor, StepPlan, StepResult
-from baton.engine.turns import Turns
-from baton.runtime.health import Health
-from baton.runtime.settings import WorkerConfig
-from baton.runtime.tracing import OFF, Tracing
-from baton.sim.executor import SimExecutor, SimStepCost
-from baton.sim.memory import SimMemory, contents
-from baton.sim.network import Delays, SimNetwork
-from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.store.memory import MemoryCostStore, MemoryKvEventFeed
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
-from baton.worker.service import Worker, WorkerParts
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.checksum import extend, token_after
+from baton.engine.scheduling.step_queue import StepQueue
+from baton.engine.state.step import Executor, StepPlan, StepResult
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.observability.health import Health
+from baton.runtime.observability.tracing import OFF, Tracing
+from baton.sim.sim_executor import SimExecutor, SimStepCost
+from baton.sim.sim_memory import SimMemory, contents
+from baton.sim.sim_network import Delays, SimNetwork
+from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.store.memory.memory_stores import MemoryCostStore, MemoryKvEventFeed
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.worker_service import Worker, WorkerParts
 from tests import builders
 from tests.times import TEST_TIMES
 from tests.unit.worker.gateway import Gateway
@@ -69,7 +72,7 @@ class ListeningScheduler:
             self.reports[report.worker.worker_id].append(report)
             self.streams[report.worker.worker_id] = stream
 
-    def send(self, worker_id: str, command: Command) -> None:
+    def send(self, worker_id: str, command: WorkerCommand) -> None:
         self.streams[worker_id].send(command)
 
 
@@ -82,7 +85,7 @@ class GatedExecutor:
         self.gate.set()
         self.error: Exception | None = None
         self.plans: list[StepPlan] = []
-        self._turns = Turns()
+        self._turns = StepQueue()
 
     @property
     def layout(self) -> KvLayout:
@@ -110,16 +113,22 @@ class GatedExecutor:
 class Node:
     """One worker and what it runs on."""
 
-    def __init__(self, cluster: "Cluster", worker_id: str, role: str, num_blocks: int, epoch: int = 1, **changes: Any) -> None:
+    def __init__(
+        self, cluster: "Cluster", worker_id: str, role: str, num_blocks: int, epoch: int = 1, **changes: Any
+    ) -> None:
         self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
         self.layout = builders.layout(block_size_tokens=BLOCK)
-        self.config = WorkerConfig(**{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes})
+        self.config = WorkerConfig(
+            **{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes}
+        )
         memory = SimMemory(num_blocks, BLOCK)
-        lives = MemoryLifeTable(bytearray(num_blocks * ENTRY_BYTES), epoch)
-        self.pool = BlockPool(num_blocks, BLOCK, lives)
+        generations = MemoryGenerationTable(bytearray(num_blocks * ENTRY_BYTES), epoch)
+        self.pool = BlockPool(num_blocks, BLOCK, generations)
         self.memory = memory
         self.health = Health("worker")
-        self.executor = GatedExecutor(SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=STEP_COST))
+        self.executor = GatedExecutor(
+            SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=STEP_COST)
+        )
         engine_config = EngineConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
@@ -128,7 +137,9 @@ class Node:
             eos_token_ids=(0,),
             max_waiting_seqs=self.config.max_queue,
         )
-        self.backend = SimTransferBackend(fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, lives=lives)
+        self.backend = SimTransferBackend(
+            fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, generations=generations
+        )
         self.worker = Worker(
             WorkerParts(
                 worker=self.ref,
@@ -188,7 +199,9 @@ class Cluster:
 
     def cut(self, *addresses: str) -> int:
         """Cut every stream between hosts whose names begin so; how many there were."""
-        streams = [s for s in self.network.streams.values() if all(any(h.startswith(a) for h in s.hosts) for a in addresses)]
+        streams = [
+            s for s in self.network.streams.values() if all(any(h.startswith(a) for h in s.hosts) for a in addresses)
+        ]
         for stream in streams:
             stream.cut()
         return len(streams)
@@ -274,10 +287,13 @@ async def pair(
     tracing: Tracing = OFF,
     **changes: Any,
 ) -> AsyncIterator[Pair]:
-    """`num_blocks` of the decode worker, `p_blocks` of the prefill worker; `changes` of both workers' settings."""
+    """`num_blocks` of the decode worker, `p_blocks` of the prefill worker; `changes` of both workers'
+    settings."""
     async with cluster(seed, delays=delays, link=link, tracing=tracing) as made:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
-        both = Pair(made, made.start("p", "prefill", p_blocks, **settings), made.start("d", "decode", num_blocks, **settings))
+        both = Pair(
+            made, made.start("p", "prefill", p_blocks, **settings), made.start("d", "decode", num_blocks, **settings)
+        )
         await both.to_p.connect()
         await both.to_d.connect()
         yield both

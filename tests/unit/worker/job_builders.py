@@ -3,9 +3,9 @@
 from random import Random
 from typing import Any
 
-from baton.core.blocks import token_ids
 from baton.core.ids import JobId
-from baton.core.jobs import DecodeJob, PrefillJob
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import Sampling
 
 VOCAB_SIZE = 1000

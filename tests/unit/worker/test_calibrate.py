@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.costs import StepCostModel
 from baton.core.errors import Code, Failure, Reason
-from baton.core.kv_layout import KvLayout
-from baton.engine.block_pool import BlockPool
-from baton.engine.config import EngineConfig
-from baton.engine.step import DeviceFault, SampledToken, StepPlan, StepResult
-from baton.worker.calibrate import NUM_TOKEN_IDS, measure_costs, step_sizes, turn
-from baton.worker.costs import work_of
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.step_cost import StepCostModel
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.engine_config import EngineConfig
+from baton.engine.state.step import DeviceFault, SampledToken, StepPlan, StepResult
+from baton.worker.costs.calibrate import NUM_TOKEN_IDS, measure_costs, step_sizes, turn
+from baton.worker.costs.step_cost_keeper import work_of
 from tests import builders
-from tests.fake_executor import FakeLifeTable
+from tests.fake_executor import FakeGenerationTable
 from tests.unit.worker.virtual import virtual
 
-COSTS = StepCostModel(step_s=0.003, prefill_token_s=4e-5, prefill_attended_s=3e-8, decode_seq_s=1e-4, decode_context_s=4e-7)
+COSTS = StepCostModel(
+    step_s=0.003, prefill_token_s=4e-5, prefill_attended_s=3e-8, decode_seq_s=1e-4, decode_context_s=4e-7
+)
 
 
 class CostedExecutor:
@@ -44,7 +46,10 @@ class CostedExecutor:
             raise self.error
         if self.failure is not None:
             return StepResult(step_id=plan.step_id, samples={}, failures={plan.sequences[0].seq_id: self.failure})
-        return StepResult(step_id=plan.step_id, samples={s.seq_id: (SampledToken(sample_index=0, token_id=0),) for s in plan.sequences})
+        return StepResult(
+            step_id=plan.step_id,
+            samples={s.seq_id: (SampledToken(sample_index=0, token_id=0),) for s in plan.sequences},
+        )
 
     def withdraw(self, step_id: int) -> bool:
         return False
@@ -59,10 +64,12 @@ def limits(**changes: int) -> EngineConfig:
 
 
 def pool(num_blocks: int = 5_000, block_size_tokens: int = 16) -> BlockPool:
-    return BlockPool(num_blocks, block_size_tokens, FakeLifeTable(num_blocks))
+    return BlockPool(num_blocks, block_size_tokens, FakeGenerationTable(num_blocks))
 
 
-async def measured(executor: CostedExecutor, config: EngineConfig | None = None, blocks: BlockPool | None = None) -> StepCostModel | None:
+async def measured(
+    executor: CostedExecutor, config: EngineConfig | None = None, blocks: BlockPool | None = None
+) -> StepCostModel | None:
     return await measure_costs(executor, config or limits(), blocks or pool())
 
 
@@ -139,7 +146,8 @@ async def test_steps_that_take_no_time_give_no_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "changes"), [(1, {}), (2, {"max_model_len": 1}), (3, {"max_num_batched_tokens": 1, "max_num_seqs": 1})]
+    ("num_blocks", "changes"),
+    [(1, {}), (2, {"max_model_len": 1}), (3, {"max_num_batched_tokens": 1, "max_num_seqs": 1})],
 )
 def test_whatever_the_limits_all_sizes_fit(num_blocks: int, changes: dict[str, int]) -> None:
     config = limits(**{"max_num_seqs": 1} | changes)

@@ -1,19 +1,22 @@
-"""Where a worker's costs come from, how steps correct them, and that the next worker of its kind begins with them."""
+"""Where a worker's costs come from, how steps correct them, and that the next worker of its kind begins with
+them."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from baton.core.blocks import token_ids
-from baton.core.costs import StepCostModel, StepWork
 from baton.core.errors import StoreUnavailable
-from baton.engine.step import StepPlan, StepSequence
-from baton.store.memory import MemoryCostStore
-from baton.worker.costs import COSTS_TTL_S, SAVE_S, CostKeeper, known_or_measured, work_of
+from baton.core.kv.block_hash import token_ids
+from baton.core.step_cost import StepCostModel, StepWork
+from baton.engine.state.step import StepPlan, StepSequence
+from baton.store.memory.memory_stores import MemoryCostStore
+from baton.worker.costs.step_cost_keeper import COSTS_TTL_S, SAVE_S, CostKeeper, known_or_measured, work_of
 from tests.unit.worker.virtual import virtual
 
-COSTS = StepCostModel(step_s=0.01, prefill_token_s=1e-4, prefill_attended_s=0, decode_seq_s=1e-4, decode_context_s=0, num_measured=9)
+COSTS = StepCostModel(
+    step_s=0.01, prefill_token_s=1e-4, prefill_attended_s=0, decode_seq_s=1e-4, decode_context_s=0, num_measured=9
+)
 
 
 class Away:
@@ -37,7 +40,9 @@ class Measuring:
 
 
 def part(num_tokens: int, kv_begin: int) -> StepSequence:
-    return StepSequence(seq_id=1, token_ids=token_ids(range(num_tokens)), position_begin=kv_begin, kv_begin=kv_begin, block_table=())
+    return StepSequence(
+        seq_id=1, token_ids=token_ids(range(num_tokens)), position_begin=kv_begin, kv_begin=kv_begin, block_table=()
+    )
 
 
 def plan(*parts: StepSequence) -> StepPlan:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Code, Reason
-from baton.core.jobs import Cancel
+from baton.core.messages.jobs import Cancel
 from baton.core.request import FinishReason, Sampling
 from tests.unit.worker.harness import BLOCK, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
@@ -19,7 +19,9 @@ async def test_a_prompt_computed_here_is_answered_there() -> None:
         deltas = await made.to_d.ended(decode.job)
         expected = expected_tokens(decode)
         assert made.to_d.tokens(decode.job) == expected
-        assert [(d.output_index, d.token_ids, d.finish) for d in made.to_p.deltas[prefill.job]] == [(0, (expected[0],), None)]
+        assert [(d.output_index, d.token_ids, d.finish) for d in made.to_p.deltas[prefill.job]] == [
+            (0, (expected[0],), None)
+        ]
         assert [d.output_index for d in deltas] == list(range(8))
         assert made.to_d.finishes(decode.job) == [(0, FinishReason.LENGTH)]
         await made.until_clean()
@@ -36,7 +38,11 @@ async def test_each_leg_tells_where_its_seconds_went() -> None:
         assert first.timeline is not None
         assert (first.timeline.worker_id, first.timeline.num_computed_tokens) == ("p", 30)
         assert first.timeline.compute_s > 0
-        assert (first.timeline.kv_wait_s, first.timeline.first_decode_s, first.timeline.decode_s) == (None, None, None), "it did not"
+        assert (first.timeline.kv_wait_s, first.timeline.first_decode_s, first.timeline.decode_s) == (
+            None,
+            None,
+            None,
+        ), "it did not"
         assert last.timeline is not None
         assert (last.timeline.worker_id, last.timeline.transport) == ("d", "simulated")
         assert last.timeline.kv_bytes == 8 * made.d.layout.block_bytes
@@ -64,7 +70,10 @@ async def test_a_first_token_that_is_the_last_comes_with_the_prefill_legs_timeli
         first = expected_tokens(decode_job(30))[0]
         prefill, decode = made.send(num_tokens=30, sampling=Sampling(max_tokens=8, stop_token_ids=(first,)))
         (delta,) = await made.to_d.ended(decode.job)
-        assert (delta.finish, delta.timeline) == (FinishReason.STOP, (await made.to_p.ended_prefill(prefill.job)).timeline)
+        assert (delta.finish, delta.timeline) == (
+            FinishReason.STOP,
+            (await made.to_p.ended_prefill(prefill.job)).timeline,
+        )
 
 
 @virtual
@@ -111,7 +120,10 @@ async def test_cached_blocks_that_are_evicted_before_the_kv_is_ready_are_asked_f
         assert made.to_d.tokens(again.job) == expected_tokens(again)
         timeline = made.to_d.deltas[again.job][-1].timeline
         assert timeline is not None
-        assert (timeline.num_cached_tokens, timeline.kv_bytes) == (BLOCK, 4 * made.d.layout.block_bytes)  # of four that it had
+        assert (timeline.num_cached_tokens, timeline.kv_bytes) == (
+            BLOCK,
+            4 * made.d.layout.block_bytes,
+        )  # of four that it had
         await made.until_clean()
 
 
@@ -164,7 +176,10 @@ async def test_a_sample_cancelled_at_the_owner_first_does_not_fail_the_others() 
 async def test_replayed_outputs_go_on_where_they_ended() -> None:
     async with pair() as made:
         whole = expected_tokens(decode_job(30))
-        replayed = {"token_ids": decode_job(30).token_ids + type(decode_job(30).token_ids)("I", whole[:3]), "num_prompt_tokens": 30}
+        replayed = {
+            "token_ids": decode_job(30).token_ids + type(decode_job(30).token_ids)("I", whole[:3]),
+            "num_prompt_tokens": 30,
+        }
         prefill, decode = made.send(num_tokens=30, attempt=1, **replayed)
         deltas = await made.to_d.ended(decode.job)
         assert made.to_p.deltas[prefill.job][0].output_index == 3

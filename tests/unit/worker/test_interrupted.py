@@ -1,4 +1,5 @@
-"""What happens to a job that is cancelled, repeated, superseded, late, or whose other leg, stream or worker is lost."""
+"""What happens to a job that is cancelled, repeated, superseded, late, or whose other leg, stream or worker
+is lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from baton.core.errors import Code, Failure, Reason
-from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.messages.jobs import Cancel, DecodeJob, PrefillJob
 from baton.core.request import Sampling
-from baton.engine.outcome import Admission, Outcome
-from baton.engine.step import StepPlan, StepResult
-from baton.sim.transfer_backend import LinkModel
+from baton.engine.state.outcome import AdmittedSequence, EngineOutcome
+from baton.engine.state.step import StepPlan, StepResult
+from baton.sim.sim_transfer_backend import LinkModel
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job
@@ -24,8 +25,8 @@ Phase = Callable[[Pair, PrefillJob, DecodeJob], bool]
 PHASES: dict[str, Phase] = {
     "queued": lambda made, prefill, decode: made.p.worker.jobs.num_open == 1 and made.d.worker.jobs.num_open == 1,
     "prefill": lambda made, prefill, decode: len(made.p.executor.plans) == 2,
-    "transfer": lambda made, prefill, decode: made.d.pool.counts().landing > 0 and made.d.pool.counts().used > 0,
-    "all but the last block": lambda made, prefill, decode: made.d.pool.counts().landing == 1,
+    "transfer": lambda made, prefill, decode: made.d.pool.counts().receiving > 0 and made.d.pool.counts().used > 0,
+    "all but the last block": lambda made, prefill, decode: made.d.pool.counts().receiving == 1,
     "first token": lambda made, prefill, decode: bool(made.to_p.tokens(prefill.job)),
     "generating": lambda made, prefill, decode: len(made.to_d.tokens(decode.job)) > 5,
 }
@@ -45,7 +46,9 @@ def test_a_job_ends_in_every_phase_with_one_last_message_and_nothing_left(phase:
         async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
             prefill, decode = made.send(num_tokens=60, sampling=LONG)
             await until(lambda: PHASES[phase](made, prefill, decode))
-            code, reason = (Code.CANCELLED, Reason.CANCELLED) if what == "cancel" else (Code.DEADLINE_EXCEEDED, Reason.DEADLINE)
+            code, reason = (
+                (Code.CANCELLED, Reason.CANCELLED) if what == "cancel" else (Code.DEADLINE_EXCEEDED, Reason.DEADLINE)
+            )
             if what == "cancel":
                 made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
                 made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
@@ -142,12 +145,21 @@ async def test_nothing_more_comes_of_a_sample_that_is_cancelled_during_a_step() 
 @virtual
 async def test_landing_blocks_of_a_job_that_is_over_are_given_back() -> None:
     async with pair() as made:
-        landing = made.d.pool.allocate_landing(3)
-        assert landing is not None
+        receiving = made.d.pool.allocate_receiving(3)
+        assert receiving is not None
         made.d.worker.jobs.deliver(
-            Outcome(admissions=(Admission(seq_id=99, block_table=tuple(landing), num_cached_blocks=0, landing_block_ids=tuple(landing)),))
+            EngineOutcome(
+                admissions=(
+                    AdmittedSequence(
+                        seq_id=99,
+                        block_table=tuple(receiving),
+                        num_cached_blocks=0,
+                        receiving_block_ids=tuple(receiving),
+                    ),
+                )
+            )
         )
-        made.d.pool.unref(landing)
+        made.d.pool.unref(receiving)
         made.check_clean()
 
 
@@ -209,7 +221,7 @@ async def test_a_cancelled_owner_leg_fails_the_reader_and_blames_the_owner() -> 
         prefill, decode = made.send(num_tokens=60)
         await until(lambda: len(made.p.executor.plans) == 2)
         made.p.executor.gate.clear()
-        await until(lambda: 0 < made.d.pool.counts().landing < 15)
+        await until(lambda: 0 < made.d.pool.counts().receiving < 15)
         made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
         failure = await made.to_d.failed(decode.job)
         assert failure.retriable
@@ -233,7 +245,7 @@ async def test_a_cancelled_owner_leg_whose_first_token_is_out_changes_nothing() 
 async def test_an_owner_that_dies_fails_the_reader_and_what_was_pulled_stays_cached() -> None:
     async with pair(link=SLOW_LINK) as made:
         _prefill, decode = made.send(num_tokens=60)
-        await until(lambda: made.d.pool.counts().landing in range(1, 8))
+        await until(lambda: made.d.pool.counts().receiving in range(1, 8))
         await made.cluster.kill("p")
         failure = await made.to_d.failed(decode.job)
         assert failure.retriable
@@ -272,7 +284,7 @@ async def test_a_cut_peer_stream_is_dialled_again_and_the_transfer_goes_on() -> 
     async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
         _prefill, decode = made.send(num_tokens=60)
         for block in (12, 8, 4):
-            await until(lambda block=block: 0 < made.d.pool.counts().landing <= block)  # type: ignore[misc]
+            await until(lambda block=block: 0 < made.d.pool.counts().receiving <= block)  # type: ignore[misc]
             assert made.cluster.cut("d:1", "p:1") == 1
         await made.to_d.ended(decode.job)
         assert made.to_d.tokens(decode.job) == expected_tokens(decode)
@@ -300,7 +312,7 @@ async def test_a_wait_for_memory_ends_with_no_room() -> None:
         failure = await made.to_d.failed(decode.job)
         assert (failure.code, failure.reason, failure.retriable, failure.blamed) == (
             Code.RESOURCE_EXHAUSTED,
-            Reason.NO_ROOM,
+            Reason.NO_FREE_BLOCKS,
             True,
             None,
         )
@@ -340,7 +352,8 @@ async def test_too_many_jobs_are_refused() -> None:
 
 
 class OneSequenceFails:
-    """An executor whose answer for the longest sequence of a plan is a failure, as for logits that are not numbers."""
+    """An executor whose answer for the longest sequence of a plan is a failure, as for logits that are not
+    numbers."""
 
     def __init__(self, made: Pair, num_tokens: int) -> None:
         inner = made.p.executor.inner

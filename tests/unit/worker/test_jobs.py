@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Code, Reason
-from baton.core.jobs import DecodeJob, PrefillJob
-from baton.core.kv_layout import SAMPLER_VERSION
+from baton.core.kv.kv_layout import SAMPLER_VERSION
+from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import Sampling
-from baton.worker import leg
+from baton.worker.jobs import leg
 from tests.unit.worker.harness import expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
 from tests.unit.worker.virtual import virtual
@@ -19,7 +19,9 @@ OTHER = Sampling(max_tokens=8, ignore_eos=True, sampler_version=SAMPLER_VERSION 
 
 @pytest.mark.parametrize("make", [prefill_job, decode_job])
 @virtual
-async def test_a_job_of_another_sampler_version_is_for_other_workers(make: Callable[..., PrefillJob | DecodeJob]) -> None:
+async def test_a_job_of_another_sampler_version_is_for_other_workers(
+    make: Callable[..., PrefillJob | DecodeJob],
+) -> None:
     async with pair() as made:
         job = make(30, sampling=OTHER)
         made.to_d.send(job)

@@ -1,4 +1,5 @@
-"""The publisher: what it writes, that it waits for nobody, and how it catches up with a store that was away or has forgotten."""
+"""The publisher: what it writes, that it waits for nobody, and how it catches up with a store that was away
+or has forgotten."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,12 +8,12 @@ from random import Random
 
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
-from baton.core.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
-from baton.engine.block_pool import BlockPool
-from baton.store.memory import MemoryKvEventFeed
-from baton.worker.kv_events import EVENTS_A_WRITE, KvEventPublisher
+from baton.core.kv.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.store.memory.memory_stores import MemoryKvEventFeed
+from baton.worker.reporting.kv_event_publisher import EVENTS_A_WRITE, KvEventPublisher
 from tests.builders import hashes_of, worker_ref
-from tests.fake_executor import FakeLifeTable
+from tests.fake_executor import FakeGenerationTable
 from tests.unit.worker.virtual import virtual
 
 STORED, EVICTED, RESET = KvEventKind.STORED, KvEventKind.EVICTED, KvEventKind.RESET
@@ -36,7 +37,9 @@ class FailingFeed(MemoryKvEventFeed):
         if self.is_away:
             raise StoreUnavailable("away")
 
-    async def publish(self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None) -> None:
+    async def publish(
+        self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
+    ) -> None:
         await self._call()
         self.writes.append(len(events))
         await super().publish(worker, events, ttl_s, snapshot)
@@ -53,7 +56,7 @@ class Rig:
     """A pool, its publisher, and what the feed then says."""
 
     def __init__(self, num_blocks: int = 64, feed: FailingFeed | None = None) -> None:
-        self.pool = BlockPool(num_blocks, 4, FakeLifeTable(num_blocks))
+        self.pool = BlockPool(num_blocks, 4, FakeGenerationTable(num_blocks))
         self.feed = feed or FailingFeed()
         self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=self.feed, ttl_s=TTL_S, rng=Random(1))
 
@@ -99,7 +102,9 @@ async def test_a_life_begins_with_a_reset_and_a_snapshot() -> None:
     rig.store(A, B)
     async with rig.running():
         assert [(e.event_seq, e.kind) for e in await rig.events() if isinstance(e, KvEvent)] == [(1, RESET)]
-        assert await rig.feed.snapshot(W) == KvSnapshot(worker=W, event_seq=1, block_size_tokens=4, hashes={Tier.DEVICE: (A, B)})
+        assert await rig.feed.snapshot(W) == KvSnapshot(
+            worker=W, event_seq=1, block_size_tokens=4, hashes={Tier.DEVICE: (A, B)}
+        )
 
 
 @virtual
@@ -124,13 +129,18 @@ async def test_what_several_steps_do_goes_out_together_and_what_has_gone_first()
 async def test_many_changes_are_split_into_bounded_events_and_writes() -> None:
     number = (EVENTS_A_WRITE + 2) * MAX_EVENT_HASHES - 5
     rig = Rig(num_blocks=2 * number)
-    rig.store(*hashes_of(range(10**6, 10**6 + 4 * number)))  # so much is held that so many changes are worth no snapshot
+    rig.store(
+        *hashes_of(range(10**6, 10**6 + 4 * number))
+    )  # so much is held that so many changes are worth no snapshot
     async with rig.running():
         rig.feed.writes.clear()
         rig.store(*hashes_of(range(4 * number)))
         await asyncio.sleep(0.1)
         assert rig.feed.writes == [EVENTS_A_WRITE, 2]
-        assert {len(e.hashes) for e in await rig.events(after=1) if isinstance(e, KvEvent)} == {MAX_EVENT_HASHES, MAX_EVENT_HASHES - 5}
+        assert {len(e.hashes) for e in await rig.events(after=1) if isinstance(e, KvEvent)} == {
+            MAX_EVENT_HASHES,
+            MAX_EVENT_HASHES - 5,
+        }
         assert await rig.held() == set(rig.pool.hashes())
 
 
@@ -193,7 +203,9 @@ async def test_a_store_that_has_forgotten_or_was_tampered_with_is_found_out_with
         rig.feed._feeds.pop((W.worker_id, W.worker_epoch))
         await asyncio.sleep(2.0)
         assert await rig.held() == {A}
-        await rig.feed.publish(W, [KvEvent(worker=W, event_seq=2**60, kind=STORED, hashes=(B,), block_size_tokens=4)], TTL_S)
+        await rig.feed.publish(
+            W, [KvEvent(worker=W, event_seq=2**60, kind=STORED, hashes=(B,), block_size_tokens=4)], TTL_S
+        )
         await asyncio.sleep(2.0)
         assert await rig.held() == {A}
         rig.store(C)

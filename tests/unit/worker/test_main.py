@@ -1,4 +1,5 @@
-"""A worker as a process's own work and in a thread of somebody else's, over real gRPC on the loopback and simulated leaves."""
+"""A worker as a process's own work and in a thread of somebody else's, over real gRPC on the loopback and
+simulated leaves."""
 
 import asyncio
 import threading
@@ -12,21 +13,21 @@ import pytest
 
 from baton.core.errors import BatonError, ConfigError, ModelError, StreamBroken
 from baton.core.ids import WorkerRef
-from baton.engine.block_pool import BlockPool
 from baton.engine.engine import Engine, EngineConfig
-from baton.engine.step import DeviceFault
-from baton.runtime.process import Stop
-from baton.runtime.settings import WorkerConfig
-from baton.sim.executor import SimExecutor, SimStepCost
-from baton.sim.memory import SimMemory
-from baton.sim.transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.transfer.life_table import ENTRY_BYTES, MemoryLifeTable
-from baton.wire.network import GrpcNetwork
-from baton.worker import device, main
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.step import DeviceFault
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.process.process import Stop
+from baton.sim.sim_executor import SimExecutor, SimStepCost
+from baton.sim.sim_memory import SimMemory
+from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker import device, worker_main
 from baton.worker.device import Device, default_threads
-from baton.worker.life import WorkerLife
-from baton.worker.main import UNHEALTHY_EXIT_CODE, Doorway, WorkerThread, run_worker, serve
-from baton.worker.service import Worker
+from baton.worker.worker_lifecycle import WorkerLifecycle
+from baton.worker.worker_main import UNHEALTHY_EXIT_CODE, StartupGate, WorkerThread, run_worker, serve
+from baton.worker.worker_service import Worker
 from tests import builders
 from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import BLOCK, GatedExecutor, worker_times
@@ -45,16 +46,27 @@ class Opened:
 
     def open(self, config: WorkerConfig, worker: WorkerRef) -> Device:
         layout = builders.layout(block_size_tokens=BLOCK)
-        memory, lives = SimMemory(NUM_BLOCKS, BLOCK), MemoryLifeTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
-        pool = BlockPool(NUM_BLOCKS, BLOCK, lives)
+        memory, generations = (
+            SimMemory(NUM_BLOCKS, BLOCK),
+            MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch),
+        )
+        pool = BlockPool(NUM_BLOCKS, BLOCK, generations)
         engine = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256, block_size_tokens=BLOCK)
         self.worker = worker
-        self.executor = GatedExecutor(SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost()))
+        self.executor = GatedExecutor(
+            SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost())
+        )
         return Device(
             executor=self.executor,
             engine=Engine(engine, pool),
             pool=pool,
-            backend=SimTransferBackend(fabric=SimFabric(Random(0), LinkModel()), worker=worker, layout=layout, memory=memory, lives=lives),
+            backend=SimTransferBackend(
+                fabric=SimFabric(Random(0), LinkModel()),
+                worker=worker,
+                layout=layout,
+                memory=memory,
+                generations=generations,
+            ),
             summary="simulated",
             close_memory=self.closed.set,
         )
@@ -63,7 +75,7 @@ class Opened:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     found = Opened()
-    monkeypatch.setattr(main, "open_device", found.open)
+    monkeypatch.setattr(worker_main, "open_device", found.open)
     return found
 
 
@@ -118,11 +130,11 @@ async def test_without_a_way_to_a_scheduler_it_does_not_start() -> None:
 
 
 async def test_whoever_comes_before_the_model_is_loaded_is_sent_away() -> None:
-    from baton.runtime.in_process import duplex_pair
+    from baton.runtime.network.in_process_network import duplex_pair
 
     ours: Any
     ours, theirs = duplex_pair()
-    await Doorway().session(theirs)
+    await StartupGate().session(theirs)
     with pytest.raises(StreamBroken):
         await ours.receive()
 
@@ -137,24 +149,32 @@ def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> N
     assert opened.closed.is_set()
 
 
-def test_in_a_thread_it_says_that_it_is_worn_out_and_the_process_lives(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_thread_it_says_that_it_is_worn_out_and_the_process_lives(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(WorkerLife, "is_to_be_replaced", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        WorkerLifecycle, "is_to_be_replaced", property(lambda self: True, lambda self, value: None), raising=False
+    )
     thread = WorkerThread(config(), codes.append)
     thread.start()
     thread.drain()
-    assert str(thread.wait()).startswith("WorkerWornOut: too many blocks were quarantined")
+    assert str(thread.wait()).startswith("WorkerNeedsReplacement: too many blocks were quarantined")
     assert codes == []
 
 
 def test_in_a_thread_it_says_that_its_machine_leaves(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     drain = Worker.drain
-    for node_leaves in (False, True):
-        monkeypatch.setattr(Worker, "drain", lambda self, node_leaves=node_leaves: drain(self, node_leaves=node_leaves))
+    for node_shutting_down in (False, True):
+        monkeypatch.setattr(
+            Worker,
+            "drain",
+            lambda self, node_shutting_down=node_shutting_down: drain(self, node_shutting_down=node_shutting_down),
+        )
         thread = WorkerThread(config())
         thread.start()
         thread.drain()
-        assert (thread.wait(), thread.node_leaves) == ("", node_leaves)
+        assert (thread.wait(), thread.node_shutting_down) == ("", node_shutting_down)
 
 
 def test_asked_to_start_again_it_says_the_same_until_it_has_ended(opened: Opened) -> None:
@@ -180,7 +200,7 @@ def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch:
     def fail(config: WorkerConfig, worker: WorkerRef) -> Device:
         raise ModelError("no such model")
 
-    monkeypatch.setattr(main, "open_device", fail)
+    monkeypatch.setattr(worker_main, "open_device", fail)
     thread = WorkerThread(config())
     for _ in range(2):
         with pytest.raises(ModelError, match="no such model"):
@@ -198,7 +218,9 @@ def test_threads_are_the_cores_one_may_use_or_a_share_of_all(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(6.5, [6, 3, 1]), (0.5, [1, 1, 1]), (64.0, [8, 4, 1])])
-def test_threads_are_no_more_than_a_container_may_run(monkeypatch: pytest.MonkeyPatch, quota: float, threads: list[int]) -> None:
+def test_threads_are_no_more_than_a_container_may_run(
+    monkeypatch: pytest.MonkeyPatch, quota: float, threads: list[int]
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(device, "core_quota", lambda: quota)

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Reason
-from baton.worker.metrics import MeteredExecutor, WorkerMetrics
+from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from tests import builders
 from tests.unit.worker.harness import pair
 from tests.unit.worker.job_builders import decode_job
@@ -124,7 +124,9 @@ async def test_leases_that_ended_by_themselves_are_told_apart() -> None:
         assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 8
         await made.until_clean()
         metrics.refresh(made.p.worker)
-        ended = {outcome: registry.get_sample_value("baton_leases_ended_total", {"outcome": outcome}) for outcome in OUTCOMES}
+        ended = {
+            outcome: registry.get_sample_value("baton_leases_ended_total", {"outcome": outcome}) for outcome in OUTCOMES
+        }
         assert ended == {"released": 0, "abandoned": 0, "expired": 0, "never_claimed": 1}
         assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 0
 

@@ -3,9 +3,9 @@
 import pytest
 
 from baton.core.ids import JobId
-from baton.core.jobs import Heartbeat, Step
+from baton.core.messages.jobs import Heartbeat, Step
 from baton.core.request import TokenDelta, TokenLogprobs
-from baton.worker.outbox import Outbox, OutboxFull, message_bytes
+from baton.worker.sessions.outbox import Outbox, OutboxFull, message_bytes
 
 
 def beat(seq: int) -> Heartbeat:
@@ -15,7 +15,9 @@ def beat(seq: int) -> Heartbeat:
 def step(seq: int, *token_ids: int, logprobs: int = 0) -> Step:
     job = JobId(request_id=b"r", attempt=0)
     given = tuple(TokenLogprobs(logprob=-1.0, top=((1, -1.0),) * logprobs) for _ in token_ids) if logprobs else ()
-    return Step(seq=seq, deltas=(TokenDelta(job=job, sample_index=0, output_index=0, token_ids=token_ids, logprobs=given),))
+    return Step(
+        seq=seq, deltas=(TokenDelta(job=job, sample_index=0, output_index=0, token_ids=token_ids, logprobs=given),)
+    )
 
 
 def test_acknowledged_messages_are_forgotten_and_the_rest_is_kept_in_order() -> None:

@@ -1,16 +1,17 @@
-"""What was pulled out of another worker's cache is kept within a budget, and goes first until a second request has used it."""
+"""What was pulled out of another worker's cache is kept within a budget, and goes first until a second
+request has used it."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from baton.core.blocks import BlockHash, chain
+from baton.core.kv.block_hash import BlockHash, chain
 from baton.core.request import Sampling
-from baton.sim.transfer_backend import LinkModel
-from baton.transfer.puller import Pull
-from baton.worker.leg import chain_root
-from baton.worker.prefix_pull import MAX_PULLED_SHARE
+from baton.sim.sim_transfer_backend import LinkModel
+from baton.transfer.reader.pull import Pull
+from baton.worker.jobs.leg import chain_root
+from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE
 from tests.unit.worker.harness import BLOCK, Node
 from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio, trio
 from tests.unit.worker.virtual import virtual
@@ -139,7 +140,7 @@ async def test_what_is_being_read_is_counted_once() -> None:
         await made.hold(prompt=OTHER)
         first = made.send(0, prefix_source=made.source(12))
         await asyncio.sleep(0.03)
-        assert made.p.pool.counts().landing > 0
+        assert made.p.pool.counts().receiving > 0
         second = made.send(1, prompt=OTHER)
         assert await made.answered(*first) == 12 * BLOCK
         assert await made.answered(*second) == 8 * BLOCK

@@ -1,6 +1,8 @@
-"""A decode worker that computes a prompt itself pulls its beginning as a prefill worker does, and computes what cannot be had.
+"""A decode worker that computes a prompt itself pulls its beginning as a prefill worker does, and computes
+what cannot be had.
 
-`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the test by itself.
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
+fails the test by itself.
 """
 
 import asyncio
@@ -9,9 +11,9 @@ import pytest
 
 from baton.core.errors import Code, Reason
 from baton.core.ids import WorkerRef
-from baton.core.jobs import Cancel, PrefixSource
-from baton.sim.transfer_backend import LinkModel
-from baton.worker.prefix_pull import MIN_PULL_S
+from baton.core.messages.jobs import Cancel, PrefixSource
+from baton.sim.sim_transfer_backend import LinkModel
+from baton.worker.jobs.prefix_puller import MIN_PULL_S
 from tests.unit.worker.harness import BLOCK, expected_tokens
 from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
 from tests.unit.worker.virtual import virtual
@@ -44,7 +46,9 @@ async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: 
 async def test_a_source_that_is_none_is_not_noticed(worker_id: str) -> None:
     async with trio() as made:
         began_s = asyncio.get_running_loop().time()
-        source = PrefixSource(worker=WorkerRef(worker_id=worker_id, worker_epoch=1, address=f"{worker_id}:1"), num_blocks=NUM_BLOCKS)
+        source = PrefixSource(
+            worker=WorkerRef(worker_id=worker_id, worker_epoch=1, address=f"{worker_id}:1"), num_blocks=NUM_BLOCKS
+        )
         assert await made.answered_locally(made.send_local(prefix_source=source)) == 0
         assert asyncio.get_running_loop().time() - began_s < MIN_PULL_S + 0.1
         assert made.d.ref not in [link.peer for link in made.d.worker.reader.links()], "nobody dials itself"
@@ -59,7 +63,7 @@ async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> 
         await asyncio.sleep(after_s)
         await made.pair.cluster.kill("h")
         assert await made.answered_locally(job) <= NUM_BLOCKS * BLOCK
-        assert made.d.pool.counts().landing == 0
+        assert made.d.pool.counts().receiving == 0
 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "deadline"])
@@ -70,13 +74,13 @@ async def test_an_end_in_mid_pull_gives_everything_back(ends_by: str) -> None:
         job = made.send_local(deadline_s=60.0 if ends_by == "cancel" else 0.03)
         await asyncio.sleep(0.02)
         assert made.d.worker.jobs.num_following == 1
-        assert made.d.pool.counts().landing > 0
+        assert made.d.pool.counts().receiving > 0
         if ends_by == "cancel":
             made.to_d.send(Cancel(job=job.job, reason=Reason.CANCELLED))
         failure = await made.to_d.failed(job.job)
         assert failure.code is (Code.CANCELLED if ends_by == "cancel" else Code.DEADLINE_EXCEEDED)
         await asyncio.sleep(0.015)  # a slice takes 10 ms
-        assert made.d.pool.counts().landing == 0
+        assert made.d.pool.counts().receiving == 0
         await made.pair.until_clean()
         assert made.d.executor.plans == []
         assert made.holder.worker.owner.open_leases == 0

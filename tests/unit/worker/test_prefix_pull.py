@@ -1,6 +1,8 @@
-"""A prefix that another worker holds is pulled instead of computed; and when that cannot be, it is computed, and nobody notices.
+"""A prefix that another worker holds is pulled instead of computed; and when that cannot be, it is computed,
+and nobody notices.
 
-`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the test by itself.
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
+fails the test by itself.
 """
 
 import asyncio
@@ -10,11 +12,11 @@ import pytest
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
-from baton.core.jobs import Cancel, PrefixSource
+from baton.core.messages.jobs import Cancel, PrefixSource
 from baton.core.request import Sampling
-from baton.sim.executor import SimStepCost
-from baton.sim.transfer_backend import LinkModel
-from baton.worker.prefix_pull import MAX_PULLED_SHARE, MAX_TIMES_COMPUTING, MIN_PULL_S, PULL_S, PrefixPuller
+from baton.sim.sim_executor import SimStepCost
+from baton.sim.sim_transfer_backend import LinkModel
+from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE, MAX_TIMES_COMPUTING, MIN_PULL_S, PULL_S, PrefixPuller
 from tests import builders
 from tests.unit.worker.harness import BLOCK, expected_tokens
 from tests.unit.worker.job_builders import decode_job
@@ -38,7 +40,9 @@ async def test_what_is_here_already_is_not_pulled() -> None:
         await made.answered(*made.send(0))
         before = made.p.worker.reader.links()
         assert await made.answered(*made.send(1)) == NUM_BLOCKS * BLOCK
-        assert [link.peer for link in before] == [link.peer for link in made.p.worker.reader.links()] == [made.holder.ref]
+        assert (
+            [link.peer for link in before] == [link.peer for link in made.p.worker.reader.links()] == [made.holder.ref]
+        )
         assert made.holder.worker.owner.counts.followed == 1
 
 
@@ -55,11 +59,18 @@ async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: 
 async def test_no_more_is_pulled_than_was_said() -> None:
     async with trio() as made:
         await made.hold()
-        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=5))) == 5 * BLOCK
+        assert (
+            await made.answered(*made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=5)))
+            == 5 * BLOCK
+        )
 
 
 @pytest.mark.parametrize(
-    "source", [WorkerRef(worker_id="nobody", worker_epoch=1, address="nobody:1"), WorkerRef(worker_id="h", worker_epoch=99, address="h:1")]
+    "source",
+    [
+        WorkerRef(worker_id="nobody", worker_epoch=1, address="nobody:1"),
+        WorkerRef(worker_id="h", worker_epoch=99, address="h:1"),
+    ],
 )
 @virtual
 async def test_a_holder_that_is_not_there_costs_a_moment(source: WorkerRef) -> None:
@@ -74,7 +85,9 @@ async def test_a_holder_that_is_not_there_costs_a_moment(source: WorkerRef) -> N
 @virtual
 async def test_a_worker_that_is_sent_to_itself_computes() -> None:
     async with trio() as made:
-        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=made.p.ref, num_blocks=NUM_BLOCKS))) == 0
+        assert (
+            await made.answered(*made.send(prefix_source=PrefixSource(worker=made.p.ref, num_blocks=NUM_BLOCKS))) == 0
+        )
 
 
 @pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
@@ -89,7 +102,7 @@ async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> 
         await made.pair.cluster.kill("h")
         assert await made.answered(*jobs) <= NUM_BLOCKS * BLOCK
         assert loop.time() - began_s < MIN_PULL_S + 0.5
-        assert made.p.pool.counts().landing == 0
+        assert made.p.pool.counts().receiving == 0
 
 
 @virtual
@@ -172,7 +185,7 @@ async def test_a_cancel_in_mid_pull_gives_everything_back() -> None:
             gateway.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
             await gateway.failed(prefill.job)
         await asyncio.sleep(0.015)  # a slice takes 10 ms, all of them 100
-        assert made.p.pool.counts().landing == 0
+        assert made.p.pool.counts().receiving == 0
         await made.pair.until_clean()
         assert made.p.executor.plans == []
         assert made.holder.worker.owner.open_leases == 0
@@ -219,7 +232,9 @@ async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
         assert [d for report in reports for d in report.counted_decision_ids] == ["one"]
 
 
-@pytest.mark.parametrize(("token_s", "limit_s"), [(None, PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_TIMES_COMPUTING * 0.8)])
+@pytest.mark.parametrize(
+    ("token_s", "limit_s"), [(None, PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_TIMES_COMPUTING * 0.8)]
+)
 @virtual
 async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | None, limit_s: float) -> None:
     async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as made:

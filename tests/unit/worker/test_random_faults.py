@@ -1,4 +1,5 @@
-"""Two workers, many requests, and by seed everything that may go wrong: every job ends once, no token is wrong, nothing is left."""
+"""Two workers, many requests, and by seed everything that may go wrong: every job ends once, no token is
+wrong, nothing is left."""
 
 import asyncio
 from contextlib import suppress
@@ -10,10 +11,10 @@ import pytest
 
 from baton.core.errors import Reason, StreamBroken
 from baton.core.ids import JobId
-from baton.core.jobs import Cancel, DecodeJob, PrefillJob
+from baton.core.messages.jobs import Cancel, DecodeJob, PrefillJob
 from baton.core.request import Sampling
-from baton.sim.network import Delays
-from baton.sim.transfer_backend import LinkModel
+from baton.sim.sim_network import Delays
+from baton.sim.sim_transfer_backend import LinkModel
 from baton.sim.virtual_time import run
 from tests.scale import IS_LONG
 from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
@@ -48,7 +49,8 @@ class Scenario:
         await asyncio.sleep(rng.uniform(0, FAULTS_S))
         num_tokens = rng.choice((1, 3, 4, 5, 17, 40, 64, 80))
         fields: dict[str, Any] = {
-            "request": b"request-%d" % (number if rng.random() < 0.85 else rng.randrange(number + 1)),  # else a further attempt
+            "request": b"request-%d"
+            % (number if rng.random() < 0.85 else rng.randrange(number + 1)),  # else a further attempt
             "attempt": number,
             "token_ids": prefill_job(num_tokens, request=b"prompt-%d" % rng.randrange(8)).token_ids,
             "sampling": Sampling(max_tokens=rng.choice((1, 2, 8, 40)), seed=rng.randrange(3), ignore_eos=True),

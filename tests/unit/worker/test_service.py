@@ -6,15 +6,16 @@ import sys
 
 import pytest
 
-from baton.core.apis import MemberKind
-from baton.core.cluster import Command, CommandKind, WorkerState
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
+from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Code, Reason, StreamBroken
 from baton.core.ids import DecisionId
+from baton.core.interfaces import MemberKind
 from baton.core.request import Sampling
-from baton.engine.step import DeviceFault
-from baton.sim.transfer_backend import LinkModel
-from baton.worker.life import WorkerUnhealthy, WorkerWornOut
-from baton.worker.wear import PATIENCE_DRAINS
+from baton.engine.state.step import DeviceFault
+from baton.sim.sim_transfer_backend import LinkModel
+from baton.worker.quarantine_limit import PATIENCE_DRAINS
+from baton.worker.worker_lifecycle import WorkerNeedsReplacement, WorkerUnhealthy
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
@@ -87,10 +88,10 @@ async def test_what_promises_allow_is_in_the_report(is_pulled: bool) -> None:
         await asyncio.sleep(0.2)
         report = made.d.worker.report(1, ())
         assert report.running_seqs == 2
-        assert report.promised_step_s > 60
+        assert report.slo_step_s > 60
         made.to_d.send(decode_job(30, request=b"nothing promised", sampling=sampling))
         await asyncio.sleep(0.1)
-        assert made.d.worker.report(2, ()).promised_step_s == 0
+        assert made.d.worker.report(2, ()).slo_step_s == 0
 
 
 @virtual
@@ -121,7 +122,7 @@ async def test_a_scheduler_that_comes_back_hears_of_everything_that_is_open() ->
 async def test_a_scheduler_warms_pairs_before_they_are_used() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.CONNECT, peer=made.p.ref))
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.CONNECT, peer=made.p.ref))
         await asyncio.sleep(0.5)
         links = made.cluster.scheduler.reports["d"][-1].links
         assert [(link.peer, link.broken, link.transport) for link in links] == [(made.p.ref, False, "simulated")]
@@ -161,7 +162,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         made.to_d.send(running)
         await made.to_d.until(lambda: made.to_d.tokens(running.job))
         await asyncio.sleep(0.1)
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.DRAIN))
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN))
         await asyncio.sleep(0.005)
         assert made.d.worker.state is WorkerState.DRAINING
         assert not made.d.health.is_ready
@@ -266,7 +267,7 @@ async def test_a_bug_in_a_background_task_makes_the_worker_unhealthy() -> None:
             await asyncio.wait_for(made.d.running, 1.0)
 
 
-async def wear_out(made: Pair, stuck_s: float = 1000.0) -> None:
+async def exceed_quarantine_limit(made: Pair, stuck_s: float = 1000.0) -> None:
     """One of the decode worker's eight blocks is lost to a read that does not end for so long."""
     _, first = made.send(num_tokens=12)
     await made.to_d.ended(first.job)
@@ -276,7 +277,7 @@ async def wear_out(made: Pair, stuck_s: float = 1000.0) -> None:
     assert (failure.reason, failure.retriable, failure.blamed) == (Reason.TRANSFER_TIMEOUT, True, made.p.ref)
     made.cluster.fabric.link = LinkModel()
     await asyncio.sleep(HEARTBEAT_S)
-    assert made.cluster.scheduler.reports["d"][-1].worn_out
+    assert made.cluster.scheduler.reports["d"][-1].needs_replacement
     assert made.d.pool.counts().quarantined == 1
 
 
@@ -290,12 +291,12 @@ async def assert_serves(made: Pair, request: bytes) -> None:
 @virtual
 async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() -> None:
     async with pair(num_blocks=8) as made:
-        await wear_out(made)
+        await exceed_quarantine_limit(made)
         await asyncio.sleep(TEST_TIMES["drain_s"])
         assert made.d.worker.state is WorkerState.READY
         await assert_serves(made, b"meanwhile")
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))
-        with pytest.raises(WorkerWornOut):
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))
+        with pytest.raises(WorkerNeedsReplacement):
             await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
         assert made.d.pool.counts().quarantined == 1
         made.d.worker.check_clean()
@@ -304,22 +305,22 @@ async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() 
 @virtual
 async def test_a_worn_out_worker_whom_nobody_answers_leaves_by_itself() -> None:
     async with pair(num_blocks=8) as made:
-        await wear_out(made)
+        await exceed_quarantine_limit(made)
         await made.cluster.network.kill(SCHEDULER)
         await asyncio.sleep(PATIENCE_DRAINS * TEST_TIMES["drain_s"] - 1.0)
         assert made.d.worker.state is WorkerState.READY
-        with pytest.raises(WorkerWornOut):
+        with pytest.raises(WorkerNeedsReplacement):
             await asyncio.wait_for(made.d.running, PATIENCE_DRAINS * TEST_TIMES["drain_s"] + 2.0)
 
 
 @virtual
 async def test_a_worker_whose_memory_came_back_stays() -> None:
     async with pair(num_blocks=8) as made:
-        await wear_out(made, stuck_s=8.0)
+        await exceed_quarantine_limit(made, stuck_s=8.0)
         await asyncio.sleep(8.0)
         assert made.d.pool.counts().quarantined == 0
-        assert not made.cluster.scheduler.reports["d"][-1].worn_out
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))  # sent before it had said so
+        assert not made.cluster.scheduler.reports["d"][-1].needs_replacement
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))  # sent before it had said so
         await asyncio.sleep(HEARTBEAT_S)
         assert made.d.worker.state is WorkerState.READY
         await assert_serves(made, b"afterwards")
@@ -328,21 +329,23 @@ async def test_a_worker_whose_memory_came_back_stays() -> None:
 @virtual
 async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced() -> None:
     async with pair(num_blocks=8) as made:
-        await wear_out(made)
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.DRAIN))
+        await exceed_quarantine_limit(made)
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN))
         await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
 
 
 @virtual
 async def test_that_its_machine_leaves_is_known_of_a_worker_that_leaves_already() -> None:
     async with pair(num_blocks=8) as made:
-        await wear_out(made)
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.LEAVE))
+        await exceed_quarantine_limit(made)
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))
         await asyncio.sleep(0.001)
-        assert (made.d.worker.state, made.d.worker.node_leaves) == (WorkerState.DRAINING, False)
-        made.cluster.scheduler.send("d", Command(kind=CommandKind.DRAIN, node_leaves=True))
-        await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])  # worn out or not: nobody may replace it there
-        assert made.d.worker.node_leaves
+        assert (made.d.worker.state, made.d.worker.node_shutting_down) == (WorkerState.DRAINING, False)
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True))
+        await asyncio.wait_for(
+            made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"]
+        )  # worn out or not: nobody may replace it there
+        assert made.d.worker.node_shutting_down
 
 
 @virtual
@@ -361,6 +364,6 @@ async def test_a_worker_can_be_stopped_at_once() -> None:
 
 def test_a_worker_over_other_leaves_loads_neither_torch_nor_a_transport() -> None:
     names = ("torch", "transformers", "grpc", "redis", "nixl", "ray")
-    code = f"import sys, baton.worker.service; print([name for name in {names} if name in sys.modules])"
+    code = f"import sys, baton.worker.worker_service; print([name for name in {names} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"

@@ -9,11 +9,21 @@ import pytest
 
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import JobId
-from baton.core.jobs import Ack, Cancel, DecodeJob, Heartbeat, Ping, PrefillJob, SessionHello, SessionHelloReply, Step
+from baton.core.messages.jobs import (
+    Ack,
+    Cancel,
+    DecodeJob,
+    Heartbeat,
+    Ping,
+    PrefillJob,
+    SessionHello,
+    SessionHelloReply,
+    Step,
+)
 from baton.core.request import FinishReason, TokenDelta
-from baton.runtime.in_process import InProcessDuplex, duplex_pair
-from baton.worker.sessions import MAX_SESSIONS, GatewaySession, Sessions
-from baton.worker.tasks import Tasks
+from baton.runtime.network.in_process_network import InProcessDuplex, duplex_pair
+from baton.worker.background_tasks import BackgroundTasks
+from baton.worker.sessions.gateway_sessions import MAX_SESSIONS, GatewaySession, Sessions
 from tests import builders
 from tests.unit.worker.job_builders import prefill_job
 from tests.unit.worker.virtual import virtual
@@ -52,8 +62,10 @@ class Rig:
     def __init__(self, buffer_bytes: int = 100_000) -> None:
         self.jobs = FakeJobs()
         self.errors: list[BaseException] = []
-        self.tasks = Tasks(self.errors.append)
-        self.sessions = Sessions(WORKER, builders.layout(), self.jobs, self.tasks, grace_s=GRACE_S, buffer_bytes=buffer_bytes)
+        self.tasks = BackgroundTasks(self.errors.append)
+        self.sessions = Sessions(
+            WORKER, builders.layout(), self.jobs, self.tasks, grace_s=GRACE_S, buffer_bytes=buffer_bytes
+        )
         self.serving: list[asyncio.Task[None]] = []
 
     def dial(self) -> InProcessDuplex[Any, Any]:

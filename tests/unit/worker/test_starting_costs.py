@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.core.costs import StepCostModel
-from baton.engine.step import DeviceFault
-from baton.runtime.health import Health
-from baton.sim.executor import SimStepCost
-from baton.store.memory import MemoryCostStore
-from baton.worker import main
+from baton.core.step_cost import StepCostModel
+from baton.engine.state.step import DeviceFault
+from baton.runtime.observability.health import Health
+from baton.sim.sim_executor import SimStepCost
+from baton.store.memory.memory_stores import MemoryCostStore
+from baton.worker import worker_main
 from baton.worker.device import Device, costs_key
-from baton.worker.life import WorkerUnhealthy
+from baton.worker.worker_lifecycle import WorkerUnhealthy
 from tests import builders
 from tests.unit.worker.test_calibrate import CostedExecutor
 from tests.unit.worker.test_main import Opened, config
@@ -25,7 +25,7 @@ KNOWN = SimStepCost().model
 
 @pytest.fixture(autouse=True)
 def own_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(main, "turn_path", lambda: tmp_path / "lock")
+    monkeypatch.setattr(worker_main, "turn_path", lambda: tmp_path / "lock")
 
 
 def opened(**changes: Any) -> Device:
@@ -36,25 +36,27 @@ def opened(**changes: Any) -> Device:
 @virtual
 async def test_measured_once_then_read_from_the_store() -> None:
     store, first, second = MemoryCostStore(), opened(), opened()
-    costs = await main._costs(first, store, Health())
+    costs = await worker_main._costs(first, store, Health())
     assert isinstance(costs, StepCostModel)
-    assert await main._costs(second, store, Health()) == costs
+    assert await worker_main._costs(second, store, Health()) == costs
     assert (len(first.executor.plans) > 0, second.executor.plans) == (True, [])  # type: ignore[attr-defined]
 
 
 @virtual
 async def test_workers_of_one_kind_that_start_together_measure_once() -> None:
     store, devices = MemoryCostStore(), [opened() for _ in range(4)]
-    found = await asyncio.gather(*(main._costs(device, store, Health()) for device in devices))
+    found = await asyncio.gather(*(worker_main._costs(device, store, Health()) for device in devices))
     assert len(set(found)) == 1
     assert sum(bool(device.executor.plans) for device in devices) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("costs", "key"), [(KNOWN, "k"), (KNOWN, ""), (None, "")])
 @virtual
-async def test_a_device_that_knows_its_costs_or_has_no_name_is_not_measured(costs: StepCostModel | None, key: str) -> None:
+async def test_a_device_that_knows_its_costs_or_has_no_name_is_not_measured(
+    costs: StepCostModel | None, key: str
+) -> None:
     device = opened(costs=costs, costs_key=key)
-    assert await main._costs(device, MemoryCostStore(), Health()) == costs
+    assert await worker_main._costs(device, MemoryCostStore(), Health()) == costs
     assert device.executor.plans == []  # type: ignore[attr-defined]
 
 
@@ -63,7 +65,7 @@ async def test_a_device_that_fails_for_good_makes_the_worker_unhealthy() -> None
     executor, health = CostedExecutor(), Health()
     executor.error = DeviceFault("gone")
     with pytest.raises(WorkerUnhealthy, match="gone"):
-        await main._costs(opened(executor=executor), MemoryCostStore(), health)
+        await worker_main._costs(opened(executor=executor), MemoryCostStore(), health)
     assert not health.is_alive
 
 

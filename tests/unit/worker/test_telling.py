@@ -1,4 +1,5 @@
-"""What a whole worker tells schedulers so that they can predict seconds: blocks it holds, its costs, its queue, its answers' lengths."""
+"""What a whole worker tells schedulers so that they can predict seconds: blocks it holds, its costs, its
+queue, its answers' lengths."""
 
 import asyncio
 from dataclasses import replace
@@ -6,17 +7,18 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.cluster import Command, CommandKind, WorkerReport
-from baton.core.costs import attended_tokens
+from baton.core.cluster.worker_command import CommandKind, WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import Reason, StoreUnavailable
 from baton.core.ids import WorkerRef
-from baton.core.jobs import Cancel
-from baton.core.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier
+from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier
+from baton.core.messages.jobs import Cancel
 from baton.core.request import Sampling
-from baton.sim.transfer_backend import LinkModel
-from baton.store.memory import MemoryKvEventFeed
-from baton.worker.metrics import WorkerMetrics
-from baton.worker.service import KV_EVENTS_TTL_S
+from baton.core.step_cost import attended_tokens
+from baton.sim.sim_transfer_backend import LinkModel
+from baton.store.memory.memory_stores import MemoryKvEventFeed
+from baton.worker.worker_metrics import WorkerMetrics
+from baton.worker.worker_service import KV_EVENTS_TTL_S
 from tests.unit.worker.harness import STEP_COST, Cluster, Node, Pair, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.virtual import virtual
@@ -75,7 +77,7 @@ async def test_a_scheduler_may_ask_for_a_snapshot() -> None:
         await made.to_d.ended(decode.job)
         await asyncio.sleep(1.0)
         before = await made.cluster.feed.snapshot(made.p.ref)
-        made.cluster.scheduler.send("p", Command(kind=CommandKind.SNAPSHOT))
+        made.cluster.scheduler.send("p", WorkerCommand(kind=CommandKind.SNAPSHOT))
         await asyncio.sleep(SOON_S)
         after = await made.cluster.feed.snapshot(made.p.ref)
         assert before is not None
@@ -202,7 +204,10 @@ async def test_the_queue_is_told_with_what_it_attends_to() -> None:
         await asyncio.sleep(0.5)
         report = last_report(made, "d")
         assert report.max_num_batched_tokens == 16
-        assert (report.waiting_prefill_tokens, report.waiting_prefill_attended_tokens) == (100, 2 * attended_tokens(50, 0))
+        assert (report.waiting_prefill_tokens, report.waiting_prefill_attended_tokens) == (
+            100,
+            2 * attended_tokens(50, 0),
+        )
         made.d.executor.gate.set()
         await made.to_d.until(lambda: len(made.to_d.deltas) == 2)
         await asyncio.sleep(0.5)
@@ -214,7 +219,9 @@ async def test_answers_lengths_are_told_by_who_decodes() -> None:
     async with pair() as made:
         lengths = (4, 10, 16)
         for length in lengths:
-            _, decode = made.send(num_tokens=30, request=b"r%d" % length, sampling=Sampling(max_tokens=length, ignore_eos=True))
+            _, decode = made.send(
+                num_tokens=30, request=b"r%d" % length, sampling=Sampling(max_tokens=length, ignore_eos=True)
+            )
             await made.to_d.ended(decode.job)
         await asyncio.sleep(1.0)
         assert last_report(made, "d").mean_output_tokens == pytest.approx(10.0)

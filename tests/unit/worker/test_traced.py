@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.core.errors import Reason
-from baton.core.jobs import Cancel
+from baton.core.messages.jobs import Cancel
 from tests.recorded_spans import RecordedTracing
 from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import cluster, pair
@@ -30,7 +30,7 @@ async def test_prefill_pull_and_decode_hang_together() -> None:
         assert (pull.parent, lease.parent) == (decode.context, pull.context)
         assert (pull.kind, lease.kind) == ("client", "server")
         assert (prefill.attributes["baton.output_tokens"], decode.attributes["baton.output_tokens"]) == (1, 8)
-        assert pull.attributes["baton.outcome"] == "landed"
+        assert pull.attributes["baton.outcome"] == "received"
         assert pull.attributes["baton.blocks"] == 8
         assert lease.attributes["baton.outcome"] == "released"
         assert all(span.ended_s is not None and not span.problem for span in tracing.spans)
@@ -52,7 +52,9 @@ async def test_a_prefix_pull_is_below_the_prefill_that_wants_it() -> None:
         (prefix,) = (span for span in tracing.named("kv pull") if span.attributes.get("baton.pulls") == "prefix")
         assert prefix.parent == tracing.only("prefill").context
         assert prefix.attributes["baton.bytes"] > 0
-        assert {span.parent for span in tracing.named("kv lease")} == {span.context for span in tracing.named("kv pull")}
+        assert {span.parent for span in tracing.named("kv lease")} == {
+            span.context for span in tracing.named("kv pull")
+        }
 
 
 @virtual
@@ -70,7 +72,10 @@ async def test_a_job_that_is_cancelled_or_refused_ends_its_spans() -> None:
         first, second = tracing.named("decode")
         assert (first.attributes["baton.outcome"], first.problem) == ("cancelled", "")
         assert (second.attributes["baton.outcome"], second.problem) == ("invalid_request", "invalid_request")
-        assert (tracing.only("kv pull").attributes["baton.outcome"], tracing.only("kv pull").problem) == ("cancelled", "")
+        assert (tracing.only("kv pull").attributes["baton.outcome"], tracing.only("kv pull").problem) == (
+            "cancelled",
+            "",
+        )
         assert all(span.ended_s is not None for span in tracing.spans)
 
 
@@ -104,7 +109,9 @@ async def test_tokens_of_every_sample_count_and_replayed_ones_do_not() -> None:
         both = decode_job(30, trace_context=REQUEST, sample_indices=(0, 1))
         gateway.send(both)
         await gateway.ended(both.job)
-        later = replace(decode_job(30, request=b"later", attempt=1, trace_context=REQUEST), num_prompt_tokens=27)  # 3 were delivered
+        later = replace(
+            decode_job(30, request=b"later", attempt=1, trace_context=REQUEST), num_prompt_tokens=27
+        )  # 3 were delivered
         gateway.send(later)
         await gateway.ended(later.job)
         first, second = tracing.named("decode")

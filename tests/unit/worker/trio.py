@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from baton.core.jobs import DecodeJob, PrefillJob, PrefixSource
+from baton.core.messages.jobs import DecodeJob, PrefillJob, PrefixSource
 from baton.core.request import Sampling
-from baton.sim.transfer_backend import LinkModel
+from baton.sim.sim_transfer_backend import LinkModel
 from tests import builders
 from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import Node, Pair, expected_tokens, pair

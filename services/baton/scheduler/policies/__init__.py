@@ -1,10 +1,11 @@
-"""One pure function a file, from a query and a snapshot to a choice. `POLICIES` names them for the configuration."""
+"""One pure function a file, from a query and a snapshot to a choice. `POLICIES` names them for the
+configuration."""
 
 from collections.abc import Mapping
 
-from baton.scheduler.policies.choice import Policy
 from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.least_loaded import least_loaded
+from baton.scheduler.policies.policy_result import Policy
 from baton.scheduler.policies.prefix_aware import prefix_aware
 from baton.scheduler.policies.random import random
 from baton.scheduler.policies.round_robin import round_robin

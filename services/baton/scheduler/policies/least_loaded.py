@@ -1,13 +1,22 @@
-"""The fewest tokens waiting to prefill, the fewest sequences to decode: load only, no prefix and no seconds."""
+"""The fewest tokens waiting to prefill, the fewest sequences to decode: load only, no prefix and no
+seconds."""
 
-from baton.core.blocks import num_blocks_for
-from baton.core.cluster import Candidate, ClusterSnapshot, PlacementQuery, Rejection, WorkerView
-from baton.scheduler.policies.choice import Choice, Turn, candidates_for, computes_alone, needs_no_decode
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
+from baton.core.cluster.decision_record import Candidate
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.core.kv.block_hash import num_blocks_for
+from baton.scheduler.policies.policy_result import (
+    Choice,
+    PolicyContext,
+    candidates_for,
+    computes_alone,
+    needs_no_decode,
+)
 
 
-def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
-    """Decode worker first: room for the prompt now, then the fewest sequences, then the most room. Prefill worker: the fewest tokens
-    queued, then the fewest sequences. Ties break by id."""
+def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext) -> Choice | Rejection:
+    """Decode worker first: room for the prompt now, then the fewest sequences, then the most room. Prefill
+    worker: the fewest tokens queued, then the fewest sequences. Ties break by id."""
     field = candidates_for(query, cluster, turn)
     if isinstance(field, Rejection):
         return field
@@ -39,7 +48,11 @@ def _explained(workers: list[WorkerView], side: str) -> tuple[Candidate, ...]:
         Candidate(
             worker=w.worker,
             side=side,
-            terms={"queued_prefill_tokens": w.queued_prefill_tokens, "seqs": w.num_seqs, "free_blocks": w.num_free_blocks},
+            terms={
+                "queued_prefill_tokens": w.queued_prefill_tokens,
+                "seqs": w.num_seqs,
+                "free_blocks": w.num_free_blocks,
+            },
         )
         for w in workers
     )

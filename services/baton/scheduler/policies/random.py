@@ -2,13 +2,21 @@
 
 from random import Random
 
-from baton.core.cluster import Candidate, ClusterSnapshot, PlacementQuery, Rejection
-from baton.scheduler.policies.choice import Choice, Turn, candidates_for, computes_alone, needs_no_decode
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.decision_record import Candidate
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.scheduler.policies.policy_result import (
+    Choice,
+    PolicyContext,
+    candidates_for,
+    computes_alone,
+    needs_no_decode,
+)
 
 
-def random(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn) -> Choice | Rejection:
-    """A decode worker and a prefill worker drawn at random, each with the same chance. A hybrid worker that is drawn to decode prefills
-    too."""
+def random(query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext) -> Choice | Rejection:
+    """A decode worker and a prefill worker drawn at random, each with the same chance. A hybrid worker that
+    is drawn to decode prefills too."""
     field = candidates_for(query, cluster, turn)
     if isinstance(field, Rejection):
         return field

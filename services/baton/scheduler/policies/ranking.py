@@ -1,4 +1,5 @@
-"""What `kv_centric` and `prefix_aware` share: every candidate's terms in seconds, and the choice of the least.
+"""What `kv_centric` and `prefix_aware` share: every candidate's terms in seconds, and the choice of the
+least.
 
 Source: Mooncake (FAST'25), section 4, Algorithm 1; what it leaves open is settled in docs/architecture.md.
 """
@@ -10,22 +11,22 @@ from math import inf
 
 import numpy as np
 
-from baton.core.cluster import ClusterSnapshot, PlacementQuery, Rejection
-from baton.core.jobs import PrefixSource
-from baton.scheduler.columns import Columns, Floats, Mask, Row, columns_of
-from baton.scheduler.policies.choice import (
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.core.messages.jobs import PrefixSource
+from baton.scheduler.policies.cost_terms import DecodeTerms, PrefillTerms, explained
+from baton.scheduler.policies.least_loaded import least_loaded
+from baton.scheduler.policies.policy_result import (
     Choice,
     LazyCandidates,
+    PolicyContext,
     Prediction,
-    Turn,
     needs_no_decode,
     no_room,
     no_workers,
     refuses_full,
 )
-from baton.scheduler.policies.least_loaded import least_loaded
-from baton.scheduler.policies.terms import DecodeTerms, PrefillTerms, explained
-from baton.scheduler.predict import (
+from baton.scheduler.prediction.predict import (
     Prompt,
     added_s,
     expected_outputs,
@@ -38,30 +39,36 @@ from baton.scheduler.predict import (
     tpot_now_s,
     tpot_s,
 )
+from baton.scheduler.state.worker_table import Floats, Mask, Row, WorkerTable, worker_table_of
 
 MAX_HOLDERS = 4
 """Of a prefix: so many of those that hold most of it are considered to pull it from."""
 ALONE_GAIN = 0.1
 ALONE_GAIN_S = 0.01
-"""A decode worker computes a prompt itself only if that is predicted faster by so much of the other's seconds and by so many: predictions
-are no more exact, and a sequence that joins meanwhile would wait for the prompt, which nobody can charge for yet."""
+"""A decode worker computes a prompt itself only if that is predicted faster by so much of the other's seconds
+and by so many: predictions are no more exact, and a sequence that joins meanwhile would wait for the prompt,
+which nobody can charge for yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """`pulls`: a prefix may be pulled from another worker, and the seconds in which a worker computes what another candidate has, or will
-    have soon, are charged once more: they are lost to the requests that come next. `conditional`: the decode worker is a candidate to
-    prefill, whatever its role. `charges_busy`: then it is charged with the seconds by which its sequences are delayed, and barred where
-    they would miss their TPOT."""
+class RankingRules:
+    """`pulls`: a prefix may be pulled from another worker, and the seconds in which a worker computes what
+    another candidate has, or will have soon, are charged once more: they are lost to the requests that come
+    next. `conditional`: the decode worker is a candidate to prefill, whatever its role. `charges_busy`: then
+    it is charged with the seconds by which its sequences are delayed, and barred where they would miss their
+    TPOT."""
 
     pulls: bool
     conditional: bool
     charges_busy: bool = True
 
 
-def choose(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn, rules: Rules) -> Choice | Rejection:
-    """Decode worker first, then who prefills for it. By load alone (`least_loaded`) while no candidate has measured itself."""
-    c = columns_of(cluster)
+def choose(
+    query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext, rules: RankingRules
+) -> Choice | Rejection:
+    """Decode worker first, then who prefills for it. By load alone (`least_loaded`) while no candidate has
+    measured itself."""
+    c = worker_table_of(cluster)
     all_prefills, all_decodes = _able(query, c)
     if needs_no_decode(query):
         all_decodes = np.zeros_like(all_decodes)
@@ -102,7 +109,9 @@ def choose(query: PlacementQuery, cluster: ClusterSnapshot, turn: Turn, rules: R
         _add_alone(query, c, prompt, terms, decode, rules, is_only=not has_sources)
     best = _best(terms.cost_s, terms.ttft_s, ttft_left_s)
     choice = _choice(query, cluster, c, prompt, terms, best, soonest, decode_terms, decode)
-    return choice if has_sources else replace(choice, basis=None)  # nobody could be read from: that is everybody's doing
+    return (
+        choice if has_sources else replace(choice, basis=None)
+    )  # nobody could be read from: that is everybody's doing
 
 
 def _any(mask: Mask) -> bool:
@@ -120,7 +129,7 @@ def _best(cost_s: Floats, predicted_s: Callable[[], Floats], slo_s: float | None
     return kept if keeping.item(kept) < inf else best
 
 
-def _able(query: PlacementQuery, c: Columns) -> tuple[Mask, Mask]:
+def _able(query: PlacementQuery, c: WorkerTable) -> tuple[Mask, Mask]:
     """Who can prefill and who can decode by its role, and is not `unusable`."""
     kinds = [
         i
@@ -137,9 +146,11 @@ def _able(query: PlacementQuery, c: Columns) -> tuple[Mask, Mask]:
     return prefills & serves, decodes & serves
 
 
-def _preferred(query: PlacementQuery, c: Columns, prompt: Prompt, able: Mask, fits: Mask, turn: Turn) -> Mask:
-    """Who has room and is not to be avoided; else who has none; else the avoided. Where full workers are to be refused, of those only who
-    is predicted to have room soon enough."""
+def _preferred(
+    query: PlacementQuery, c: WorkerTable, prompt: Prompt, able: Mask, fits: Mask, turn: PolicyContext
+) -> Mask:
+    """Who has room and is not to be avoided; else who has none; else the avoided. Where full workers are to
+    be refused, of those only who is predicted to have room soon enough."""
     wanted = able
     if query.avoid:
         wanted = able.copy()
@@ -158,8 +169,9 @@ def _preferred(query: PlacementQuery, c: Columns, prompt: Prompt, able: Mask, fi
     return able
 
 
-def _readable(c: Columns, prefills: Mask, decode: int) -> Mask:
-    """Of these, whose KV this decode worker can pull; warm pairs where there are any. See `Field.readable_by`."""
+def _readable(c: WorkerTable, prefills: Mask, decode: int) -> Mask:
+    """Of these, whose KV this decode worker can pull; warm pairs where there are any. See
+    `Field.readable_by`."""
     links = c.links
     able = prefills & ~links.is_broken[decode] & _same_kind(c, decode)
     able[decode] = False
@@ -167,20 +179,22 @@ def _readable(c: Columns, prefills: Mask, decode: int) -> Mask:
     return warm if _any(warm) else able
 
 
-def _same_kind(c: Columns, i: int) -> Mask | bool:
+def _same_kind(c: WorkerTable, i: int) -> Mask | bool:
     return True if len(c.kinds) == 1 else c.kind == c.kind[i]
 
 
-def _decode_terms(c: Columns, prompt: Prompt, decodes: Mask, horizon_s: float) -> DecodeTerms:
-    """The least predicted seconds a token: the step's, once the prompt is computed (at the soonest in `horizon_s`), and the pull of what
-    the worker lacks, spread over the answer."""
+def _decode_terms(c: WorkerTable, prompt: Prompt, decodes: Mask, horizon_s: float) -> DecodeTerms:
+    """The least predicted seconds a token: the step's, once the prompt is computed (at the soonest in
+    `horizon_s`), and the pull of what the worker lacks, spread over the answer."""
     step_s = tpot_s(c, prompt, horizon_s)
     pull_s = (prompt.num_blocks - prompt.own_blocks) * c.block_bytes * c.link_s_per_byte
     cost_s = step_s + pull_s / expected_outputs(c, prompt)
     return DecodeTerms(step_s, pull_s, np.where(decodes, cost_s, inf))
 
 
-def _prefill_terms(c: Columns, prompt: Prompt, candidates: Mask, decode: int | None, rules: Rules, own_s: Floats) -> PrefillTerms:
+def _prefill_terms(
+    c: WorkerTable, prompt: Prompt, candidates: Mask, decode: int | None, rules: RankingRules, own_s: Floats
+) -> PrefillTerms:
     """`own_s`: to compute what each has not cached itself."""
     size = len(c.views)
     terms = PrefillTerms(
@@ -199,7 +213,9 @@ def _prefill_terms(c: Columns, prompt: Prompt, candidates: Mask, decode: int | N
             _consider_pull(c, prompt, candidates, holder, terms)
         most = _most_cached(prompt, candidates)
         if most:
-            terms.redundant_s = terms.prefill_s * np.maximum(0, most - terms.cached_tokens) / (prompt.num_tokens - terms.cached_tokens)
+            terms.redundant_s = (
+                terms.prefill_s * np.maximum(0, most - terms.cached_tokens) / (prompt.num_tokens - terms.cached_tokens)
+            )
     if decode is not None:
         terms.transfer_s = _transfer_s(c, prompt, terms, decode)
     seconds = c.queue_s + terms.pull_s + terms.prefill_s + terms.transfer_s + terms.redundant_s
@@ -212,19 +228,23 @@ def _most_cached(prompt: Prompt, candidates: Mask) -> float:
     return float(np.where(candidates, prompt.own_tokens, 0.0).max(initial=0.0))
 
 
-def _holders(c: Columns, prompt: Prompt) -> list[int]:
+def _holders(c: WorkerTable, prompt: Prompt) -> list[int]:
     """Of a prefix; of many those that hold most, and of these those with the least to send."""
     holders = sorted(i for i in prompt.held_blocks if c.is_ready[i])
     if len(holders) > MAX_HOLDERS:
         busy_s = c.links.queued_s[:, holders].sum(axis=0)
         holders = sorted(
-            i for _, _, i in sorted(zip((-prompt.held_blocks[i] for i in holders), busy_s, holders, strict=True))[:MAX_HOLDERS]
+            i
+            for _, _, i in sorted(zip((-prompt.held_blocks[i] for i in holders), busy_s, holders, strict=True))[
+                :MAX_HOLDERS
+            ]
         )
     return holders
 
 
-def _consider_pull(c: Columns, prompt: Prompt, candidates: Mask, holder: int, terms: PrefillTerms) -> None:
-    """Of those that hold less than this one: who is faster if it pulls what it lacks, than by what is in `terms` so far?"""
+def _consider_pull(c: WorkerTable, prompt: Prompt, candidates: Mask, holder: int, terms: PrefillTerms) -> None:
+    """Of those that hold less than this one: who is faster if it pulls what it lacks, than by what is in
+    `terms` so far?"""
     links, held_blocks = c.links, prompt.held_blocks[holder]
     can_pull = candidates & (prompt.own_blocks < held_blocks) & ~links.is_broken[:, holder] & _same_kind(c, holder)
     if not _any(can_pull):
@@ -240,7 +260,7 @@ def _consider_pull(c: Columns, prompt: Prompt, candidates: Mask, holder: int, te
     np.copyto(terms.source, holder, where=faster)
 
 
-def _transfer_s(c: Columns, prompt: Prompt, terms: PrefillTerms, decode: int) -> Floats:
+def _transfer_s(c: WorkerTable, prompt: Prompt, terms: PrefillTerms, decode: int) -> Floats:
     """Not hidden behind the computing. Only for workers of the decode worker's kind."""
     links, block_bytes = c.links, c.block_bytes.item(decode)
     missing = prompt.num_blocks.item(decode) - prompt.own_blocks.item(decode)
@@ -257,11 +277,23 @@ def _transfer_s(c: Columns, prompt: Prompt, terms: PrefillTerms, decode: int) ->
     )
 
 
-def _add_alone(query: PlacementQuery, c: Columns, prompt: Prompt, terms: PrefillTerms, decode: int, rules: Rules, *, is_only: bool) -> None:
-    """The decode worker computes the prompt itself: nothing is transferred, but its sequences wait. Written into its place in `terms`."""
+def _add_alone(
+    query: PlacementQuery,
+    c: WorkerTable,
+    prompt: Prompt,
+    terms: PrefillTerms,
+    decode: int,
+    rules: RankingRules,
+    *,
+    is_only: bool,
+) -> None:
+    """The decode worker computes the prompt itself: nothing is transferred, but its sequences wait. Written
+    into its place in `terms`."""
     row = c.row(decode)
     # What a decode worker is expected to hold comes from who computes it: nothing to begin with now.
-    cached_tokens = prompt.own_tokens.item(decode) if row.can_prefill else prompt.held_blocks.get(decode, 0) * row.block_tokens
+    cached_tokens = (
+        prompt.own_tokens.item(decode) if row.can_prefill else prompt.held_blocks.get(decode, 0) * row.block_tokens
+    )
     compute_s, pull_s, source = prefill_s(row, prompt.num_tokens, cached_tokens), 0.0, -1
     for holder in terms.holders:
         if prompt.held_blocks[holder] * row.block_tokens > cached_tokens and _can_read(c, decode, holder):
@@ -289,11 +321,13 @@ def _add_alone(query: PlacementQuery, c: Columns, prompt: Prompt, terms: Prefill
     terms.cost_s[decode] = row.queue_s + pull_s + compute_s + terms.busy_s + terms.margin_s + redundant_s
 
 
-def _can_read(c: Columns, reader: int, holder: int) -> bool:
+def _can_read(c: WorkerTable, reader: int, holder: int) -> bool:
     return reader != holder and bool(c.kind[reader] == c.kind[holder]) and not c.links.is_broken[reader, holder]
 
 
-def _with_prefix_of(c: Columns, prompt: Prompt, row: Row, reader: int, holder: int, cached_tokens: float) -> tuple[float, float]:
+def _with_prefix_of(
+    c: WorkerTable, prompt: Prompt, row: Row, reader: int, holder: int, cached_tokens: float
+) -> tuple[float, float]:
     """(seconds to compute the rest, seconds to pull) for one worker."""
     held_tokens = prompt.held_blocks[holder] * row.block_tokens
     num_bytes = (held_tokens - cached_tokens) / row.block_tokens * row.block_bytes
@@ -305,7 +339,7 @@ def _with_prefix_of(c: Columns, prompt: Prompt, row: Row, reader: int, holder: i
 def _choice(
     query: PlacementQuery,
     cluster: ClusterSnapshot,
-    c: Columns,
+    c: WorkerTable,
     prompt: Prompt,
     terms: PrefillTerms,
     best: int,
@@ -353,13 +387,13 @@ def _choice(
     )
 
 
-def _overlap_at(c: Columns, prompt: Prompt, decode: int, *, computes: bool) -> int:
+def _overlap_at(c: WorkerTable, prompt: Prompt, decode: int, *, computes: bool) -> int:
     """Blocks that the decode worker need not read, or compute: see `_add_alone`."""
     if computes and not c.can_prefill[decode]:
         return int(prompt.held_blocks.get(decode, 0))
     return int(prompt.own_blocks[decode])
 
 
-def _basis(c: Columns, columns: set[int]) -> tuple[str, ...] | None:
+def _basis(c: WorkerTable, columns: set[int]) -> tuple[str, ...] | None:
     """Costs that are borrowed are everybody's."""
     return tuple(c.views[i].worker_id for i in sorted(columns)) if c.all_measured else None

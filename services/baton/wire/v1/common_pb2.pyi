@@ -46,11 +46,11 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_WRONG_EPOCH: _ClassVar[FailureReason]
     FAILURE_REASON_LAYOUT_MISMATCH: _ClassVar[FailureReason]
     FAILURE_REASON_PROTOCOL_VERSION: _ClassVar[FailureReason]
-    FAILURE_REASON_NO_ROOM: _ClassVar[FailureReason]
+    FAILURE_REASON_NO_FREE_BLOCKS: _ClassVar[FailureReason]
     FAILURE_REASON_LEASE_LOST: _ClassVar[FailureReason]
     FAILURE_REASON_TRANSFER_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_TRANSFER_TIMEOUT: _ClassVar[FailureReason]
-    FAILURE_REASON_PROOF_FAILED: _ClassVar[FailureReason]
+    FAILURE_REASON_VALIDATION_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_NUMERICAL_ERROR: _ClassVar[FailureReason]
     FAILURE_REASON_SLOW_READER: _ClassVar[FailureReason]
     FAILURE_REASON_POISON: _ClassVar[FailureReason]
@@ -98,11 +98,11 @@ FAILURE_REASON_WORKER_LOST: FailureReason
 FAILURE_REASON_WRONG_EPOCH: FailureReason
 FAILURE_REASON_LAYOUT_MISMATCH: FailureReason
 FAILURE_REASON_PROTOCOL_VERSION: FailureReason
-FAILURE_REASON_NO_ROOM: FailureReason
+FAILURE_REASON_NO_FREE_BLOCKS: FailureReason
 FAILURE_REASON_LEASE_LOST: FailureReason
 FAILURE_REASON_TRANSFER_FAILED: FailureReason
 FAILURE_REASON_TRANSFER_TIMEOUT: FailureReason
-FAILURE_REASON_PROOF_FAILED: FailureReason
+FAILURE_REASON_VALIDATION_FAILED: FailureReason
 FAILURE_REASON_NUMERICAL_ERROR: FailureReason
 FAILURE_REASON_SLOW_READER: FailureReason
 FAILURE_REASON_POISON: FailureReason
@@ -294,7 +294,7 @@ class KvLayout(_message.Message):
     def __init__(self, layout_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., sampler_version: _Optional[int] = ...) -> None: ...
 
 class KvMemory(_message.Message):
-    __slots__ = ("owner", "shard", "layer_begin", "num_layers", "head_begin", "num_heads", "agent_name", "agent_metadata", "memory_kind", "device_id", "base_address", "block_stride_bytes", "num_blocks", "life_table_address", "life_entry_bytes")
+    __slots__ = ("owner", "shard", "layer_begin", "num_layers", "head_begin", "num_heads", "agent_name", "agent_metadata", "memory_kind", "device_id", "base_address", "block_stride_bytes", "num_blocks", "generation_table_address", "generation_entry_bytes")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -308,8 +308,8 @@ class KvMemory(_message.Message):
     BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LIFE_TABLE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LIFE_ENTRY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_TABLE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_ENTRY_BYTES_FIELD_NUMBER: _ClassVar[int]
     owner: WorkerRef
     shard: int
     layer_begin: int
@@ -323,9 +323,9 @@ class KvMemory(_message.Message):
     base_address: int
     block_stride_bytes: int
     num_blocks: int
-    life_table_address: int
-    life_entry_bytes: int
-    def __init__(self, owner: _Optional[_Union[WorkerRef, _Mapping]] = ..., shard: _Optional[int] = ..., layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., head_begin: _Optional[int] = ..., num_heads: _Optional[int] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., base_address: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., life_table_address: _Optional[int] = ..., life_entry_bytes: _Optional[int] = ...) -> None: ...
+    generation_table_address: int
+    generation_entry_bytes: int
+    def __init__(self, owner: _Optional[_Union[WorkerRef, _Mapping]] = ..., shard: _Optional[int] = ..., layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., head_begin: _Optional[int] = ..., num_heads: _Optional[int] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., base_address: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., generation_table_address: _Optional[int] = ..., generation_entry_bytes: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("worker", "num_blocks")

@@ -136,12 +136,12 @@ class FirstToken(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class KvReady(_message.Message):
-    __slots__ = ("transfer_id", "shard", "first_block_index", "block_ids", "lives", "hashes", "num_computed_tokens", "final", "first_tokens", "timeline")
+    __slots__ = ("transfer_id", "shard", "first_block_index", "block_ids", "generations", "hashes", "num_computed_tokens", "final", "first_tokens", "timeline")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    LIVES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
@@ -151,13 +151,13 @@ class KvReady(_message.Message):
     shard: int
     first_block_index: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    lives: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
     num_computed_tokens: int
     final: bool
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     timeline: _common_pb2.LegTimeline
-    def __init__(self, transfer_id: _Optional[int] = ..., shard: _Optional[int] = ..., first_block_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lives: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., final: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., timeline: _Optional[_Union[_common_pb2.LegTimeline, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[int] = ..., shard: _Optional[int] = ..., first_block_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., final: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., timeline: _Optional[_Union[_common_pb2.LegTimeline, _Mapping]] = ...) -> None: ...
 
 class Renewed(_message.Message):
     __slots__ = ("renewal", "lost")

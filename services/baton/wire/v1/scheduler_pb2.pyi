@@ -210,22 +210,22 @@ class ClusterUpdate(_message.Message):
     def __init__(self, scheduler_id: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
-    __slots__ = ("total", "free", "cached", "used", "landing", "quarantined", "held_for_others")
+    __slots__ = ("total", "free", "cached", "used", "receiving", "quarantined", "held_for_others")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
-    LANDING_FIELD_NUMBER: _ClassVar[int]
+    RECEIVING_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     HELD_FOR_OTHERS_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     cached: int
     used: int
-    landing: int
+    receiving: int
     quarantined: int
     held_for_others: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., landing: _Optional[int] = ..., quarantined: _Optional[int] = ..., held_for_others: _Optional[int] = ...) -> None: ...
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., receiving: _Optional[int] = ..., quarantined: _Optional[int] = ..., held_for_others: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport")
@@ -242,7 +242,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "worn_out", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "promised_step_s")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "slo_step_s")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -262,12 +262,12 @@ class WorkerReport(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
     COUNTED_DECISION_IDS_FIELD_NUMBER: _ClassVar[int]
-    WORN_OUT_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMISED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_STEP_S_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -287,13 +287,13 @@ class WorkerReport(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
     event_seq: int
     counted_decision_ids: _containers.RepeatedScalarFieldContainer[str]
-    worn_out: bool
+    needs_replacement: bool
     costs: StepCostModel
     max_num_batched_tokens: int
     waiting_prefill_attended_tokens: int
     mean_output_tokens: float
-    promised_step_s: float
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., worn_out: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., promised_step_s: _Optional[float] = ...) -> None: ...
+    slo_step_s: float
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., slo_step_s: _Optional[float] = ...) -> None: ...
 
 class StepCostModel(_message.Message):
     __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured")
@@ -320,14 +320,14 @@ class StepCostModel(_message.Message):
     def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("kind", "peer", "node_leaves")
+    __slots__ = ("kind", "peer", "node_shutting_down")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
-    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NODE_SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     peer: _common_pb2.WorkerRef
-    node_leaves: bool
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
+    node_shutting_down: bool
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., node_shutting_down: _Optional[bool] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -396,12 +396,12 @@ class DecisionRecord(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id", "node_leaves")
+    __slots__ = ("worker_id", "node_shutting_down")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NODE_SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    node_leaves: bool
-    def __init__(self, worker_id: _Optional[str] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
+    node_shutting_down: bool
+    def __init__(self, worker_id: _Optional[str] = ..., node_shutting_down: _Optional[bool] = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("known",)

@@ -1,0 +1,1 @@
+"""Searches the highest rate at which the SLO holds."""

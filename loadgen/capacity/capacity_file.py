@@ -1,0 +1,122 @@
+"""`capacity.json`: what a search has found, and every trial that it rests on. Written after each trial, so
+that nothing is lost.
+
+`loadgen_capacity` is its format: 1. Fields are added, not changed. At the top stands what was asked for
+(`workload`, `unit` of its rate, `slos`, `confidence`, `resolution`, `seconds` and `requests` of a trial at
+least, `seed`; `notes`: what limits all that is said), then `points`, one, or one for each of a sweep:
+
+    values, command   of the sweep; url, model, server, error, interrupted
+    answers           one for each goal: attainment, slo_scale; state, capacity_rps, low_rps, high_rps, held_rps, broke_rps, trials, why
+    trials            in their order: directory, rate_rps, seconds, seed, is_scout, invalid, notes; judgements by goal
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadgen.capacity.capacity import CapacityEstimate
+from loadgen.capacity.searching import Found
+from loadgen.capacity.trials import Goal, Trial
+from loadgen.capacity.verdicts import Judgement
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.send.serving import Point
+
+FORMAT = 1
+NAME = "capacity.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointFound:
+    """`command`: that served it, empty if it was there before. `error`: why it has no answers; beside those
+    of `found`."""
+
+    point: Point
+    found: Found | None = None
+    command: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def write_capacity(directory: Path, head: Mapping[str, Any], points: Sequence[PointFound]) -> None:
+    """Whole or not at all. Raises LoadgenError."""
+    data = {"loadgen_capacity": FORMAT, **head, "points": [_point(point) for point in points]}
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=directory, prefix=".capacity-", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+            file.write("\n")
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, directory / NAME)
+    except OSError as error:
+        raise LoadgenError(f"{directory / NAME} cannot be written: {error.strerror or error}") from error
+
+
+def _point(point: PointFound) -> dict[str, Any]:
+    found = point.found
+    return {
+        "name": point.point.name,
+        "values": dict(point.point.values),
+        "command": list(point.command),
+        **point.facts,
+        "error": point.error or (found.error if found else ""),
+        "interrupted": bool(found and found.is_interrupted),
+        "answers": [_answer(goal, answer) for goal, answer in zip(found.goals, found.answers, strict=True)]
+        if found
+        else [],
+        "trials": [_trial(trial) for trial in found.trials] if found else [],
+    }
+
+
+def _answer(goal: Goal, answer: CapacityEstimate) -> dict[str, Any]:
+    return {
+        "attainment": goal.target,
+        "slo_scale": goal.slo_scale,
+        "state": answer.state.value,
+        "capacity_rps": answer.capacity_rps,
+        "low_rps": answer.interval.low if answer.interval else None,
+        "high_rps": answer.interval.high if answer.interval else None,
+        "held_rps": answer.held_rps,
+        "broke_rps": answer.broke_rps,
+        "trials": answer.num_trials,
+        "scouts": answer.num_scouts,
+        "why": answer.why,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "directory": trial.directory,
+        "rate_rps": trial.rate_rps,
+        "seconds": trial.seconds,
+        "duration_s": trial.duration_s,
+        "seed": trial.seed,
+        "is_scout": trial.is_scout,
+        "is_cut": trial.is_cut,
+        "interrupted": trial.is_interrupted,
+        "goal": trial.goal,
+        "invalid": list(trial.invalid),
+        "notes": list(trial.notes),
+        "judgements": [_judgement(judgement) for judgement in trial.judgements],
+    }
+
+
+def _judgement(judgement: Judgement) -> dict[str, Any]:
+    return {
+        "verdict": judgement.verdict.value,
+        "good": judgement.num_good,
+        "judged": judgement.num_judged,
+        "open": judgement.num_open,
+        "share": None if math.isnan(judgement.share) else judgement.share,
+        "low": judgement.interval.low,
+        "high": judgement.interval.high,
+        "growth_rps": judgement.growth_rps,
+        "is_overloaded": judgement.is_overloaded,
+    }

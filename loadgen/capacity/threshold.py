@@ -1,0 +1,164 @@
+"""Where a share that falls with the rate crosses a target, from noisy trials. Numpy only; no draw is random.
+
+Trials of one rate differ by far more than their number of requests says: a minute near the limit has one bad
+stretch, or three, or none. On simulated servers the variance of a trial's share is 10 to 30 times the
+binomial one, and within one trial little of that can be seen. So the spread is estimated from how the trials
+scatter around one falling curve, and the curve's crossing is stated with an interval that holds all of it:
+
+    p(r) = (1 - lapse) * logistic(c - slope * ln(r / capacity))     c such that p(capacity) = target
+    variance of a trial's share = effect * scatter * p (1 - p) / judged requests         scatter = sqrt((1 - p) / (1 - target))
+
+    D = 2 * sum judged / scatter * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))      the deviance
+    weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)              `effect` integrated out
+
+The prior of `effect` counts as N0 trials, so that a few trials which happen to agree do not make an interval
+narrow; E0 falls with the target as the scatter does (near 100 % bad stretches are short), and with the size
+of a trial (a short one has no long stretches). The capacity's prior is flat in its logarithm within what was
+measured and a little beyond; the slope's is normal in its logarithm around 8, within a factor of 2.2: a tenth
+more load takes 90 % to about 80 %. `lapse` is a share that breaks its promise at any rate; a trial with fewer
+broken promises speaks against it, as so many independent requests do.
+
+Sources: quasi-likelihood for counts that vary more than binomial ones, Wedderburn 1974; thresholds from such
+trials, Schütt, Harmeling, Macke and Wichmann 2016. How often the intervals hold the truth is measured on
+simulated servers (docs/loadgen.md, Capacity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadgen.measure.stats import Floats, Interval
+
+N0 = 4.0
+E0, E0_HALF_REQUESTS = 75.0, 250.0
+"""The effect of trials without end at a target of 90 %, and the size of a trial at which it is half of
+that."""
+BEYOND = 1.5
+"""The capacity may lie outside of the measured rates by this factor; whoever looks for it measures there
+next."""
+OVERLOAD_ERROR = 0.02
+"""The odds against a trial whose backlog grew for another reason than overload."""
+_SLOPES = np.geomspace(1.0, 50.0, 13)
+_SLOPE, _SLOPE_FACTOR = 8.0, 0.8
+_LAPSES = np.array([0.0, 0.3, 0.6, 0.85])
+"""In parts of what the target leaves."""
+_LAPSE_WEIGHTS = np.array([0.55, 0.2, 0.15, 0.1])
+_NUM_RATES = 240
+_NEGLIGIBLE = 1e-6
+_SCATTER = (0.25, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A trial: of `num_judged` requests at `rate_rps`, `num_good` kept their promise. `is_overloaded`: its
+    backlog grew all the time, so the rate is above capacity even if the share still held."""
+
+    rate_rps: float
+    num_good: int
+    num_judged: int
+    is_overloaded: bool = False
+
+    @property
+    def share(self) -> float:
+        """1 of none."""
+        return self.num_good / self.num_judged if self.num_judged else 1.0
+
+    def held(self, target: float) -> bool:
+        """Whether it came out on the good side; how surely is not asked."""
+        return self.share >= target and not self.is_overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdEstimate:
+    """What is known of a capacity: weights, which sum to 1, of rates in ascending order."""
+
+    rates: Floats
+    weights: Floats
+
+    def quantile(self, q: float) -> float:
+        """The rate below which the capacity lies with probability `q`."""
+        centres = np.cumsum(self.weights) - self.weights / 2
+        return float(np.exp(np.interp(q, centres, np.log(self.rates))))
+
+    def interval(self, confidence: float) -> Interval:
+        return Interval(low=self.quantile((1 - confidence) / 2), high=self.quantile((1 + confidence) / 2))
+
+
+def locate(observations: Sequence[Observation], target: float) -> ThresholdEstimate:
+    """The capacity at which the share is `target`, in (0, 1). At least one observation."""
+    rates = [observation.rate_rps for observation in observations]
+    low, high = math.log(min(rates) / BEYOND), math.log(max(rates) * BEYOND)
+    counted = [
+        observation
+        for observation in observations
+        if observation.num_judged and not _is_misleading(observation, target)
+    ]
+    scatter = np.ones(len(counted))
+    grid = found = np.zeros(0)
+    for _ in range(
+        2
+    ):  # once over everything, once more closely where something is, and with the scatter that belongs to each share
+        grid = np.linspace(low, high, _NUM_RATES)
+        found, shares = _fitted(grid, counted, target, scatter)
+        for observation in observations:
+            if observation.is_overloaded:
+                found = np.where(grid < math.log(observation.rate_rps), found, found * OVERLOAD_ERROR)
+        inside = np.flatnonzero(found > _NEGLIGIBLE * found.max())
+        low, high = grid[max(inside[0] - 1, 0)], grid[min(inside[-1] + 1, grid.size - 1)]
+        scatter = np.clip(np.sqrt((1 - shares) / (1 - target)), *_SCATTER)
+    return ThresholdEstimate(np.exp(grid), found / found.sum())
+
+
+def _fitted(grid: Floats, observations: Sequence[Observation], target: float, scatter: Floats) -> tuple[Floats, Floats]:
+    """(weight of each logarithm of a capacity: [grid], the mean of p at each observation's rate)."""
+    lapses = _LAPSES * (1 - target)
+    at_capacity = target / (1 - lapses)
+    c = np.log(at_capacity / (1 - at_capacity))
+    total = np.full((grid.size, _SLOPES.size, lapses.size), N0 * _effect_before(observations, target))
+    curves: list[Floats] = []
+    for observation, more in zip(observations, scatter, strict=True):
+        distance = math.log(observation.rate_rps) - grid
+        curves.append((1 - lapses) / (1 + np.exp(np.clip(_SLOPES[:, None] * distance[:, None, None] - c, -60, 60))))
+        total += _deviance(observation, curves[-1]) / more
+    prior = np.log(_LAPSE_WEIGHTS) - ((np.log(_SLOPES / _SLOPE) / _SLOPE_FACTOR) ** 2 / 2)[:, None]
+    logs = prior + _lapse_logs(observations, lapses) - (len(observations) + N0) / 2 * np.log(total)
+    weights = np.exp(logs - logs.max())
+    weights /= weights.sum()
+    return weights.sum(axis=(1, 2)), np.array([float((weights * curve).sum()) for curve in curves])
+
+
+def _effect_before(observations: Sequence[Observation], target: float) -> float:
+    """What is expected of `effect` before any trial was seen."""
+    size = float(np.mean([observation.num_judged for observation in observations])) if observations else 0.0
+    return max(1.0, E0 * size / (size + E0_HALF_REQUESTS) * math.sqrt((1 - target) / 0.1))
+
+
+def _is_misleading(observation: Observation, target: float) -> bool:
+    """A backlog that grows breaks promises sooner or later; a share that has not seen that yet says
+    nothing."""
+    return observation.is_overloaded and observation.share >= target
+
+
+def _lapse_logs(observations: Sequence[Observation], lapses: Floats) -> Floats:
+    """What trials with fewer broken promises than a lapse alone would break say of it: [lapses]. Lapses do
+    not depend on each other, so here `effect` is 1."""
+    total = np.zeros_like(lapses)
+    for observation in observations:
+        total -= np.where(observation.share > 1 - lapses, _deviance(observation, 1 - lapses) / 2, 0.0)
+    return total
+
+
+def _deviance(observation: Observation, p: Floats) -> Floats:
+    """Of one trial; `p` no nearer to 0 and 1 than half a request."""
+    share, num = observation.share, observation.num_judged
+    p = np.clip(p, 0.5 / num, 1 - 0.5 / num)
+    total = np.zeros_like(p)
+    if share > 0:
+        total += share * np.log(share / p)
+    if share < 1:
+        total += (1 - share) * np.log((1 - share) / (1 - p))
+    return 2 * num * total

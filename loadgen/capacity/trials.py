@@ -1,0 +1,261 @@
+"""One trial of a search: a plan made for its rate, sent when the server is at rest, judged as it goes on.
+
+Each trial has a seed of its own, so its arrivals, lengths and tokens are its own: trials are independent of
+each other, and none finds its prompts in a cache because an earlier one has left them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from loadgen.capacity.capacity import Proposal
+from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict, scaled
+from loadgen.loadgen_errors import NothingArrives
+from loadgen.measure.record_tail import RecordTail
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.plan.plan import Plan
+from loadgen.send.idle import Rest
+from loadgen.send.processes import View
+from loadgen.send.running import Finished, Order, record_files, run
+
+LONGEST_TIMES = 10.0
+"""A trial takes at most so many times the seconds that were asked for, however low its rate."""
+SCOUT_PART = 0.25
+"""Of a trial's time, that a scout takes; longer where that would be fewer than …"""
+SCOUT_REQUESTS = 20
+SEEDS_TRIED = 5
+"""A plan of few requests may have none at all."""
+LAST_LOOK = len(LOOKS) - 1
+STRAGGLERS_S = 30.0
+"""Answers that are still going on so long (or a trial's time, if that is longer) after the last arrival are
+given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """`target`: the share that shall keep its promise; `slo_scale`: factor on the promise's bounds."""
+
+    target: float
+    slo_scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.target:.4g}" if self.slo_scale == 1 else f"{self.target:.4g} at {self.slo_scale:g} x SLO"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLength:
+    """A trial goes on for `seconds`, and where its rate is low until it has offered about so many
+    `requests`."""
+
+    seconds: float
+    requests: int = 0
+
+    def at(self, rate_rps: float) -> float:
+        """Seconds of a trial at that rate."""
+        return max(self.seconds, min(self.requests / rate_rps, self.longest_s))
+
+    @property
+    def longest_s(self) -> float:
+        return self.seconds * (LONGEST_TIMES if self.requests else 1.0)
+
+    def min_rps(self, target: float) -> float:
+        """Below it a trial has too few requests to tell: if `target` holds, not two of them break their
+        promise."""
+        needed = max(SCOUT_REQUESTS / 2, round(2 / (1 - target), 6))  # 1 - 0.9 is less than 0.1
+        return needed / (self.longest_s if self.requests >= needed else self.seconds)
+
+
+class PlanMaker(Protocol):
+    """Makes the workload at any rate. `unit`: what the rate counts, requests or sessions."""
+
+    unit: str
+
+    def max_rps(self, seconds: float) -> float:
+        """The highest rate of which it has so many seconds."""
+
+    def make(self, rate_rps: float, seconds: float, seed: int) -> Plan:
+        """Arrivals for `seconds`. Raises BadPlan."""
+
+
+class Sleeper(Protocol):
+    """Waits for the server to come to rest (`loadgen.send.idle`)."""
+
+    def wait(self) -> Rest: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one came to. `judgements`: by goal, in their order. `invalid`: why nothing follows from it.
+    `is_cut`: ended as soon as the verdict was out. `directory`: its name among the trials."""
+
+    directory: str
+    rate_rps: float
+    seconds: float
+    is_scout: bool
+    seed: int
+    judgements: tuple[Judgement, ...]
+    goal: int
+    duration_s: float
+    is_cut: bool = False
+    is_interrupted: bool = False
+    invalid: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def trial_seed(seed: int, number: int) -> int:
+    """Of trial `number`: 48 bits that no other trial has, of this search or of one with another seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "little")
+
+
+class Trials:
+    """Of one server. `order`: all of a run but its plan, place, slos and processes. `length`: of a whole
+    trial. `slos_of`: the promises of a plan; `processes_of`: how many send it. `show`: a view for a run of
+    it."""
+
+    def __init__(
+        self,
+        order: Order,
+        maker: PlanMaker,
+        goals: Sequence[Goal],
+        rest: Sleeper,
+        *,
+        length: TrialLength,
+        seed: int,
+        slos_of: Callable[[Plan], Plan],
+        processes_of: Callable[[Plan], int],
+        show: Callable[[Plan], AbstractContextManager[View]],
+    ) -> None:
+        self._order = order
+        self._maker = maker
+        self._goals = goals
+        self._rest = rest
+        self._length = length
+        self._seed = seed
+        self._slos_of = slos_of
+        self._processes_of = processes_of
+        self._show = show
+        self._num_made = 0
+
+    def run(self, proposal: Proposal, goal: int) -> Trial:
+        """`goal`: the one that asked for it, which may end it early. Raises LoadgenError, Interrupted."""
+        seconds = self._length.at(proposal.rate_rps)
+        if proposal.is_scout:
+            seconds = min(seconds, max(seconds * SCOUT_PART, SCOUT_REQUESTS / proposal.rate_rps))
+        plan, seed = self._plan(proposal.rate_rps, seconds)
+        rest = self._rest.wait()
+        name = f"{self._num_made:02d}-{proposal.rate_rps:g}rps" + ("-scout" if proposal.is_scout else "")
+        order = replace(
+            self._order,
+            plan=plan,
+            out=self._order.out / name,
+            processes=self._processes_of(plan),
+            flags=self._flags(plan, proposal, seed),
+        )
+        watch = TrialWatch(plan, self._judges(order), record_files(order), goal=goal)
+        with self._show(plan) as view:
+            finished = run(order, view, watch)
+        judgements, notes = watch.judgements(finished), (*finished.notes, *finished.not_answered)
+        strictest = replace(
+            finished.terms, slos=scaled(finished.terms.slos, min(goal.slo_scale for goal in self._goals))
+        )
+        invalid = why_invalid(finished.run, finished.records, strictest)
+        if not any(judgement.num_judged for judgement in judgements):
+            invalid = (*invalid, "no request was due in its steady window; give trials more --seconds")
+        if not rest.is_idle:
+            notes = (f"the server did not come to rest within {rest.waited_s:.0f} s before it", *notes)
+        return Trial(
+            directory=name,
+            rate_rps=proposal.rate_rps,
+            seconds=seconds,
+            is_scout=proposal.is_scout,
+            seed=seed,
+            judgements=judgements,
+            goal=goal,
+            duration_s=finished.run.duration_s,
+            is_cut=finished.ended.is_cut,
+            is_interrupted=finished.ended.is_interrupted,
+            invalid=invalid,
+            notes=notes,
+        )
+
+    def _plan(self, rate_rps: float, seconds: float) -> tuple[Plan, int]:
+        for attempt in range(SEEDS_TRIED):
+            self._num_made += 1
+            seed = trial_seed(self._seed, self._num_made)
+            try:
+                return self._slos_of(self._maker.make(rate_rps, seconds, seed)), seed
+            except NothingArrives:
+                if attempt == SEEDS_TRIED - 1:
+                    raise
+        raise AssertionError
+
+    def _judges(self, order: Order) -> list[TrialJudge]:
+        terms = order.target.terms(order.plan)
+        return [
+            TrialJudge(
+                order.plan, Terms(slos=scaled(terms.slos, goal.slo_scale), ignore_eos=terms.ignore_eos), goal.target
+            )
+            for goal in self._goals
+        ]
+
+    def _flags(self, plan: Plan, proposal: Proposal, seed: int) -> dict[str, Any]:
+        return {
+            **self._order.flags,
+            "rate": proposal.rate_rps,
+            "seed": seed,
+            "slo": {name: str(slo) for name, slo in plan.slos.items()},
+        }
+
+
+class TrialWatch:
+    """Looks at a run as it goes on; called with the seconds since its start, it says whether that is enough.
+    `goal`: the one whose verdict may end it early."""
+
+    def __init__(self, plan: Plan, judges: Sequence[TrialJudge], files: Sequence[Path], *, goal: int) -> None:
+        self._judges = judges
+        self._tail = RecordTail(files)
+        self._goal = goal
+        self._looks = [(part * judges[goal].ends_s, look) for look, part in enumerate(LOOKS[:-1])]
+        self._next_end_s = judges[goal].ends_s
+        self._cut: tuple[Judgement, ...] | None = None
+
+    def __call__(self, elapsed_s: float) -> bool:
+        if self._cut is None:
+            self._cut = self._early(elapsed_s) or self._at_end(elapsed_s)
+        return self._cut is not None
+
+    def judgements(self, finished: Finished) -> tuple[Judgement, ...]:
+        """Of the run, once it has ended: of all of it, or of what there was when it was cut."""
+        return self._cut or self._judged(finished.records, math.inf, LAST_LOOK)
+
+    def _early(self, elapsed_s: float) -> tuple[Judgement, ...] | None:
+        due = [look for at_s, look in self._looks if at_s <= elapsed_s]
+        if not due:
+            return None
+        look = due[-1]
+        del self._looks[: len(due)]
+        records = self._tail.read()
+        if self._judges[self._goal].judge(records, elapsed_s, look=look).verdict is not TrialVerdict.BROKE:
+            return None
+        return self._judged(records, elapsed_s, look)
+
+    def _at_end(self, elapsed_s: float) -> tuple[Judgement, ...] | None:
+        """Once all is offered, only what can still become good is waited for."""
+        if elapsed_s < self._next_end_s:
+            return None
+        self._next_end_s = elapsed_s + 1.0
+        ends_s = self._judges[self._goal].ends_s
+        is_patient = elapsed_s < ends_s + max(STRAGGLERS_S, ends_s)
+        found = self._judged(self._tail.read(), elapsed_s if is_patient else math.inf, LAST_LOOK)
+        return None if any(judgement.num_open for judgement in found) else found
+
+    def _judged(self, records: Sequence[Record], now_s: float, look: int) -> tuple[Judgement, ...]:
+        return tuple(judge.judge(records, now_s, look=look) for judge in self._judges)

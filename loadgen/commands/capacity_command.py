@@ -1,0 +1,143 @@
+"""`loadgen capacity`: its options, what it says at the end, its exit code. `capacity_job` does what was
+asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadgen.capacity.capacity_file import NAME, PointFound
+from loadgen.capacity.searching import is_answered
+from loadgen.commands.capacity_job import TRIALS, CapacityJob
+from loadgen.commands.capacity_text import answer_lines, points_table, trials_table
+from loadgen.commands.option_types import Above, Numbers, Seconds
+from loadgen.commands.run_command import EXIT_INTERRUPTED
+from loadgen.commands.target_options import sending_options, target_options
+
+EXIT_ERROR = 2
+EXIT_UNKNOWN = 3
+PERCENTS = Numbers(0, 100, of=100)
+
+
+@click.command("capacity", context_settings={"allow_interspersed_args": False})
+@click.argument("workload", nargs=-1, type=click.UNPROCESSED)
+@click.option("--input-tokens", type=click.IntRange(1), help="Without WORKLOAD: tokens of each prompt.  [default: 128]")
+@click.option("--output-tokens", type=click.IntRange(1), help="Without WORKLOAD: tokens of each answer.  [default: 32]")
+@click.option(
+    "--attainment",
+    type=PERCENTS,
+    default="90",
+    show_default=True,
+    metavar="PERCENT,…",
+    help="Of all offered requests, their whole promise.",
+)
+@click.option(
+    "--slo-scale",
+    type=Numbers(0),
+    default="1",
+    show_default=True,
+    metavar="X,…",
+    help="With all bounds of the SLO times X.",
+)
+@click.option("--seconds", type=Seconds(), default="60s", show_default=True, help="Arrivals of a trial.")
+@click.option(
+    "--requests",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Where the rate is low a trial goes on until so many have come, at most ten times as long.",
+)
+@click.option(
+    "--confidence", type=PERCENTS, default="95", show_default=True, metavar="PERCENT", help="Of the stated interval."
+)
+@click.option(
+    "--resolution",
+    type=PERCENTS,
+    default="10",
+    show_default=True,
+    metavar="PERCENT",
+    help="How narrow it shall become.",
+)
+@click.option(
+    "--max-trials", type=click.IntRange(6), default=12, show_default=True, help="Whole trials, for each goal."
+)
+@click.option("--time-limit", type=Seconds(), default="2h", show_default=True, help="For each server.")
+@click.option(
+    "--start-rate", type=Above(0.0), default=1.0, show_default=True, help="From there the rate doubles, or halves."
+)
+@click.option("--max-rate", type=Above(0.0), help="No higher rate is tried.")
+@click.option(
+    "--drain", type=Seconds(), default="60s", show_default=True, help="Between trials, for the server to come to rest."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), help="Makes the same plans again, with the same tokens.  [default: at random]"
+)
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one."
+)
+@click.option(
+    "--command", "template", metavar="COMMAND", help="Starts the server: 'baton up --prefill {p} --http-port {port}'."
+)
+@click.option(
+    "--sweep",
+    metavar="NAMES=VALUES,…",
+    help="What takes the places in --command, one after the other: p:d=1:1,1:2,2:1.",
+)
+@click.option("--ready-within", type=Seconds(), default="5m", show_default=True, help="For the server of --command.")
+@target_options
+@click.option("--out", type=click.Path(path_type=Path), help="Where everything goes.  [default: loadgen-capacity-DATE]")
+@sending_options
+@click.option("--quiet", is_flag=True, help="Only the result.")
+@click.pass_context
+def command(ctx: click.Context, **given: Any) -> None:
+    """Find the highest open-loop rate at which a share of all offered requests keeps its promise.
+
+    WORKLOAD is a source of `loadgen plan` with its arguments, less those of rate, time and seed; it comes last:
+
+    \b
+    loadgen capacity --slo ttft=500ms,tpot=50ms
+    loadgen capacity --slo ttft=2s --attainment 90,99 --seconds 2m shared-prefix --prefixes 10 --prefix-tokens 1024
+    loadgen capacity --slo ttft=1s --command 'baton up --prefill {p} --decode {d} --http-port {port}' --sweep p:d=1:1,1:2,2:1
+
+    Everything goes into one directory: each trial's result (`loadgen report DIR/trials/*`), and capacity.json.
+
+    \b
+    Exit codes: 0 every capacity was found, 2 something could not be done, 3 a capacity is still unknown, 130 interrupted.
+    """
+    job = CapacityJob.of(given)
+    points = job.run()
+    _say(job, points)
+    founds = [point.found for point in points]
+    if any(found is not None and found.is_interrupted for found in founds):
+        ctx.exit(EXIT_INTERRUPTED)
+    if any(point.error or (point.found is not None and point.found.error) for point in points):
+        ctx.exit(EXIT_ERROR)
+    is_known = all(found is not None and all(map(is_answered, found.answers)) for found in founds)
+    ctx.exit(0 if is_known else EXIT_UNKNOWN)
+
+
+def _say(job: CapacityJob, points: list[PointFound]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    for point in points:
+        if point.found is not None and point.found.trials:
+            if point.point.values:
+                console.print(point.point.name, style="bold")
+            console.print(trials_table(point.found, job.maker.unit))
+            console.print()
+    if len(points) > 1:
+        console.print(points_table(points, job.maker.unit))
+        console.print()
+    results = job.out / ("*/" if job.points[0].values else "") / TRIALS / "*"
+    click.echo(f"result      {job.out / NAME}    loadgen report {results} --out report")
+    lines = [
+        line
+        for point in points
+        for line in answer_lines(point, job.maker.unit, job.confidence, job.limits[0].resolution)
+    ]
+    for text, style in sorted(lines, key=lambda line: "capacity " in line[0]):
+        click.secho(text, fg=style if style in ("red", "yellow") else None, bold=style in ("red", "bold"))

@@ -1,0 +1,174 @@
+"""`loadgen compare`: tell whether one run is better than another."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.commands.option_types import SloOf
+from loadgen.measure.compare import Change, Comparison, ComparisonVerdict, RegressionBound, compare, regressions
+from loadgen.measure.records_file import read_result
+from loadgen.measure.request_metrics import Terms
+from loadgen.report.scales import milliseconds, percent, short
+from loadgen.slo_target import SloTarget, promised
+
+EXIT_REGRESSION = 1
+EXIT_UNDECIDED = 2
+WIDTH = 110
+"""Where there is no terminal whose width could be asked."""
+STYLES = {
+    ComparisonVerdict.BETTER: "bold green",
+    ComparisonVerdict.WORSE: "bold red",
+    ComparisonVerdict.SAME: "dim",
+    ComparisonVerdict.UNKNOWN: "yellow",
+}
+
+
+class Percent(click.ParamType):
+    """`5%` or `5`, as 0.05."""
+
+    name = "percent"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            share = float(str(value).strip().removesuffix("%")) / 100
+        except ValueError:
+            self.fail(f"`{value}` is no percentage: write 5%", param, ctx)
+        if not 0 <= share < math.inf:
+            self.fail(f"`{value}` is below zero", param, ctx)
+        return share
+
+
+@click.command("compare")
+@click.argument("before", type=click.Path(path_type=Path), metavar="A")
+@click.argument("after", type=click.Path(path_type=Path), metavar="B")
+@click.option(
+    "--max-regression",
+    type=Percent(),
+    help="B may be worse by so much, in each metric.  [default: 5%, without --fail-if]",
+)
+@click.option(
+    "--fail-if",
+    "thresholds",
+    multiple=True,
+    metavar="TEXT",
+    help="'ttft_p50 > +5%', 'attainment < -1pp', …. Repeatable.",
+)
+@click.option("--unpaired", is_flag=True, help="Also compare runs of different plans, as two unrelated samples.")
+@click.option(
+    "--slo",
+    "slos",
+    multiple=True,
+    type=SloOf(),
+    metavar="[CLASS:]SLO",
+    help="Judge both by this promise instead of A's.",
+)
+@click.option("--allow-invalid", is_flag=True, help="Decide although a run is invalid.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    before: Path,
+    after: Path,
+    max_regression: float | None,
+    thresholds: tuple[str, ...],
+    unpaired: bool,
+    slos: tuple[tuple[str | None, SloTarget], ...],
+    allow_invalid: bool,
+    is_json: bool,
+) -> None:
+    """Compare two results of `loadgen run`, request by request, B against A.
+
+    A difference counts as one only where its 95 % interval excludes zero; --max-regression fails for those that are worse by more than it
+    allows, --fail-if for what was seen, interval or not.
+
+    \b
+    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run, a --fail-if of
+    what a run has no value of).
+    """
+    limits = [RegressionBound.parse(text) for text in thresholds]
+    first, second = read_result(before), read_result(after)
+    terms = Terms(slos=promised(first.run.slos, slos)) if slos else None
+    found = compare(first, second, unpaired=unpaired, terms=terms)
+    allowed = 0.05 if max_regression is None and not limits else max_regression
+    failed = (
+        []
+        if allowed is None
+        else [f"{change.metric} is worse by {abs(change.relative):.1%}" for change in regressions(found, allowed)]
+    )
+    failed += [limit.text for limit in limits if limit.is_crossed(found)]
+    undecided = [limit.text for limit in limits if limit.is_crossed(found) is None]
+    if is_json:
+        click.echo(
+            json.dumps({**found.to_json(), "failed": failed, "undecided": undecided}, indent=1, ensure_ascii=False)
+        )
+    else:
+        _print(found, failed, undecided)
+    if found.invalid and not allow_invalid:
+        ctx.exit(EXIT_UNDECIDED)
+    ctx.exit(EXIT_REGRESSION if failed else EXIT_UNDECIDED if undecided else 0)
+
+
+def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    for reason in found.invalid:
+        console.print(Text(f"INVALID {reason}", style="bold red"), soft_wrap=True)
+    for note in found.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    console.print(
+        Text(f"A  {found.before}\nB  {found.after}\n{'paired by request' if found.is_paired else 'unpaired'}"),
+        soft_wrap=True,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("metric", no_wrap=True)
+    for name in ("A", "B", "B - A", "95 % interval", "change", "requests"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("B is", no_wrap=True)
+    for change in found.changes:
+        table.add_row(
+            change.metric,
+            *(_written(change, value) for value in (change.before, change.after)),
+            _difference(change, change.difference),
+            _interval(change),
+            f"{change.relative:+.1%}" if math.isfinite(change.relative) else "–",
+            str(change.count),
+            Text(str(change.verdict), style=STYLES[change.verdict]),
+        )
+    console.print(table)
+    if found.invalid:
+        console.print(Text("An invalid run decides nothing; --allow-invalid decides all the same.", style="bold red"))
+    for reason in failed:
+        console.print(Text(f"regression: {reason}", style="bold red"))
+    for text in undecided:
+        console.print(Text(f"undecided: {text}: a run has no value of it", style="bold red"))
+    if not failed and not undecided:
+        console.print("no regression")
+
+
+def _written(change: Change, value: float) -> str:
+    if change.metric == "attainment":
+        return percent(value)
+    return f"{short(value)}/s" if change.metric == "goodput" else milliseconds(value * 1e3)
+
+
+def _difference(change: Change, value: float) -> str:
+    if not math.isfinite(value):
+        return "–"
+    sign = "+" if value > 0 else ""
+    return f"{sign}{value * 100:.2f} pp" if change.metric == "attainment" else sign + _written(change, value)
+
+
+def _interval(change: Change) -> str:
+    if change.interval is None:
+        return "–"
+    high = "…" if change.interval.high is None else _difference(change, change.interval.high)
+    return f"{_difference(change, change.interval.low)} to {high}"

@@ -1,0 +1,216 @@
+"""`loadgen run`: from arguments to an `Order`, and from a finished run to words and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadgen.commands.option_types import Above, Seconds
+from loadgen.commands.target_options import (
+    flags_of,
+    processes_of,
+    rates_warning,
+    sending_options,
+    server_facts,
+    target_of,
+    target_options,
+)
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.machine import usable_cores
+from loadgen.measure.records_file import write_run
+from loadgen.measure.request_metrics import Terms, lag_limit_s
+from loadgen.plan.plan import Plan
+from loadgen.plan.plan_file import read_plan
+from loadgen.send.live import LiveView
+from loadgen.send.priority import Priority
+from loadgen.send.processes import Interrupted
+from loadgen.send.running import Finished, Order, run
+from loadgen.slo_target import promised
+
+EXIT_INVALID = 3
+EXIT_DIFFERS = 4
+EXIT_INTERRUPTED = 130
+
+
+@click.command("run")
+@click.argument("plan", type=click.Path(path_type=Path), required=False)
+@click.option("--rate", type=Above(0.0), help="Without PLAN: this many requests a second, as a Poisson process.")
+@click.option("--seconds", type=Seconds(), help="Without PLAN: for so long.  [default: 30s]")
+@click.option("--input-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each prompt.  [default: 128]")
+@click.option("--output-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each answer.  [default: 32]")
+@click.option("--seed", type=int, help="Without PLAN: another seed makes another workload.  [default: 0]")
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one."
+)
+@target_options
+@click.option("--out", type=click.Path(path_type=Path), help="Where the result goes.  [default: loadgen-DATE-NAME]")
+@sending_options
+@click.option(
+    "--check",
+    "checks",
+    is_flag=True,
+    help="Afterwards ask again, one at a time, and count answers whose tokens differ.",
+)
+@click.option("--quiet", is_flag=True, help="No live view.")
+@click.pass_context
+def command(ctx: click.Context, **given: Any) -> None:
+    """Send PLAN, a file of `loadgen plan`, to a server, and record what becomes of each request.
+
+    The load is open-loop: every request goes out at its planned time, whatever the server does. Without PLAN, --rate makes one.
+
+    \b
+    Exit codes: 0 the run is valid, 2 it could not be done, 3 it is invalid (the generator itself was late, or worse),
+    4 --check has found answers that differ or could not ask again, 130 it was interrupted. How well the server did is not an exit code:
+    see `loadgen compare`.
+    """
+    if given["checks"] and dict(given["bodies"]).get("temperature"):
+        raise click.UsageError("--check asks for the same answers again, and a temperature makes others")
+    order = _order(ctx, given)
+    _warn(order)
+    try:
+        finished = _run(order, is_quiet=given["quiet"])
+    except Interrupted as interrupted:
+        click.echo(f"loadgen: {interrupted}", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+    code = _exit_code(finished)
+    if given["checks"] and not finished.run.interrupted:
+        finished, found = _checked(order, finished, is_quiet=given["quiet"])
+        code = found if found == EXIT_INTERRUPTED else code or found
+    _say(order, finished)
+    ctx.exit(code)
+
+
+def _run(order: Order, *, is_quiet: bool) -> Finished:
+    times = [request.at_s for request in order.plan.requests if request.at_s is not None]
+    with LiveView(
+        name=order.plan.name,
+        url=", ".join(order.target.urls),
+        num_requests=len(order.plan.requests),
+        planned_s=max(times, default=0.0),
+        lag_limit_s=lag_limit_s(Terms(slos=order.plan.slos)),
+        is_quiet=is_quiet,
+    ) as view:
+        return run(order, view)
+
+
+def _exit_code(finished: Finished) -> int:
+    if finished.run.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_INVALID if finished.run.invalid else 0
+
+
+# From arguments to an order.
+
+
+def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
+    """Raises LoadgenError."""
+    plan = _plan(ctx, given)
+    target, server = target_of(given)
+    slos = promised(plan.slos, given["slos"])
+    plan = replace(plan, slos=slos)
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in plan.name)[:60]
+    return Order(
+        plan=plan,
+        plan_file=given["plan"],
+        target=target,
+        out=given["out"] or Path(f"loadgen-{datetime.now():%Y%m%d-%H%M%S}-{name}"),
+        processes=processes_of(given["processes"], plan, Priority(given["priority"])),
+        warm_ups=given["warmup"],
+        priority=Priority(given["priority"]),
+        server=server_facts(given, server),
+        flags=flags_of(given, target, slos),
+    )
+
+
+def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
+    made = {
+        name: given[name]
+        for name in ("rate", "seconds", "input_tokens", "output_tokens", "seed")
+        if given[name] is not None
+    }
+    if given["plan"] is not None:
+        if made:
+            raise click.UsageError(
+                f"--{next(iter(made)).replace('_', '-')} is for a run without PLAN: a plan says that itself"
+            )
+        return read_plan(given["plan"])
+    if "rate" not in made:
+        raise click.UsageError("give a PLAN (see `loadgen plan`), or --rate for a first look")
+    from loadgen.plan.workloads import DEFAULT_VOCABULARY, first_look
+
+    vocabulary = DEFAULT_VOCABULARY
+    if given["tokenizer"]:
+        from loadgen.plan.vocabulary import vocabulary_of
+
+        vocabulary = vocabulary_of(given["tokenizer"])
+    return first_look(
+        rate_rps=made["rate"],
+        seconds=made.get("seconds", 30.0),
+        input_tokens=made.get("input_tokens", 128),
+        output_tokens=made.get("output_tokens", 32),
+        seed=made.get("seed", 0),
+        vocabulary=vocabulary,
+    )
+
+
+# Words.
+
+
+def _warn(order: Order) -> None:
+    if warning := rates_warning(order.plan, order.processes, order.priority):
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+    if order.processes > usable_cores():
+        click.secho(
+            f"warning: {order.processes} processes share {usable_cores()} cores and will be in each other's way",
+            fg="yellow",
+            err=True,
+        )
+    longest = order.server.get("max_model_len")
+    if longest is not None:
+        num_long = len(order.plan.longer_than(longest))
+        if num_long:
+            click.secho(
+                f"warning: {num_long} of {len(order.plan.requests)} requests are longer than the {longest} tokens that the server takes",
+                fg="yellow",
+                err=True,
+            )
+
+
+def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finished, int]:
+    """With what asking again has shown, and the exit code for that alone. The run stands, whatever comes of
+    it."""
+    from loadgen.send.check import check
+
+    def noted(text: str) -> Finished:
+        return replace(finished, notes=(*finished.notes, f"check: {text}"))
+
+    def progress(done: int, of: int) -> None:
+        if not is_quiet and sys.stderr.isatty():
+            click.echo(f"\rasking again, one at a time: {done} of {of}", err=True, nl=False)
+
+    try:
+        checked = asyncio.run(check(order.plan, order.target, finished.records, progress))
+    except KeyboardInterrupt:
+        return noted("interrupted while asking again"), EXIT_INTERRUPTED
+    except LoadgenError as error:
+        return noted(f"not done: {error}"), EXIT_DIFFERS
+    finally:
+        if not is_quiet and sys.stderr.isatty():
+            click.echo("", err=True)
+    done = replace(noted(str(checked)), run=replace(finished.run, check=checked.to_json()))
+    write_run(order.out, done.run)
+    return done, 0 if checked.is_same else EXIT_DIFFERS
+
+
+def _say(order: Order, finished: Finished) -> None:
+    from loadgen.commands.summary_text import lines
+
+    for text, style in lines(finished, order.out):
+        click.secho(text, fg=style or None, bold=style == "red")

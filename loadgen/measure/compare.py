@@ -1,0 +1,260 @@
+"""Is run B better than run A? Request by request, where both have run the same plan.
+
+Pairing by index takes out what the plan does to both: a long prompt is long in A and in B. Latencies are of
+requests that were answered whole in both; how many were not shows in the attainment, whose denominator is
+every request that was offered in both. An interval covers other requests of these two runs, not other runs:
+on a machine whose speed drifts, alternate and repeat.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure.measures import Measures
+from loadgen.measure.records_file import Result
+from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.measure.stats import Floats, Interval, difference_interval, independent_difference_interval, percentile
+from loadgen.measure.summary import rate
+
+LATENCIES = ("ttft", "tpot", "e2e")
+STATISTICS = {"mean": None, "p50": 50.0, "p99": 99.0}
+METRICS = (*(f"{metric}_{statistic}" for metric in LATENCIES for statistic in STATISTICS), "attainment", "goodput")
+HIGHER_IS_BETTER = ("attainment", "goodput")
+
+
+class NotComparable(LoadgenError):
+    """Two results that say nothing about each other, or a threshold that cannot be read."""
+
+
+class ComparisonVerdict(StrEnum):
+    """`UNKNOWN`: too few values to tell."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    SAME = "no difference"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One metric of both runs, in seconds, as a share, or in requests/s; `interval` is of after - before. NaN
+    without values."""
+
+    metric: str
+    before: float
+    after: float
+    interval: Interval | None
+    count: int
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+    @property
+    def relative(self) -> float:
+        """difference / before; NaN or infinite from nothing."""
+        if self.before == 0:
+            return 0.0 if self.difference == 0 else math.copysign(math.inf, self.difference)
+        return self.difference / self.before
+
+    @property
+    def verdict(self) -> ComparisonVerdict:
+        if self.interval is None or math.isnan(self.difference):
+            return ComparisonVerdict.UNKNOWN
+        if not self.interval.excludes_zero:
+            return ComparisonVerdict.SAME
+        return (
+            ComparisonVerdict.BETTER
+            if (self.interval.low > 0) == (self.metric in HIGHER_IS_BETTER)
+            else ComparisonVerdict.WORSE
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`invalid`: reasons of either run, by its name; then nothing is decided. `notes`: what limits what this
+    says."""
+
+    before: str
+    after: str
+    is_paired: bool
+    changes: tuple[Change, ...]
+    invalid: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds, shares, requests/s; null for what there is none of."""
+        return {
+            "loadgen_compare": 1,
+            "before": self.before,
+            "after": self.after,
+            "paired": self.is_paired,
+            "invalid": list(self.invalid),
+            "notes": list(self.notes),
+            "changes": [
+                {
+                    "metric": change.metric,
+                    "before": _finite(change.before),
+                    "after": _finite(change.after),
+                    "difference": _finite(change.difference),
+                    "low": change.interval.low if change.interval else None,
+                    "high": change.interval.high if change.interval else None,
+                    "relative": _finite(change.relative),
+                    "verdict": str(change.verdict),
+                    "count": change.count,
+                }
+                for change in self.changes
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegressionBound:
+    """`ttft_p50 > +5%`: what must not be seen. `amount` in the metric's own unit, or relative."""
+
+    text: str
+    metric: str
+    is_above: bool
+    amount: float
+    is_relative: bool
+
+    @classmethod
+    def parse(cls, text: str) -> RegressionBound:
+        """Raises NotComparable."""
+        match = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%|us|ms|s|pp|rps)\s*", text)
+        if match is None:
+            raise NotComparable(
+                f"`{text}` is no threshold: write METRIC > +5%, METRIC > 20ms, attainment < -1pp or goodput < -0.5rps"
+            )
+        metric, sign, number, unit = match.groups()
+        if metric not in METRICS:
+            raise NotComparable(f"`{metric}` is no metric of a comparison; there are {', '.join(METRICS)}")
+        units = {"attainment": ("pp",), "goodput": ("rps",)}.get(metric, ("us", "ms", "s"))
+        if unit not in ("%", *units):
+            raise NotComparable(f"`{text}`: {metric} changes by % or {' or '.join(units)}")
+        scale = {"%": 0.01, "pp": 0.01, "us": 1e-6, "ms": 1e-3, "s": 1.0, "rps": 1.0}[unit]
+        return cls(
+            text=text.strip(),
+            metric=metric,
+            is_above=sign == ">",
+            amount=float(number) * scale,
+            is_relative=unit == "%",
+        )
+
+    def is_crossed(self, comparison: Comparison) -> bool | None:
+        """By the change that was seen, whatever its interval. None where there is none to be seen: a run has
+        no such value."""
+        change = next(change for change in comparison.changes if change.metric == self.metric)
+        seen = change.relative if self.is_relative else change.difference
+        if math.isnan(seen):
+            return None
+        return seen > self.amount if self.is_above else seen < self.amount
+
+
+def compare(
+    before: Result, after: Result, *, unpaired: bool = False, terms: Terms | None = None, seed: int = 0
+) -> Comparison:
+    """Raises NotComparable for different plans, unless `unpaired`: then both are two samples that have
+    nothing to do with each other."""
+    notes = [*_named(before, before.notes), *_named(after, after.notes)]
+    is_named_alike = before.name == after.name
+    names = [f"{one.name} ({one.path.resolve().name})" if is_named_alike else one.name for one in (before, after)]
+    is_paired = not unpaired
+    if is_paired and before.run.plan_hash != after.run.plan_hash:
+        raise NotComparable(
+            f"{before.name} and {after.name} have run different plans ({before.run.plan_hash[:12]}, {after.run.plan_hash[:12]}): run the "
+            "same plan file, or say --unpaired"
+        )
+    if terms is None and dict(before.run.slos) != dict(after.run.slos):
+        notes.append(f"the runs promised different SLOs; both are held against {before.name}'s")
+    terms = terms or Terms(slos=before.run.slos, ignore_eos=before.run.ignore_eos)
+    sides = [
+        Measures.of(result.records, replace(terms, ignore_eos=result.run.ignore_eos)) for result in (before, after)
+    ]
+    full = [len(side) for side in sides]
+    if is_paired:
+        sides = _common(sides[0], sides[1])
+        if any(len(side) < size for side, size in zip(sides, full, strict=True)):
+            notes.append(
+                f"only the {len(sides[0])} requests that both runs offered are compared, of {full[0]} and {full[1]}"
+            )
+    find = difference_interval if is_paired else independent_difference_interval
+    changes = [
+        _latency(sides, metric, statistic, is_paired, find, seed) for metric in LATENCIES for statistic in STATISTICS
+    ]
+    goods = [side.good.astype(np.float64) for side in sides]
+    rates = [rate(side.columns["intended"]) or math.nan for side in sides]
+    changes.append(_change("attainment", goods, None, find, seed))
+    changes.append(
+        _change("goodput", [good * per_s for good, per_s in zip(goods, rates, strict=True)], None, find, seed)
+    )
+    return Comparison(
+        before=names[0],
+        after=names[1],
+        is_paired=is_paired,
+        changes=tuple(changes),
+        invalid=tuple(
+            reason
+            for result in (before, after)
+            for reason in _named(result, why_invalid(result.run, result.records, terms))
+        ),
+        notes=tuple(notes),
+    )
+
+
+def regressions(comparison: Comparison, allowed: float) -> list[Change]:
+    """What is worse beyond doubt, and by more than the share `allowed` of what it was."""
+    return [
+        change
+        for change in comparison.changes
+        if change.verdict is ComparisonVerdict.WORSE and abs(change.relative) > allowed
+    ]
+
+
+def _named(result: Result, texts: Sequence[str]) -> list[str]:
+    return [f"{result.name}: {text}" for text in texts]
+
+
+def _common(before: Measures, after: Measures) -> list[Measures]:
+    """The requests that both have, in the order of A's intended times."""
+    rows = {record.index: row for row, record in enumerate(after.records)}
+    pairs = [(row, rows[record.index]) for row, record in enumerate(before.records) if record.index in rows]
+    if not pairs:
+        raise NotComparable("the two runs have no request in common")
+    return [before.select([row for row, _ in pairs]), after.select([row for _, row in pairs])]
+
+
+Find = Callable[..., Interval | None]
+
+
+def _latency(sides: list[Measures], metric: str, statistic: str, is_paired: bool, find: Find, seed: int) -> Change:
+    values = [np.where(side.whole, side.columns[metric], math.nan) for side in sides]
+    if is_paired:
+        both = ~np.isnan(values[0]) & ~np.isnan(values[1])
+        values = [side[both] for side in values]
+    else:
+        values = [side[~np.isnan(side)] for side in values]
+    return _change(f"{metric}_{statistic}", values, STATISTICS[statistic], find, seed)
+
+
+def _change(metric: str, sides: list[Floats], q: float | None, find: Find, seed: int) -> Change:
+    before, after = (
+        (float(side.mean()) if q is None else percentile(side, q))
+        if side.size and not np.isnan(side).any()
+        else math.nan
+        for side in sides
+    )
+    interval = None if math.isnan(before) or math.isnan(after) else find(sides[0], sides[1], q=q, seed=seed)
+    return Change(metric=metric, before=before, after=after, interval=interval, count=min(side.size for side in sides))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

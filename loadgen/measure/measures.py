@@ -1,0 +1,147 @@
+"""All requests of a run as columns, each metric computed once; NaN where a request has none. Rows stand in
+the order of intended times, which is the order that intervals need (`loadgen.measure.stats`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import WHOLE, RequestOutcome, Terms
+from loadgen.measure.stats import Floats
+from loadgen.measure.timeline import Stages
+
+Flags = NDArray[np.bool_]
+OUTCOMES = tuple(RequestOutcome)
+SLOS = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """Columns of [requests].
+
+    `columns`: seconds or counts by metric name. `promised[slo]`, `kept[slo]`: kept only by whole answers.
+    `token_times`, `token_rows`: of [tokens seen], whatever became of their request. `gaps`, `gap_rows`: of
+    [gaps of whole answers]. Rows are indices into the columns.
+    """
+
+    records: tuple[Record, ...]
+    stages: tuple[Stages, ...]
+    outcomes: tuple[RequestOutcome, ...]
+    columns: dict[str, Floats]
+    promised: dict[str, Flags]
+    kept: dict[str, Flags]
+    token_times: Floats
+    token_rows: NDArray[np.intp]
+    gaps: Floats
+    gap_rows: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], terms: Terms) -> Measures:
+        rows = tuple(sorted(records, key=lambda record: (record.intended_s, record.index)))
+        stages = tuple(Stages.of(record.timeline) for record in rows)
+        outcomes = tuple(request_metrics.classify(record, terms) for record in rows)
+        whole = np.array([outcome in WHOLE for outcome in outcomes], dtype=np.bool_)
+        times, token_rows = _tokens(rows)
+        is_gap = token_rows[1:] == token_rows[:-1]
+        gaps, gap_rows = np.diff(times)[is_gap], token_rows[1:][is_gap]
+        columns = {
+            name: np.array([_number(value) for value in map(measure, rows)], dtype=np.float64)
+            for name, measure in _OF_RECORD.items()
+        }
+        edges = np.searchsorted(gap_rows, np.arange(len(rows) + 1))
+        columns["tbt"] = np.array(
+            [_number(request_metrics.longest_tenth(gaps[start:end])) for start, end in pairwise(edges)],
+            dtype=np.float64,
+        )
+        columns["queue"] = np.array([_number(stage.wait_s) for stage in stages], dtype=np.float64)
+        promised = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
+        kept = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
+        for row, record in enumerate(rows):
+            for slo, is_kept in request_metrics.kept_slos(record, terms.slo_of(record)).items():
+                promised[slo][row] = True
+                kept[slo][row] = is_kept and whole[row]
+        of_whole = whole[gap_rows]
+        return cls(
+            records=rows,
+            stages=stages,
+            outcomes=outcomes,
+            columns=columns,
+            promised=promised,
+            kept=kept,
+            token_times=times,
+            token_rows=token_rows,
+            gaps=gaps[of_whole],
+            gap_rows=gap_rows[of_whole],
+        )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def whole(self) -> Flags:
+        return np.array([outcome in WHOLE for outcome in self.outcomes], dtype=np.bool_)
+
+    @property
+    def good(self) -> Flags:
+        return np.array([outcome is RequestOutcome.GOOD for outcome in self.outcomes], dtype=np.bool_)
+
+    def of_whole(self, metric: str) -> Floats:
+        """That metric of the whole answers that have it, in order."""
+        values = self.columns[metric]
+        return values[self.whole & ~np.isnan(values)]
+
+    def select(self, rows: Sequence[int] | NDArray[np.intp]) -> Measures:
+        """Those rows alone, in order."""
+        index = np.asarray(rows, dtype=np.intp)
+        place = np.full(len(self), -1, dtype=np.intp)
+        place[index] = np.arange(index.size)
+        tokens, gaps = place[self.token_rows] >= 0, place[self.gap_rows] >= 0
+        return Measures(
+            records=tuple(self.records[row] for row in index),
+            stages=tuple(self.stages[row] for row in index),
+            outcomes=tuple(self.outcomes[row] for row in index),
+            columns={name: values[index] for name, values in self.columns.items()},
+            promised={slo: flags[index] for slo, flags in self.promised.items()},
+            kept={slo: flags[index] for slo, flags in self.kept.items()},
+            token_times=self.token_times[tokens],
+            token_rows=place[self.token_rows[tokens]],
+            gaps=self.gaps[gaps],
+            gap_rows=place[self.gap_rows[gaps]],
+        )
+
+
+def _tokens(records: Sequence[Record]) -> tuple[Floats, NDArray[np.intp]]:
+    """(when each token arrived, the row of its request), message after message."""
+    times = np.fromiter((arrival.at_s for record in records for arrival in record.arrivals), np.float64)
+    counts = np.fromiter((arrival.num_tokens for record in records for arrival in record.arrivals), np.intp)
+    rows = np.repeat(np.arange(len(records)), [len(record.arrivals) for record in records])
+    return np.repeat(times, counts), np.repeat(rows, counts)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+_OF_RECORD = {
+    "intended": lambda record: record.intended_s,
+    "sent": lambda record: record.sent_s,
+    "ended": lambda record: record.ended_s,
+    "send_lag": request_metrics.send_lag_s,
+    "ttft": request_metrics.ttft_s,
+    "ttft_sent": lambda record: request_metrics.ttft_s(record, from_intended=False),
+    "tpot": request_metrics.tpot_s,
+    "e2e": request_metrics.e2e_s,
+    "e2e_sent": lambda record: request_metrics.e2e_s(record, from_intended=False),
+    "normalised": request_metrics.normalised_s,
+    "output_tokens": lambda record: request_metrics.num_output_tokens(record),
+    "prompt_tokens": lambda record: record.num_prompt_tokens,
+    "cached_tokens": lambda record: record.num_cached_tokens,
+    "messages": lambda record: sum(1 for arrival in record.arrivals if arrival.num_tokens) or None,
+}

@@ -1,0 +1,308 @@
+"""Percentiles and how sure one can be of them. Numpy only; every random draw comes from a seed.
+
+Requests that follow each other share a queue, so they are not independent: an interval that treats them as
+such is too narrow, the more so the closer a server is to its limit. All intervals here resample *blocks* of
+consecutive requests, as long as the data's own memory asks for (`block_length`). They say what other requests
+of the same run could have shown. They do not say what another run on another day would: for that, repeat the
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 1000
+MATRIX = 500_000
+"""Draws that are held in memory at once."""
+MAX_BLOCKS = 2000
+"""More blocks than this are joined, which bounds a resampling at `RESAMPLES * MAX_BLOCKS` draws whatever the
+number of records."""
+MAX_DRAWS = 20_000_000
+"""Of one resampling of percentiles, which must sort what it has drawn; of more records fewer resamples are
+taken, but never under 200."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A confidence interval. `high` None: the data set no upper bound (a p99 of forty values)."""
+
+    low: float
+    high: float | None
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or (self.high is not None and self.high < 0)
+
+
+def percentile(values: ArrayLike, q: float) -> float:
+    """The q-th percentile, q in [0, 100]: linear interpolation between the two nearest ranks, rank = q / 100
+    * (n - 1), as numpy's default and as vLLM, AIPerf and inference-perf have it. NaN without values."""
+    return percentiles(values, (q,))[0]
+
+
+def percentiles(values: ArrayLike, qs: Sequence[float]) -> list[float]:
+    """Several of them for one sort."""
+    sample = np.asarray(values, dtype=np.float64)
+    return [float(found) for found in np.percentile(sample, list(qs))] if sample.size else [math.nan] * len(qs)
+
+
+def wilson(kept: float, total: float, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval of a share: unlike the textbook one it stays in [0, 1] and is right at 0 and at
+    1. `total` may be an effective number (`effective_size`), `kept` then scaled with it. [0, 1] without
+    trials. Source: Wilson 1927; Brown, Cai, DasGupta 2001."""
+    if total <= 0:
+        return Interval(low=0.0, high=1.0)
+    z = _z(confidence)
+    share = kept / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return Interval(
+        low=0.0 if kept <= 0 else max(0.0, centre - half), high=1.0 if kept >= total else min(1.0, centre + half)
+    )
+
+
+def share_interval(kept: ArrayLike, confidence: float = 0.95) -> Interval:
+    """Wilson's interval of the share of true values, on the effective number of requests. `kept`: booleans,
+    in the order of intended times."""
+    flags = np.asarray(kept, dtype=np.float64)
+    effective = effective_size(flags)
+    return wilson(float(flags.mean()) * effective if flags.size else 0.0, effective, confidence)
+
+
+def mean_interval(
+    values: ArrayLike, *, confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
+    """Block bootstrap of the mean; `values` in the order of intended times. None for fewer than two."""
+    sample = np.asarray(values, dtype=np.float64)
+    return ratio_interval(sample, np.ones_like(sample), confidence=confidence, seed=seed, resamples=resamples)
+
+
+def ratio_interval(
+    numerators: ArrayLike,
+    denominators: ArrayLike,
+    *,
+    confidence: float = 0.95,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """Block bootstrap of sum(numerators) / sum(denominators), one of each a request. None for fewer than two
+    or an empty denominator."""
+    above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    drawn = _ratios(above, below, np.random.default_rng(seed), resamples)
+    if drawn is None:
+        return None
+    low, high = np.percentile(drawn, _tails(confidence))
+    return Interval(low=float(low), high=float(high))
+
+
+def percentile_interval(
+    values: ArrayLike,
+    q: float,
+    *,
+    owners: ArrayLike | None = None,
+    num_owners: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """Interval of the q-th percentile: bootstrap the share of values at or below it, and read the share's
+    interval off the sorted values.
+
+    That costs one sort however many values there are, and it can respect which request a value belongs to:
+    `owners[i]` in [0, num_owners) owns `values[i]`, and requests are drawn, not values (the gaps of one
+    answer are alike). Without owners each value is a request's, in the order of intended times. Where the
+    share's interval reaches 1, the data set no upper bound. None for fewer than two. Source: Woodruff 1952,
+    with a block bootstrap instead of his normal theory.
+    """
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.size < 2:
+        return None
+    at = float(np.percentile(sample, q))
+    below = (sample <= at).astype(np.float64)
+    weights = np.ones_like(below)
+    if owners is not None:
+        index = np.asarray(owners, dtype=np.intp)
+        size = int(num_owners if num_owners is not None else index.max() + 1)
+        below = np.bincount(index, below, size).astype(np.float64)
+        weights = np.bincount(index, weights, size).astype(np.float64)
+    drawn = _ratios(below, weights, np.random.default_rng(seed), resamples)
+    if drawn is None:
+        return None
+    shares = q / 100 + np.percentile(drawn, _tails(confidence)) - below.sum() / weights.sum()
+    ordered = np.sort(sample)
+    low = _at_share(ordered, max(0.0, float(shares[0])))
+    return Interval(low=min(low, at), high=max(_at_share(ordered, float(shares[1])), at) if shares[1] < 1 else None)
+
+
+def difference_interval(
+    before: ArrayLike,
+    after: ArrayLike,
+    *,
+    q: float | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """Paired block bootstrap of after - before: of the means, or of the q-th percentiles. Request i of both
+    is drawn together, so what the plan does to both (a long prompt, a burst) cancels. None for fewer than two
+    pairs."""
+    old, new = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    if q is None:
+        return mean_interval(new - old, confidence=confidence, seed=seed, resamples=resamples)
+    if old.size < 2:
+        return None
+    length = max(block_length(_below(old, q)), block_length(_below(new, q)))
+    drawn = [
+        np.percentile(new[rows], q, axis=1) - np.percentile(old[rows], q, axis=1)
+        for rows in _draws(old.size, length, resamples, np.random.default_rng(seed))
+    ]
+    return _interval(np.concatenate(drawn), confidence)
+
+
+def independent_difference_interval(
+    before: ArrayLike,
+    after: ArrayLike,
+    *,
+    q: float | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """As `difference_interval`, for two samples that have nothing to do with each other. None if either has
+    fewer than two values."""
+    rng = np.random.default_rng(seed)
+    sides: list[Floats] = []
+    for values in (before, after):
+        sample = np.asarray(values, dtype=np.float64)
+        if sample.size < 2:
+            return None
+        if q is None:
+            means = _ratios(sample, np.ones_like(sample), rng, resamples)
+            assert means is not None
+            sides.append(means)
+            continue
+        draws = _draws(sample.size, block_length(_below(sample, q)), resamples, rng)
+        sides.append(np.concatenate([np.percentile(sample[rows], q, axis=1) for rows in draws]))
+    count = min(side.size for side in sides)
+    return _interval(sides[1][:count] - sides[0][:count], confidence)
+
+
+def effective_size(values: ArrayLike) -> float:
+    """How many independent values would tell as much about the mean: n * variance / long-run variance, at
+    most n, at least 1."""
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.size < 2:
+        return float(sample.size)
+    covariances, memory = _memory(sample)
+    if covariances[0] <= 0:
+        return float(sample.size)
+    long_run = _long_run(covariances, memory)
+    return float(np.clip(sample.size * covariances[0] / long_run if long_run > 0 else sample.size, 1.0, sample.size))
+
+
+def block_length(values: ArrayLike) -> int:
+    """How many consecutive values to draw together, between 1 and a third of them, from the series' own
+    autocovariances. Source: Politis and White 2004, with the correction of Patton, Politis and White 2009,
+    for the circular block bootstrap."""
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.size < 9:
+        return 1
+    covariances, memory = _memory(sample)
+    spread = _long_run(covariances, memory)
+    if covariances[0] <= 0 or spread <= 0:
+        return 1
+    lags = np.arange(1, memory + 1)
+    curvature = 2 * float(np.sum(_flat_top(lags / memory) * lags * covariances[1 : memory + 1]))
+    length = (2 * curvature**2 / (4 / 3 * spread**2)) ** (1 / 3) * sample.size ** (1 / 3)
+    return int(np.clip(math.ceil(length), 1, sample.size // 3))
+
+
+def _ratios(above: Floats, below: Floats, rng: np.random.Generator, resamples: int) -> Floats | None:
+    """`resamples` draws of sum(above) / sum(below) over circular blocks."""
+    size, total = above.size, float(below.sum())
+    if size < 2 or total == 0:
+        return None
+    residuals = above - above.sum() / total * below  # what moves the ratio, to first order
+    length = max(block_length(residuals), -(-size // MAX_BLOCKS))
+    count = -(-size // length)
+    starts = rng.integers(0, size, (resamples, count))
+    sums = [_block_sums(side, length)[starts].sum(axis=1) for side in (above, below)]
+    drawn: Floats = sums[0][sums[1] != 0] / sums[1][sums[1] != 0]
+    return drawn if drawn.size else None
+
+
+def _block_sums(values: Floats, length: int) -> Floats:
+    """Sum of the `length` values from each place on, going round at the end."""
+    totals = np.concatenate(([0.0], np.cumsum(np.concatenate((values, values[: length - 1])))))
+    sums: Floats = totals[length:] - totals[:-length]
+    return sums
+
+
+def _draws(size: int, length: int, resamples: int, rng: np.random.Generator) -> Iterator[NDArray[np.intp]]:
+    """Circular block resamples as matrices of [some, size] places, fewer in all where `MAX_DRAWS` asks for
+    it."""
+    left = max(200, min(resamples, MAX_DRAWS // (2 * size)))
+    steps = np.arange(length)
+    while left > 0:
+        count = min(left, max(1, MATRIX // size))
+        starts = rng.integers(0, size, (count, -(-size // length), 1))
+        yield ((starts + steps).reshape(count, -1)[:, :size] % size).astype(np.intp)
+        left -= count
+
+
+def _memory(values: Floats) -> tuple[Floats, int]:
+    """(autocovariances from lag 0 on, the bandwidth of the flat-top window): twice the lag after which
+    correlations are noise."""
+    size = values.size
+    longest = min(size - 1, math.ceil(math.sqrt(size)) + max(5, int(math.sqrt(math.log10(size)))) + 1)
+    centred = values - values.mean()
+    padded = 1 << int(2 * size - 1).bit_length()
+    spectrum = np.fft.rfft(centred, padded)
+    covariances: Floats = np.fft.irfft(spectrum * np.conj(spectrum), padded)[: longest + 1] / size
+    if covariances[0] <= 1e-30:
+        return np.zeros(2), 1
+    noise = 2 * math.sqrt(math.log10(size) / size)
+    quiet = np.abs(covariances[1:] / covariances[0]) < noise
+    run = min(max(5, int(math.sqrt(math.log10(size)))), quiet.size)
+    ends = np.convolve(quiet, np.ones(run), "valid") >= run
+    last_loud = int(np.argmax(ends)) if ends.any() else longest
+    return covariances, int(np.clip(2 * max(last_loud, 1), 1, longest))
+
+
+def _long_run(covariances: Floats, memory: int) -> float:
+    lags = np.arange(1, memory + 1)
+    return float(covariances[0] + 2 * np.sum(_flat_top(lags / memory) * covariances[1 : memory + 1]))
+
+
+def _flat_top(share: Floats) -> Floats:
+    """1 up to a half, then a line to 0 at 1."""
+    return np.clip(2 * (1 - np.abs(share)), 0.0, 1.0)
+
+
+def _below(values: Floats, q: float) -> Floats:
+    return (values <= np.percentile(values, q)).astype(np.float64)
+
+
+def _at_share(ordered: Floats, share: float) -> float:
+    return float(np.interp(share * (ordered.size - 1), np.arange(ordered.size), ordered))
+
+
+def _interval(drawn: Floats, confidence: float) -> Interval:
+    low, high = np.percentile(drawn, _tails(confidence))
+    return Interval(low=float(low), high=float(high))
+
+
+def _tails(confidence: float) -> tuple[float, float]:
+    return 50 * (1 - confidence), 50 * (1 + confidence)
+
+
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf((1 + confidence) / 2)

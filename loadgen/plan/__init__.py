@@ -1,0 +1,1 @@
+"""Plans: which requests are sent, when, and with what prompt."""

@@ -1,0 +1,177 @@
+"""Distributions of lengths (whole tokens, 1 or more) and of times (seconds), and their text form, one for all
+options:
+
+    512                                   always this
+    uniform:100-800                       whole numbers 100 to 800, each as likely (times: any number between)
+    lognormal:mean=512,cv=0.8             mean and coefficient of variation of the lognormal itself, not of its logarithm
+    lognormal:mean=512,cv=0.8,min=16,max=4096     what falls outside is moved to the bound, which shifts the mean
+    exponential:mean=512                  may have min and max, too
+    file:lengths.csv:ContextTokens        drawn with replacement from a column of a CSV file, or from a key of a JSONL file (either
+    may be .gz)
+
+Times are written as `300ms`, `5s`, `2m`: `lognormal:mean=5s,cv=1,max=2m`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen import text_forms
+from loadgen.loadgen_errors import BadPlan
+from loadgen.plan.draws import Floats, exponential, normal
+from loadgen.user_files import numbered_lines
+
+MAX_TOKENS = 2**31 - 1
+
+
+class Distribution(Protocol):
+    """Of real numbers of 0 or more."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        """[count]; the first ones do not depend on `count`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    value: float
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        return np.full(count, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """`low + (high - low) u`; of whole numbers, `floor(low + (high + 1 - low) u)`."""
+
+    low: float
+    high: float
+    is_whole: bool = True
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        u = rng.random(count)
+        if self.is_whole:
+            return np.floor(self.low + (self.high + 1 - self.low) * u)
+        return self.low + (self.high - self.low) * u
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lognormal:
+    """`exp(mu + sigma z)` with `sigma² = ln(1 + cv²)` and `mu = ln(mean) - sigma²/2`, so that its mean is
+    `mean` and its deviation `cv mean`; then moved into [low, high]."""
+
+    mean: float
+    cv: float
+    low: float = 0.0
+    high: float = math.inf
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        variance = math.log1p(self.cv**2)
+        values = np.exp(math.log(self.mean) - variance / 2 + math.sqrt(variance) * normal(rng, count))
+        return np.clip(values, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponential:
+    """`-mean ln(1 - u)`, moved into [low, high]."""
+
+    mean: float
+    low: float = 0.0
+    high: float = math.inf
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        return np.clip(self.mean * exponential(rng, count), self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Empirical:
+    """One of `values`, each as likely."""
+
+    values: tuple[float, ...]
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        return np.asarray(self.values)[(rng.random(count) * len(self.values)).astype(np.int64)]
+
+
+def draw_lengths(distribution: Distribution, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Rounded to whole tokens, at least 1."""
+    return np.clip(np.rint(distribution.draw(rng, count)), 1, MAX_TOKENS).astype(np.int64)
+
+
+def parse_lengths(text: str) -> Distribution:
+    """A distribution of tokens. Raises BadPlan."""
+    distribution = _parse(text, text_forms.number, is_whole=True)
+    if isinstance(distribution, Fixed) and not (distribution.value >= 1 and distribution.value.is_integer()):
+        raise BadPlan(f"`{text}`: a length is a whole number of tokens, 1 or more")
+    if isinstance(distribution, Uniform) and not (
+        distribution.low >= 1 and distribution.low.is_integer() and distribution.high.is_integer()
+    ):
+        raise BadPlan(f"`{text}`: the bounds are whole numbers of tokens, 1 or more")
+    return distribution
+
+
+def parse_times(text: str) -> Distribution:
+    """A distribution of seconds. Raises BadPlan."""
+    return _parse(text, text_forms.seconds, is_whole=False)
+
+
+def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distribution:
+    kind, rest = text_forms.split_kind(text)
+    bounds = {"min": read, "max": read}
+    match kind:
+        case "uniform":
+            low, high = text_forms.span(rest, text, read)
+            if low > high:
+                raise BadPlan(f"`{text}`: the first number is the smaller one")
+            return Uniform(low, high, is_whole)
+        case "lognormal" | "exponential":
+            shape: dict[str, Callable[[str], float]] = {"cv": text_forms.number} if kind == "lognormal" else {}
+            values = text_forms.pairs(rest, text, {"mean": read, **shape, **bounds}, needed=("mean", *shape))
+            if values["mean"] <= 0:
+                raise BadPlan(f"`{text}`: the mean is above 0")
+            low, high = values.get("min", 0.0), values.get("max", math.inf)
+            if low > high:
+                raise BadPlan(f"`{text}`: `min` is above `max`")
+            if kind == "exponential":
+                return Exponential(mean=values["mean"], low=low, high=high)
+            return Lognormal(mean=values["mean"], cv=values["cv"], low=low, high=high)
+        case "file":
+            path, colon, column = rest.rpartition(":")
+            if not colon or not path or not column:
+                raise BadPlan(f"`{text}`: write file:PATH:COLUMN")
+            return Empirical(_column(path, column))
+    if rest or not kind[:1].isdigit():
+        raise BadPlan(
+            f"`{text}` is no distribution: write 512, uniform:100-800, lognormal:mean=512,cv=0.8, exponential:mean=512 or file:PATH:COLUMN"
+        )
+    return Fixed(read(text))
+
+
+def _column(path: str, column: str) -> tuple[float, ...]:
+    """The numbers of one column of a CSV or JSONL file. Raises BadPlan with the line."""
+    values = []
+    header: list[str] | None = None
+    for line_number, line in numbered_lines(path):
+        where = f"{path}:{line_number}"
+        if line_number == 1 and not line.lstrip().startswith("{"):
+            header = [name.strip() for name in next(csv.reader([line]), [])]
+            if column not in header:
+                raise BadPlan(f"{where}: no column `{column}`; there are {', '.join(header)}")
+            continue
+        try:
+            cell = json.loads(line)[column] if header is None else next(csv.reader([line]))[header.index(column)]
+            values.append(text_forms.number(str(cell)))
+        except (ValueError, KeyError, TypeError, IndexError, StopIteration):
+            raise BadPlan(f"{where}: no `{column}` in `{line[:60]}`") from None
+        except BadPlan as error:
+            raise BadPlan(f"{where}: {error}") from None
+    if not values:
+        raise BadPlan(f"{path}: it has no rows")
+    return tuple(values)

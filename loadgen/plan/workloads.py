@@ -1,0 +1,205 @@
+"""Made-up workloads: independent prompts, prompts that share system prompts, sessions of several turns.
+
+Each function takes arrival times and distributions and returns the requests of a plan. Arrivals, lengths,
+sharing and think times are drawn from streams of their own under one seed, so changing one leaves the others
+as they were. Segment ids count from 0 within a plan: shared ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadgen.loadgen_errors import BadPlan, NothingArrives
+from loadgen.plan import draws
+from loadgen.plan.arrivals import poisson
+from loadgen.plan.draws import Floats
+from loadgen.plan.lengths import Distribution, Fixed, draw_lengths
+from loadgen.plan.plan import AnswerOf, Generated, Plan, PlannedRequest, Segment, Vocabulary
+from loadgen.slo_target import SloTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompts:
+    """System prompts that requests or sessions begin with. Each takes one of `count`, the r-th with a
+    probability in proportion to `1 / r^zipf` (0: all alike). `lengths` is drawn once for each system
+    prompt."""
+
+    count: int
+    lengths: Distribution
+    zipf: float = 1.0
+
+    def draw(self, seed: int, count: int) -> list[Generated]:
+        """The system prompt of each of `count` clients."""
+        lengths = draw_lengths(self.lengths, draws.stream(seed, "shared lengths"), self.count).tolist()
+        prompts = [Generated(segment_id=group, num_tokens=length) for group, length in enumerate(lengths)]
+        groups = draws.choose(draws.stream(seed, "sharing"), draws.zipf_weights(self.count, self.zipf).tolist(), count)
+        return [prompts[group] for group in groups]
+
+
+def random_prompts(
+    times_s: Floats, *, inputs: Distribution, outputs: Distribution, seed: int, shared: SharedPrompts | None = None
+) -> list[PlannedRequest]:
+    """A request at each time: a system prompt if there are `shared` ones, then `inputs` tokens that no other
+    request has."""
+    count = len(times_s)
+    num_inputs = draw_lengths(inputs, draws.stream(seed, "input"), count).tolist()
+    num_outputs = draw_lengths(outputs, draws.stream(seed, "output"), count).tolist()
+    prefixes = _system_prompts(shared, seed, count)
+    first_id = 0 if shared is None else shared.count
+    return [
+        PlannedRequest(
+            index=index,
+            at_s=at_s,
+            segments=(*prefixes[index], Generated(segment_id=first_id + index, num_tokens=num_inputs[index])),
+            output_tokens=num_outputs[index],
+        )
+        for index, at_s in enumerate(times_s.tolist())
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionShape:
+    """The shape of a session. `first_inputs`: the user's tokens in the first turn, `later_inputs` in each
+    later one. `think`: seconds between an answer's end and the next turn. A turn that would take prompt and
+    answer above `max_context` tokens, and those after it, do not happen."""
+
+    count: Distribution
+    think: Distribution
+    first_inputs: Distribution
+    later_inputs: Distribution
+    outputs: Distribution
+    max_context: int | None = None
+
+
+def sessions(
+    times_s: Floats, turns: SessionShape, *, seed: int, shared: SharedPrompts | None = None
+) -> list[PlannedRequest]:
+    """Partly open: sessions arrive at `times_s` whatever happens; within one, a turn follows the answer to
+    the one before it. A later turn's prompt is the earlier prompt, its answer, and new tokens.
+
+    The order of the plan is that of time, if answers took none.
+    """
+    count = len(times_s)
+    num_turns = draw_lengths(turns.count, draws.stream(seed, "turns"), count).tolist()
+    total = sum(num_turns)
+    firsts = draw_lengths(turns.first_inputs, draws.stream(seed, "input"), count).tolist()
+    laters = iter(draw_lengths(turns.later_inputs, draws.stream(seed, "later input"), total - count).tolist())
+    thinks = iter(np.round(turns.think.draw(draws.stream(seed, "think"), total - count), 6).tolist())
+    outputs = iter(draw_lengths(turns.outputs, draws.stream(seed, "output"), total).tolist())
+    prompts = _system_prompts(shared, seed, count)
+    segment_id = 0 if shared is None else shared.count
+
+    drafts: list[Turn] = []
+    for session, at_s in enumerate(times_s.tolist()):
+        num_context = sum(prompt.num_tokens for prompt in prompts[session])
+        is_over = False
+        for turn in range(num_turns[session]):
+            num_new = firsts[session] if turn == 0 else next(laters)
+            think_s = 0.0 if turn == 0 else next(thinks)
+            num_output = next(outputs)
+            at_s += think_s
+            num_context += num_new + num_output
+            is_over = is_over or (turns.max_context is not None and num_context > turns.max_context)
+            if is_over:
+                if turn == 0:
+                    raise BadPlan(
+                        f"session {session} has {num_context} tokens in its first turn, above the longest context ({turns.max_context}): "
+                        "give shorter lengths, with max=… for instance"
+                    )
+                continue  # drawn all the same, so that the sessions after this one stay as they are
+            new = Generated(segment_id=segment_id, num_tokens=num_new)
+            drafts.append(
+                Turn(at_s=at_s, session=session, turn=turn, think_s=think_s, new=(new,), num_output=num_output)
+            )
+            segment_id += 1
+    return in_order(drafts, times_s.tolist(), prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A request before it has its place in the plan. `at_s`: when it is due if answers take no time. `new`:
+    what its prompt has beyond the turn before. `answer`: what stands for its answer in later turns; empty:
+    what the server says."""
+
+    at_s: float
+    session: int
+    turn: int
+    think_s: float
+    new: tuple[Segment, ...]
+    num_output: int
+    answer: tuple[Segment, ...] = ()
+
+
+def _system_prompts(shared: SharedPrompts | None, seed: int, count: int) -> list[tuple[Generated, ...]]:
+    """What the prompts of each of `count` clients begin with."""
+    return [()] * count if shared is None else [(prompt,) for prompt in shared.draw(seed, count)]
+
+
+def in_order(
+    turns: Sequence[Turn], times_s: Sequence[float], system_prompts: Sequence[tuple[Segment, ...]]
+) -> list[PlannedRequest]:
+    """The turns as a plan's requests, by time. Of each session: its arrival, and what all of its prompts
+    begin with."""
+    prompts = list(system_prompts)
+    latest: dict[int, int] = {}  # of each session, the index of its latest turn
+    requests: list[PlannedRequest] = []
+    for index, turn in enumerate(sorted(turns, key=lambda turn: (turn.at_s, turn.session, turn.turn))):
+        after = latest.get(turn.session)
+        prompts[turn.session] = (*prompts[turn.session], *turn.new)
+        requests.append(
+            PlannedRequest(
+                index=index,
+                at_s=times_s[turn.session] if after is None else None,
+                after=after,
+                think_s=turn.think_s,
+                session=f"s{turn.session}",
+                turn=turn.turn,
+                segments=prompts[turn.session],
+                output_tokens=turn.num_output,
+            )
+        )
+        prompts[turn.session] += turn.answer or (AnswerOf(index=index),)
+        latest[turn.session] = index
+    return requests
+
+
+DEFAULT_VOCABULARY = Vocabulary(low=1000, high=4096)
+"""For a server whose tokenizer is not known: these ids are ordinary pieces of text in every tokenizer we know
+of (special ones stand below 1,000 or at the end), and every vocabulary is larger."""
+
+
+def first_look(
+    *,
+    rate_rps: float,
+    seconds: float,
+    input_tokens: int,
+    output_tokens: int,
+    seed: int = 0,
+    slo: SloTarget | None = None,
+    vocabulary: Vocabulary = DEFAULT_VOCABULARY,
+) -> Plan:
+    """Poisson arrivals of random prompts of one length, for `seconds`. Raises BadPlan if not one request
+    arrives."""
+    times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
+    if not len(times_s):
+        raise NothingArrives(
+            f"no request arrives in {seconds:g} s at {rate_rps:g} requests a second with seed {seed}: give more time or a higher rate"
+        )
+    requests = random_prompts(times_s, inputs=Fixed(input_tokens), outputs=Fixed(output_tokens), seed=seed)
+    return Plan(
+        name=f"{rate_rps:g}rps-{input_tokens}in-{output_tokens}out",
+        seed=seed,
+        vocabulary=vocabulary,
+        requests=tuple(requests),
+        slos={"default": slo or SloTarget()},
+        made_by={
+            "source": "random",
+            "rate": f"{rate_rps:g}",
+            "seconds": seconds,
+            "input": str(input_tokens),
+            "output": str(output_tokens),
+        },
+    )

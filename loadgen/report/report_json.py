@@ -1,0 +1,155 @@
+"""`report.json`: every number of a report, and the data of every plot. `schema.json` says its form.
+Milliseconds; shares from 0 to 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from loadgen.measure import request_metrics
+from loadgen.report import figures, groups, run_figures
+from loadgen.report.critical_path import mean_path
+from loadgen.report.run_view import RunView
+from loadgen.slo_target import SloTarget
+
+FORMAT = 1
+"""`loadgen_report`: raised when a field changes its meaning or goes."""
+
+DEFINITIONS = {
+    "ttft": "first token − intended send",
+    "ttft_sent": "first token − actual send",
+    "tpot": "(last token − first token) / (output tokens − 1); one-token answers have none and keep a TPOT SLO",
+    "itl": "gaps between successive tokens; 0 between tokens of one message",
+    "tbt": "mean of the longest 10 % of a request's gaps",
+    "e2e": "last token − intended send",
+    "e2e_sent": "last token − actual send",
+    "normalised": "e2e / output tokens",
+    "queue": "wait for the worker that computed the prompt, at the scheduler and at the worker, by the server's timeline",
+    "predicted to actual": "predicted / measured by the server, from the placement on; requests that took one attempt",
+    "attainment": "good / offered; of one SLO: whole answers that kept it / offered requests that were promised it",
+    "goodput": "attainment × offered rate",
+    "percentile": "linear interpolation between ranks, rank = q (n − 1)",
+    "interval": "95 %; block bootstrap over requests in order of intended time; shares: Wilson on the effective number of requests",
+    "of_offered": "percentile of all offered requests, one without a whole answer counting as infinitely slow",
+}
+
+
+def report_of(runs: Sequence[RunView], version: str = "") -> dict[str, Any]:
+    """Valid by `schema()`; no number in it is NaN or infinite."""
+    found = {
+        "loadgen_report": FORMAT,
+        "version": version,
+        "definitions": DEFINITIONS,
+        "runs": [run_of(run) for run in runs],
+        "figures": [*figures.across_runs(runs), *(figure for run in runs for figure in run_figures.of_run(run))],
+    }
+    cleaned: dict[str, Any] = _clean(found)
+    return cleaned
+
+
+def schema() -> str:
+    """The JSON Schema of `report.json`, as text."""
+    return resources.files("loadgen.report").joinpath("schema.json").read_text(encoding="utf-8")
+
+
+def run_of(view: RunView) -> dict[str, Any]:
+    run, summary = view.result.run, view.summary
+    goodput = summary.goodput_rps
+    whole = [int(row) for row in np.flatnonzero(view.measures.whole)]
+    return {
+        "name": view.name,
+        "label": view.label,
+        "plan_hash": run.plan_hash,
+        "plan_name": run.plan_name,
+        "url": run.url,
+        "protocol": run.protocol,
+        "model": run.model,
+        "started_at": run.started_at,
+        "duration_s": run.duration_s,
+        "loadgen_version": run.version,
+        "valid": not view.invalid,
+        "invalid": list(view.invalid),
+        "interrupted": run.interrupted,
+        "notes": list(view.notes),
+        "slos": {name: _slo(slo) for name, slo in view.terms.slos.items()},
+        "ignore_eos": run.ignore_eos,
+        "check": dict(run.check),
+        "processes": run.processes,
+        "warmup_requests": run.warmup_requests,
+        "flags": dict(run.flags),
+        "machine": dict(run.machine),
+        "server": dict(run.server),
+        "offered": summary.offered,
+        "outcomes": {str(outcome): count for outcome, count in summary.outcomes.items()},
+        "attainment": {name: share.to_json() for name, share in summary.attainment.items()},
+        "offered_rps": summary.offered_rps,
+        "goodput_rps": goodput.to_json() if goodput else None,
+        "workers": view.workers,
+        "goodput_rps_per_worker": goodput.value / view.workers if goodput and view.workers else None,
+        "sending": _sending(view),
+        "latency": {name: distribution.to_json() for name, distribution in summary.latency.items()},
+        "throughput": summary.throughput.to_json() if summary.throughput else None,
+        "tokens_per_message": summary.tokens_per_message,
+        "prefix_hits": {
+            "achieved": summary.prefix.ratio if summary.prefix.requests else None,
+            "cached_tokens": summary.prefix.cached_tokens,
+            "prompt_tokens": summary.prefix.prompt_tokens,
+            "requests": summary.prefix.requests,
+            "by_tier": dict(summary.prefix.by_tier),
+            "best": dict(view.best_hits),
+        },
+        "prompts": {
+            "planned_tokens": summary.prompts.planned_tokens,
+            "counted_tokens": summary.prompts.counted_tokens,
+            "requests": summary.prompts.requests,
+            "deviation": summary.prompts.deviation,
+        },
+        "critical_path_ms": {stage: seconds * 1e3 for stage, seconds in mean_path(view.measures, whole).items()}
+        if whole
+        else {},
+        "handoff": groups.handoffs(view.measures),
+        "predicted_to_actual_ttft": groups.predictions(view.measures, "ttft"),
+        "predicted_to_actual_tpot": groups.predictions(view.measures, "tpot"),
+        "by_class": groups.by(view, lambda record: record.slo_class),
+        "by_tenant": groups.by(view, lambda record: record.tenant or "(none)"),
+        "by_endpoint": groups.by(view, lambda record: record.endpoint or "(none)"),
+        "by_worker": groups.workers(view),
+        "errors": groups.errors(view.measures),
+    }
+
+
+def _sending(view: RunView) -> dict[str, Any]:
+    sent = view.summary.sending
+    lags = {"p50": sent.lag_p50_s, "p99": sent.lag_p99_s, "max": sent.lag_max_s}
+    return {
+        "due": sent.num_due,
+        "sent": sent.num_sent,
+        "due_rps": sent.due_rps,
+        "achieved_rps": sent.achieved_rps,
+        **{f"lag_{name}_ms": None if lag is None else lag * 1e3 for name, lag in lags.items()},
+        "lag_limit_ms": request_metrics.lag_limit_s(view.terms) * 1e3,
+    }
+
+
+def _slo(slo: SloTarget) -> dict[str, float]:
+    return {key.replace("_s", "_ms"): seconds * 1e3 for key, seconds in slo.to_json().items()}
+
+
+def _clean(value: Any) -> Any:
+    """As JSON can hold it: no NaN, no infinity, numbers to nine digits, keys as texts, anything else as
+    text."""
+    if isinstance(value, Mapping):
+        return {str(key): _clean(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(inner) for inner in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return str(value)

@@ -1,0 +1,118 @@
+"""One run as the report's parts see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.measure.measures import Measures
+from loadgen.measure.records_file import Result
+from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.measure.summary import Summary, summarise
+from loadgen.slo_target import SloTarget
+
+SERIES_COLORS = 8
+SHADES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """`name` is unlike every other run's of the report. `color`: classes of its curves. `best_hits`: prefix
+    hit ratios that the plan allows, by the name of a cache. `invalid`: the run's own reasons; if it has none,
+    those that its records give now."""
+
+    name: str
+    number: int
+    color: str
+    result: Result
+    terms: Terms
+    measures: Measures
+    summary: Summary
+    invalid: tuple[str, ...] = ()
+    best_hits: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    workers: int | None = None
+
+    @property
+    def label(self) -> str:
+        return label_of(self.result)
+
+
+def view(
+    result: Result,
+    *,
+    number: int = 0,
+    color: str = "c0",
+    name: str = "",
+    slos: Mapping[str, SloTarget] | None = None,
+    best_hits: Mapping[str, float] | None = None,
+    workers: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> RunView:
+    """`slos` instead of the run's own, for a report under another promise; `workers` instead of what the run
+    knows."""
+    run = result.run
+    terms = Terms(slos=slos if slos is not None else run.slos, ignore_eos=run.ignore_eos)
+    measures = Measures.of(result.records, terms)
+    return RunView(
+        name=name or result.name,
+        number=number,
+        color=color,
+        result=result,
+        terms=terms,
+        measures=measures,
+        summary=summarise(measures),
+        invalid=why_invalid(run, result.records, terms),
+        best_hits=best_hits or {},
+        notes=(*result.notes, *notes),
+        workers=workers or _workers(result, measures),
+    )
+
+
+def _workers(result: Result, measures: Measures) -> int | None:
+    """As the run says; else as many as timelines name."""
+    known: Any = result.run.server.get("gpus") or result.run.server.get("workers")
+    if isinstance(known, int | list):
+        return (known if isinstance(known, int) else len(known)) or None
+    return (
+        len(
+            {worker for stages in measures.stages for worker in (stages.prefill_worker, stages.decode_worker) if worker}
+        )
+        or None
+    )
+
+
+def label_of(result: Result) -> str:
+    """What the system is called; runs of one label are points of one line."""
+    run = result.run
+    return str(run.flags.get("label") or "") or f"{run.model} at {run.url}"
+
+
+def colors(results: Sequence[Result]) -> list[str]:
+    """A colour a run; where that would be too many, or where systems are compared at several rates, a colour
+    a label and a shade a run."""
+    labels = [label_of(result) for result in results]
+    kinds = list(dict.fromkeys(labels))
+    if len(results) <= SERIES_COLORS and len(kinds) in (1, len(results)):
+        return [f"c{number}" for number in range(len(results))]
+    found = []
+    for number, label in enumerate(labels):
+        members = [other for other, name in enumerate(labels) if name == label]
+        shade = SHADES - 1 - (len(members) - 1 - members.index(number)) * (SHADES - 1) // max(len(members) - 1, 1)
+        found.append(f"c{kinds.index(label) % SERIES_COLORS} k{shade}")
+    return found
+
+
+def unique_names(results: Sequence[Result]) -> list[str]:
+    """A run's label or directory; both where labels are the same, and a number where even that is."""
+    plain = Counter(result.name for result in results)
+    seen: Counter[str] = Counter()
+    found: list[str] = []
+    for result in results:
+        directory = result.path.resolve().name
+        name = result.name if plain[result.name] == 1 or result.name == directory else f"{result.name} · {directory}"
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found

@@ -1,0 +1,1 @@
+"""Sends a plan to a server and records what happens."""

@@ -1,0 +1,96 @@
+"""The plan once more, undisturbed: one request after the other. Greedy decoding must then give the same
+tokens as under load; where it does not, load has changed an answer (batching that changes the arithmetic does
+so now and then, mixed-up KV does so badly)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadgen.measure.records import Record
+from loadgen.plan.plan import AnswerOf, Plan
+from loadgen.send.client import ask_once
+from loadgen.send.prompts import PastAnswer, new_prompts
+from loadgen.send.target import Target, new_client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """`at`: the first output token that differs."""
+
+    index: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """`compared` answers of which `differing` were not the same; `failed` had no whole answer this time;
+    `skipped` had no token ids."""
+
+    compared: int
+    failed: int
+    skipped: int
+    differing: tuple[Difference, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every answer came again, and there was one."""
+        return bool(self.compared) and not self.failed and not self.differing
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "compared": self.compared,
+            "failed": self.failed,
+            "skipped": self.skipped,
+            "differing": [{"index": one.index, "at": one.at} for one in self.differing],
+        }
+
+    def __str__(self) -> str:
+        words = [f"{len(self.differing)} of {self.compared} answers differ when asked again, one at a time"]
+        if self.differing:
+            first = self.differing[0]
+            words.append(f"the first in request {first.index}, from output token {first.at} on")
+        words += [f"{self.failed} had no whole answer this time"] if self.failed else []
+        words += [f"{self.skipped} could not be compared, for want of token ids"] if self.skipped else []
+        return "; ".join(words)
+
+
+async def check(plan: Plan, target: Target, records: Sequence[Record], progress: Callable[[int, int], None]) -> Checked:
+    """Of the whole answers among `records`. `progress`: (done, of). Raises LoadgenError if the server is not
+    there."""
+    whole = [record for record in records if record.is_complete and not record.error]
+    by_index = {record.index: record for record in whole}
+    answers = {record.index: PastAnswer(token_ids=record.token_ids, text="") for record in whole}
+    prompts = new_prompts(plan, target)
+    uses_texts = target.api == "chat" or target.prompts == "text"
+    client = new_client(target)
+    differing: list[Difference] = []
+    num_compared = num_failed = num_skipped = 0
+    await client.open()
+    try:
+        for done, index in enumerate(sorted(by_index)):
+            progress(done, len(by_index))
+            record, request = by_index[index], plan.requests[index]
+            if not record.token_ids or (uses_texts and any(isinstance(s, AnswerOf) for s in request.segments)):
+                num_skipped += 1
+                continue
+            exchange = await ask_once(client, prompts.ask(request, answers), target.timeout_s)
+            if not exchange.is_whole:
+                num_failed += 1
+                continue
+            num_compared += 1
+            at = first_difference(record.token_ids, exchange.token_ids)
+            if at is not None:
+                differing.append(Difference(index=index, at=at))
+    finally:
+        await client.aclose()
+    return Checked(compared=num_compared, failed=num_failed, skipped=num_skipped, differing=tuple(differing))
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two answers part; None if they are equal."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return None if len(one) == len(other) else min(len(one), len(other))

@@ -1,0 +1,184 @@
+"""What a server says of itself before a run: its models, its kind, its version. A server need not say
+anything but that it is there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
+from loadgen.send.grpc_channel import open_channel, unreachable
+from loadgen.send.http_client import split_url, tls_context
+
+TIMEOUT_S = 10.0
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """`models`: ids, the served one first. `kind`: who is said to own them, which names the software.
+    `max_model_len`: of the first."""
+
+    models: Sequence[str] = ()
+    kind: str = ""
+    max_model_len: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
+    """Raises Unreachable where nothing answers, NotTrusted, LoadgenError where a key is missing."""
+    status, body = _get(url, "/v1/models", headers, is_insecure)
+    if status in (401, 403):
+        raise LoadgenError(
+            f"{url} wants another API key than it was given (status {status}): use --api-key or the variable OPENAI_API_KEY"
+        )
+    listed = _objects(body) if status == 200 else []
+    if not listed:
+        return Server(facts={"models": f"status {status}, not understood" if status == 200 else f"status {status}"})
+    first = listed[0]
+    kind = str(first.get("owned_by") or "")
+    length = first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx_train")
+    facts: dict[str, Any] = {"kind": kind, "models": listed[:16]}
+    if kind == "baton":
+        facts["version"] = _baton_version(url, headers, is_insecure)
+    elif kind == "vllm":
+        facts["version"] = _field(url, "/version", "version", headers, is_insecure)
+    return Server(
+        models=[str(model["id"]) for model in listed],
+        kind=kind,
+        max_model_len=length if isinstance(length, int) else None,
+        facts={key: value for key, value in facts.items() if value is not None},
+    )
+
+
+def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> int:
+    """What a path such as `/ready` answers. Raises Unreachable, NotTrusted."""
+    return _get(url, path, headers, is_insecure)[0]
+
+
+def ask_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
+    """Raises Unreachable, LoadgenError."""
+    from baton.v1 import inference_pb2, inference_pb2_grpc
+
+    pb: Any = inference_pb2
+    stub = inference_pb2_grpc.InferenceStub
+    reply = _called(target, headers, lambda channel: stub(channel).ListModels, pb.ListModelsRequest(), is_insecure)
+    models = [model.id for model in reply.models]
+    length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
+    return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
+
+
+def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecure: bool = False) -> dict[str, Any]:
+    """What a Baton cluster has, by the `Admin` service of one of its gateways: its workers that serve `model`
+    now, by role, and how many tokens their KV memory holds together. Raises Unreachable, LoadgenError."""
+    from baton.v1 import admin_pb2, admin_pb2_grpc
+
+    pb: Any = admin_pb2
+    reply = _called(
+        target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure
+    )
+    if reply.model != model:
+        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}")
+    workers = [
+        worker for worker in reply.workers if worker.state == pb.WORKER_STATE_READY and _serves(worker.model, model)
+    ]
+    roles = Counter(pb.WorkerRole.Name(worker.role).removeprefix("WORKER_ROLE_").lower() for worker in workers)
+    facts = {
+        "version": reply.version,
+        "workers": len(workers),
+        "roles": dict(sorted(roles.items())),
+        "kv_tokens": sum(worker.blocks.total * worker.block_size_tokens for worker in workers),
+        "block_size_tokens": workers[0].block_size_tokens if workers else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _serves(told: str, model: str) -> bool:
+    """A worker may say more of its model than the name: `demo (emulated)`."""
+    return told == model or told.startswith(f"{model} (")
+
+
+def _called(
+    target: str,
+    headers: Mapping[str, str],
+    method: Callable[[Any], Callable[..., Any]],
+    message: Any,
+    is_insecure: bool,
+) -> Any:
+    """The reply of one call to Baton. Raises Unreachable, LoadgenError."""
+    import grpc
+
+    metadata = tuple((name.lower(), value) for name, value in headers.items())
+    with open_channel(grpc, target, is_insecure=is_insecure) as channel:
+        try:
+            return method(channel)(message, timeout=TIMEOUT_S, metadata=metadata, wait_for_ready=False)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
+                raise LoadgenError(
+                    f"{target} wants another API key than it was given: use --api-key or OPENAI_API_KEY"
+                ) from error
+            raise unreachable(target, error.details() or code.name) from error
+
+
+def _objects(body: bytes) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(body)
+        return [model for model in data["data"] if isinstance(model, dict) and model.get("id")]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _baton_version(url: str, headers: Mapping[str, str], is_insecure: bool) -> str | None:
+    try:
+        status, body = _get(url, "/metrics", headers, is_insecure)
+    except LoadgenError:
+        return None
+    found = re.search(rb'^baton_build_info\{[^}]*version="([^"]*)"', body, re.MULTILINE) if status == 200 else None
+    return found[1].decode(errors="replace") if found else None
+
+
+def _field(url: str, path: str, name: str, headers: Mapping[str, str], is_insecure: bool) -> str | None:
+    try:
+        status, body = _get(url, path, headers, is_insecure)
+        value = json.loads(body).get(name) if status == 200 else None
+    except (LoadgenError, ValueError, AttributeError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> tuple[int, bytes]:
+    """Raises Unreachable, NotTrusted."""
+    parts = split_url(url)
+    host = parts.hostname or ""
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(host, parts.port, timeout=TIMEOUT_S, context=tls_context(is_insecure))
+    else:
+        connection = http.client.HTTPConnection(host, parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path + path, headers={"User-Agent": "loadgen", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MAX_BYTES)
+    except ssl.SSLCertVerificationError as error:
+        raise NotTrusted(
+            f"the certificate of {url} is not trusted here ({error.verify_message}): name its authorities in SSL_CERT_FILE, or take any by "
+            "--insecure"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        why = (
+            error.reason
+            if isinstance(error, ssl.SSLError)
+            else getattr(error, "strerror", None) or str(error) or type(error).__name__
+        )
+        raise Unreachable(
+            f"nothing answers at {url}: {why}; is the server up, and is this its address (--url)?"
+        ) from error
+    finally:
+        connection.close()

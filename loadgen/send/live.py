@@ -1,0 +1,164 @@
+"""A run as it goes, on the terminal. It is drawn by the process that the user started, four times a second;
+requests are sent by others, which only tell it their counts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from loadgen.measure.counts import Counts
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.send.timers import now_s
+
+PLAIN_EVERY_S = 5.0
+RECENT_S = 5.0
+"""What rates are of."""
+_GOOD_STYLE = {RequestOutcome.GOOD: "green", RequestOutcome.LATE: "yellow", RequestOutcome.CANCELLED: "dim"}
+
+
+class LiveView:
+    """Implements `processes.View`: a picture that stays in its place on a terminal, a line every few seconds
+    elsewhere."""
+
+    def __init__(
+        self, *, name: str, url: str, num_requests: int, planned_s: float, lag_limit_s: float, is_quiet: bool = False
+    ) -> None:
+        """`planned_s`: from the first to the last planned time. `is_quiet`: nothing is shown."""
+        self._title = f"{name} → {url}"
+        self._num_requests = num_requests
+        self._planned_s = planned_s
+        self._lag_limit_s = lag_limit_s
+        self._is_quiet = is_quiet
+        self._is_terminal = sys.stderr.isatty() and not is_quiet
+        self._phase = ""
+        self._live: Any = None
+        self._plain_s = 0.0
+        self._last = Counts()
+        self._elapsed_s = 0.0
+        self._recent: list[tuple[float, int, int, int]] = []
+
+    def __enter__(self) -> Self:
+        if self._is_terminal:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+        if self._live is not None:
+            self._live.update(self._picture(), refresh=True)
+        elif not self._is_quiet:
+            self._print(text)
+
+    def update(self, counts: Counts, elapsed_s: float) -> None:
+        self._last, self._elapsed_s = counts, elapsed_s
+        now = (
+            elapsed_s,
+            counts.due,
+            counts.sent + counts.in_flight,
+            counts.ended,
+        )  # `sent` counts those that have ended
+        self._recent = [entry for entry in self._recent if entry[0] > elapsed_s - RECENT_S] + [now]
+        if self._live is not None:
+            self._live.update(self._picture(), refresh=True)
+        elif not self._is_quiet and now_s() - self._plain_s >= PLAIN_EVERY_S:
+            self._plain_s = now_s()
+            self._print(self._line())
+
+    # Inside.
+
+    def _print(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        counts = self._last
+        lag = counts.lags.percentile(99)
+        parts = [
+            f"{self._elapsed_s:.0f} s",
+            f"due {counts.due}/{self._num_requests}",
+            f"in flight {counts.in_flight}",
+            *(f"{name} {count}" for name, count in _in_order(counts)),
+            f"attainment {attainment(counts)}",
+            "send lag p99 -" if lag is None else f"send lag p99 {lag * 1e3:.2f} ms",
+        ]
+        return "  ".join(parts)
+
+    def _rates(self) -> tuple[float, float, float]:
+        """Requests that came due, that went out, and that ended, a second, lately."""
+        first, last = (self._recent[0], self._recent[-1]) if self._recent else ((0.0, 0, 0, 0), (0.0, 0, 0, 0))
+        span_s = last[0] - first[0]
+        due, sent, ended = (
+            (after - before) / span_s if span_s > 0 else 0.0 for before, after in zip(first[1:], last[1:], strict=True)
+        )
+        return due, sent, ended
+
+    def _picture(self) -> Any:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        counts = self._last
+        offered, achieved, ended = self._rates()
+        lag = counts.lags.percentile(99)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        table.add_row(
+            "progress",
+            ProgressBar(total=max(1, self._num_requests), completed=counts.ended + counts.in_flight, width=50),
+        )
+        table.add_row(
+            "",
+            f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last answers, {counts.due} of {self._num_requests} due",
+        )
+        table.add_row(
+            "rate",
+            f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, answered {ended:.1f}/s, in flight {counts.in_flight}",
+        )
+        outcomes = Text("  ").join(
+            Text(f"{name} {count}", style=_GOOD_STYLE.get(RequestOutcome(name), "red"))
+            for name, count in _in_order(counts)
+        )
+        table.add_row("outcomes", outcomes)
+        table.add_row("attainment", attainment(counts))
+        is_late = lag is not None and lag > self._lag_limit_s
+        shown = "-" if lag is None else f"p99 {lag * 1e3:.2f} ms, allowed {self._lag_limit_s * 1e3:g} ms"
+        table.add_row(
+            "send lag",
+            Text(shown + ("  the run will be INVALID" if is_late else ""), style="bold red" if is_late else ""),
+        )
+        if counts.not_sent:
+            table.add_row("not sent", Text(f"{counts.not_sent}: this machine is at its limit", style="bold red"))
+        for error, count in counts.errors.most_common(3):
+            table.add_row("error", Text(f"{count} × {error}", style="red", no_wrap=True, overflow="ellipsis"))
+        return Panel(table, title=self._title, subtitle=self._phase, title_align="left", subtitle_align="right")
+
+
+class Silent:
+    """Implements `processes.View`: shows nothing."""
+
+    def phase(self, text: str) -> None: ...
+
+    def update(self, counts: Counts, elapsed_s: float) -> None: ...
+
+
+def attainment(counts: Counts) -> str:
+    """Good among those that have ended."""
+    ended = counts.ended
+    return f"{counts.outcomes[RequestOutcome.GOOD] / ended:.1%} of {ended} ended" if ended else "-"
+
+
+def _in_order(counts: Counts) -> list[tuple[str, int]]:
+    return [(outcome.value, counts.outcomes[outcome]) for outcome in RequestOutcome if counts.outcomes[outcome]]

@@ -1,0 +1,127 @@
+"""From a planned request to what is sent: its prompt as token ids, as a text, or as a chat."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.plan.plan import AnswerOf, Exact, Plan, PlannedRequest, Segment, Text
+from loadgen.plan.prompt_tokens import tokens_of, warm_up_tokens
+from loadgen.plan.vocabulary import words_of
+from loadgen.plan.words import COMMON_WORDS, Words, text_of, warm_up_text
+from loadgen.send.client import Ask, Messages
+from loadgen.send.target import Target
+from loadgen.slo_target import SloTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastAnswer:
+    """What a request was answered."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class Prompts(Protocol):
+    """Makes what is sent."""
+
+    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
+        """`answers` has those that the request's prompt holds."""
+
+    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+        """One as long as `request`, which shares nothing with the plan."""
+
+
+def new_prompts(plan: Plan, target: Target) -> Prompts:
+    """Raises LoadgenError for a plan that cannot be sent this way."""
+    kinds = {type(segment) for request in plan.requests for segment in request.segments}
+    is_chat = target.api == "chat"
+    if is_chat or target.prompts == "text" or Text in kinds:
+        if Exact in kinds:
+            raise LoadgenError(
+                f"the plan holds exact token ids, and a {'chat' if is_chat else 'text'} cannot: what text they are, only a tokenizer "
+                "knows; `loadgen plan sharegpt` without --tokenizer keeps texts as they are"
+            )
+        return TextPrompts(plan, words_of(target.tokenizer) if target.tokenizer else COMMON_WORDS, is_chat=is_chat)
+    if AnswerOf in kinds and not target.takes.token_ids:
+        raise LoadgenError(
+            f"the plan's later turns hold answers to earlier ones, and a server of the kind `{target.dialect}` is not known to return "
+            "token ids: use --api chat or --prompts text, or say what it is with --dialect"
+        )
+    return TokenPrompts(plan)
+
+
+class TokenPrompts:
+    """Implements `Prompts` with token ids."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
+        held = {s.index: answers[s.index].token_ids for s in request.segments if isinstance(s, AnswerOf)}
+        return replace(_ask(self._plan, request), token_ids=tokens_of(self._plan, request, held))
+
+    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+        num_tokens = self._plan.num_prompt_tokens(request) or 1
+        return replace(
+            _ask(self._plan, request), slo=SloTarget(), token_ids=warm_up_tokens(self._plan, number, num_tokens)
+        )
+
+
+class TextPrompts:
+    """Implements `Prompts` with texts, or with chats: then answers are the assistant's, and all else is the
+    user's."""
+
+    def __init__(self, plan: Plan, words: Words, *, is_chat: bool) -> None:
+        self._plan = plan
+        self._is_chat = is_chat
+        self._words = words
+
+    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
+        texts = {index: answer.text for index, answer in answers.items()}
+        ask = _ask(self._plan, request)
+        if self._is_chat:
+            return replace(ask, messages=self._messages(request, texts))
+        return replace(ask, text=self._text(request, request.segments, texts))
+
+    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+        text = warm_up_text(self._plan, number, self._plan.num_prompt_tokens(request) or 16, self._words)
+        ask = replace(_ask(self._plan, request), slo=SloTarget())
+        return replace(ask, messages=({"role": "user", "content": text},)) if self._is_chat else replace(ask, text=text)
+
+    def _messages(self, request: PlannedRequest, texts: Mapping[int, str]) -> Messages:
+        """What one role says in a row is one message. An answer goes back exactly as it came."""
+        return [
+            {
+                "role": role,
+                "content": "".join(texts[s.index] for s in said if isinstance(s, AnswerOf))
+                or self._text(request, said, texts),
+            }
+            for role, run in itertools.groupby(request.segments, key=_role)
+            if (said := list(run))
+        ]
+
+    def _text(self, request: PlannedRequest, segments: Sequence[Segment], texts: Mapping[int, str]) -> str:
+        return text_of(self._plan, replace(request, segments=tuple(segments)), texts, self._words)
+
+
+def _role(segment: Segment) -> str:
+    match segment:
+        case AnswerOf():
+            return "assistant"
+        case Text(role=role):
+            return role
+    return "user"
+
+
+def _ask(plan: Plan, request: PlannedRequest) -> Ask:
+    return Ask(
+        index=request.index,
+        max_tokens=request.output_tokens,
+        ignore_eos=plan.ignore_eos,
+        priority=request.priority,
+        slo=plan.slos.get(request.slo_class, SloTarget()),
+    )

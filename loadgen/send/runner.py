@@ -1,0 +1,321 @@
+"""Sends one process's share of a plan at the times that it says, whatever the answers do, and records what
+comes of it.
+
+An open loop: nothing waits for anything. What has a time goes out at that time; how many are in flight is the
+server's affair. In between, what can wait is done in small pieces, never when something is about to be due:
+bodies are encoded before their time, connections opened, records written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure import request_metrics
+from loadgen.measure.counts import Counts
+from loadgen.measure.records import Arrival, Record
+from loadgen.measure.request_metrics import Terms
+from loadgen.plan.plan import AnswerOf, Plan, PlannedRequest
+from loadgen.plan.schedule import Schedule
+from loadgen.send.client import Client, Exchange
+from loadgen.send.prompts import PastAnswer, Prompts
+from loadgen.send.timers import Alarm, new_alarm, now_s
+
+TICK_S = 0.05
+BUSY_TICK_S = 0.002
+"""How often there is a look at what can be done meanwhile: where some was left over, sooner."""
+PIECE_S = 0.001
+"""For how long at most such work goes on, …"""
+CLEAR_S = 0.0005
+"""… and how long before something is due it ends."""
+AHEAD_S = 5.0
+"""Bodies are made so long before their time; those of the first minute before the start, as long as they
+fit."""
+AHEAD_AT_START_S = 60.0
+AHEAD_AT_START_BYTES = 128 << 20
+CONNECT_AHEAD_S = 0.25
+"""Connections are open so long before they are needed."""
+CONNECTIONS_AT_ONCE = 4
+"""Opening one takes a fifth of a millisecond."""
+ROUNDING_S = 1e-7
+"""An alarm that rings on time must find its request due, whatever a sum of floats has lost."""
+MAX_UNWRITTEN = 20_000
+"""Records that wait to be written; more than that, and writing goes before everything else."""
+_GARBAGE_OBJECTS = 500_000
+
+
+class RunRecorder(Protocol):
+    def write(self, record: Record) -> None: ...
+
+
+class Runner:
+    """One run. Everything happens in one thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        requests: Sequence[PlannedRequest],
+        client: Client,
+        prompts: Prompts,
+        recorder: RunRecorder,
+        *,
+        terms: Terms,
+        timeout_s: float,
+        clock: Callable[[], float] = now_s,
+        alarm: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm] = new_alarm,
+    ) -> None:
+        """`requests`: this process's share of `plan`. `alarm` wakes by `clock`."""
+        self._plan = plan
+        self._client = client
+        self._prompts = prompts
+        self._recorder = recorder
+        self._terms = terms
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._new_alarm = alarm
+        self._schedule = Schedule(requests)
+        self._answers_wanted = {s.index for request in requests for s in request.segments if isinstance(s, AnswerOf)}
+        self._answers: dict[int, PastAnswer] = {}
+        self._prepared: dict[int, Any] = {}
+        self._in_flight: dict[int, tuple[float, PlannedRequest, Exchange]] = {}
+        self._unwritten: deque[tuple[float, PlannedRequest, Exchange | None]] = deque()
+        self._start_s = 0.0
+        self._began_cpu_s = 0.0
+        self._is_stopping = False
+        self._problem: LoadgenError | None = None
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.counts = Counts()
+
+    def prepare(self) -> None:
+        """Make ready what can be before the start."""
+        num_bytes = 0
+        while num_bytes < AHEAD_AT_START_BYTES and (request := self._schedule.upcoming(AHEAD_AT_START_S)) is not None:
+            self._prepared[request.index] = self._prepared_now(request)
+            num_bytes += 8 * (self._plan.num_prompt_tokens(request) or 1000)
+        num_first = self._schedule.num_due(CONNECT_AHEAD_S)
+        self._client.expect(num_first, at_most=num_first)
+        gc.collect()  # takes a second where much is loaded: `run` may be called just before the first request is due
+
+    async def run(self, start_s: float) -> None:
+        """From `start_s`, a time of the clock, until the last request has ended. Raises LoadgenError if
+        records cannot be written."""
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self._start_s = start_s
+        self._began_cpu_s = time.process_time()
+        self._alarm = self._new_alarm(self._loop, self._on_alarm)
+        try:
+            with _NoGarbageCollection():
+                self._client.urgent.ring = self._on_alarm
+                self._on_alarm()
+                self._tick()
+                self._look_for_end()
+                await self._done
+        finally:
+            self._client.urgent.at_s = math.inf
+            self._alarm.close()
+            if self._tick_handle is not None:
+                self._tick_handle.cancel()
+            self._write_all()
+        if self._problem is not None:
+            raise self._problem
+
+    def stop(self) -> None:
+        """Send nothing more, and let go of what is in flight. What was not yet due was never offered."""
+        self._is_stopping = True
+        now = self._clock()
+        for _, _, exchange in tuple(self._in_flight.values()):
+            exchange.leave(now)
+        self._look_for_end()
+
+    # What is due.
+
+    def _on_alarm(self) -> None:
+        if self._is_stopping:
+            return
+        now = self._clock()
+        for due_s, request in self._schedule.take_due(now - self._start_s + ROUNDING_S):
+            self._send(due_s, request)
+        next_s = self._schedule.next_s
+        if next_s is None:
+            self._client.urgent.at_s = math.inf
+        else:
+            self._client.urgent.at_s = self._start_s + next_s
+            self._alarm.set(self._start_s + next_s)
+
+    def _send(self, due_s: float, request: PlannedRequest) -> None:
+        assert self._loop is not None
+        exchange = Exchange(request.index, self._on_end, request.cancel_after_tokens)
+        self._in_flight[request.index] = (due_s, request, exchange)
+        self.counts.due += 1
+        self.counts.in_flight += 1
+        try:
+            prepared = self._prepared.pop(request.index, None) or self._prepared_now(request)
+            self._client.send(prepared, exchange)
+        except Exception as error:  # a request that cannot be made is a fact about it, not the end of the run
+            exchange.not_sent = True
+            exchange.fail(self._clock(), f"not sent: {type(error).__name__}: {error}")
+        exchange.limit(self._loop, self._timeout_s, self._clock)
+
+    def _on_end(self, exchange: Exchange) -> None:
+        due_s, request, _ = self._in_flight.pop(exchange.index)
+        self.counts.in_flight -= 1
+        self.counts.tokens += exchange.num_tokens
+        self._unwritten.append((due_s, request, exchange))
+        if self._schedule.has_later_turn(request.index):
+            self._release_turns(request, exchange)
+        if not self._in_flight:
+            self._look_for_end()
+
+    def _release_turns(self, request: PlannedRequest, exchange: Exchange) -> None:
+        assert exchange.ended_s is not None
+        is_whole = request_metrics.is_whole(self._record(0.0, request, exchange), self._terms)
+        if is_whole and request.index in self._answers_wanted:
+            self._answers[request.index] = PastAnswer(token_ids=tuple(exchange.token_ids), text="".join(exchange.texts))
+        dropped = self._schedule.ended(request.index, exchange.ended_s - self._start_s, is_whole=is_whole)
+        if not self._is_stopping:
+            self.counts.due += len(dropped)
+            self._unwritten.extend((due_s, later, None) for due_s, later in dropped)
+        if is_whole and not self._is_stopping:
+            self._on_alarm()  # the next turn may be due at once, or sooner than anything else
+
+    def _look_for_end(self) -> None:
+        has_more = self._schedule.num_unsent > 0 and not self._is_stopping
+        if not has_more and not self._in_flight and self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    # What is done meanwhile.
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        if self._is_stopping:
+            return
+        now = self._clock()
+        elapsed_s = max(0.0, now - self._start_s)
+        next_s = self._schedule.next_s
+        until_s = now + PIECE_S if next_s is None else min(now + PIECE_S, self._start_s + next_s - CLEAR_S)
+        has_rest = self._client.expect(self._schedule.num_due(elapsed_s + CONNECT_AHEAD_S), CONNECTIONS_AT_ONCE)
+        has_rest |= self._do_some(until_s, elapsed_s + AHEAD_S)
+        self._tick_handle = self._loop.call_later(BUSY_TICK_S if has_rest else TICK_S, self._tick)
+
+    def _do_some(self, until_s: float, horizon_s: float) -> bool:
+        """Whether something was left."""
+        while self._unwritten:
+            if self._clock() >= until_s and len(self._unwritten) < MAX_UNWRITTEN:
+                return True
+            self._write_one()
+        while self._clock() < until_s:
+            request = self._schedule.upcoming(horizon_s)
+            if request is None:
+                break
+            with contextlib.suppress(Exception):  # its sending will say so
+                self._prepared[request.index] = self._prepared_now(request)
+        else:
+            return True
+        if gc.get_count()[0] > _GARBAGE_OBJECTS:
+            gc.collect(0)  # only failures leave cycles: this hardly ever happens
+        return False
+
+    def _prepared_now(self, request: PlannedRequest) -> Any:
+        return self._client.prepare(self._prompts.ask(request, self._answers))
+
+    def _write_one(self) -> None:
+        due_s, request, exchange = self._unwritten.popleft()
+        record = self._record(due_s, request, exchange)
+        counts = self.counts
+        counts.outcomes[request_metrics.classify(record, self._terms)] += 1
+        if record.sent_s is not None:
+            counts.sent += 1
+            counts.lags.add(record.sent_s - record.intended_s)
+        if exchange is not None and exchange.not_sent:
+            counts.not_sent += 1
+        if record.error and not record.left_early:
+            counts.errors[record.error[:120]] += 1
+        try:
+            self._recorder.write(record)
+        except OSError as error:
+            if self._problem is None:
+                self._problem = LoadgenError(f"records cannot be written: {error.strerror or error}; the run was ended")
+                self.stop()
+
+    def _write_all(self) -> None:
+        while self._unwritten:
+            self._write_one()
+        self.counts.cpu_s = time.process_time() - self._began_cpu_s
+
+    def _record(self, due_s: float, request: PlannedRequest, exchange: Exchange | None) -> Record:
+        """`exchange` None: it was not sent, because the turn before it was not whole."""
+        start_s = self._start_s
+        planned = self._plan.num_prompt_tokens(request)
+        if exchange is None:
+            return Record(
+                index=request.index,
+                intended_s=due_s,
+                ended_s=due_s,
+                planned_prompt_tokens=planned,
+                planned_output_tokens=request.output_tokens,
+                error="not sent: an earlier turn was not answered whole",
+                left_early=True,
+                session=request.session,
+                turn=request.turn,
+                tenant=request.tenant,
+                priority=request.priority,
+                slo_class=request.slo_class,
+            )
+        assert exchange.ended_s is not None
+        return Record(
+            index=request.index,
+            intended_s=due_s,
+            ended_s=exchange.ended_s - start_s,
+            planned_prompt_tokens=planned,
+            planned_output_tokens=request.output_tokens,
+            sent_s=None if exchange.sent_s is None else exchange.sent_s - start_s,
+            arrivals=tuple(
+                Arrival(at_s=at_s - start_s, num_tokens=count)
+                for at_s, count in zip(exchange.times, exchange.counts, strict=True)
+            ),
+            status=exchange.status,
+            reason=exchange.reason,
+            error=exchange.error,
+            finish_reason=exchange.finish_reason,
+            is_complete=exchange.is_complete,
+            left_early=exchange.left_early,
+            timed_out=exchange.timed_out,
+            retry_after_s=exchange.retry_after_s,
+            num_prompt_tokens=exchange.num_prompt_tokens,
+            num_cached_tokens=exchange.num_cached_tokens,
+            num_output_tokens=exchange.num_output_tokens,
+            token_ids=tuple(exchange.token_ids),
+            request_id=exchange.request_id,
+            endpoint=exchange.endpoint,
+            session=request.session,
+            turn=request.turn,
+            tenant=request.tenant,
+            priority=request.priority,
+            slo_class=request.slo_class,
+            timeline=exchange.timeline,
+        )
+
+
+class _NoGarbageCollection:
+    """A full collection takes tens of milliseconds and more, in which nothing is sent. The last one was
+    `prepare`'s."""
+
+    def __enter__(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.freeze()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

@@ -1,0 +1,285 @@
+"""A whole run: its directory, its processes, its verdict. `loadgen run`, the selftest and whoever looks for a
+capacity go through here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from loadgen import machine
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record, RunInfo
+from loadgen.measure.records_file import RECORDS, RUN, RecordWriter, part_of, read_records, write_run
+from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.plan.plan import Plan
+from loadgen.plan.plan_file import plan_hash, write_plan
+from loadgen.send.child import ChildJob
+from loadgen.send.priority import Priority
+from loadgen.send.processes import Ended, Enough, View, run_jobs
+from loadgen.send.target import Target
+from loadgen.send.timers import now_s
+from loadgen.user_files import open_bytes
+
+PLAN = "plan.jsonl"
+UNFINISHED = "the run did not come to its end: the process that led it was killed"
+MAX_SAID = 120
+"""Characters of what a server said of a request."""
+NOT_SENT = "not sent: "
+"""How the error of a request begins that this machine could not send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to run. `plan_file`: where `plan` was read from; None: it was made just now. `plan.slos` are those
+    that count. `server`: what it said of itself. `flags`: the effective arguments, without secrets. `cores`:
+    one for each process, to keep it on."""
+
+    plan: Plan
+    target: Target
+    out: Path
+    plan_file: Path | None = None
+    processes: int = 1
+    warm_ups: int = 0
+    server: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    cores: Sequence[int] = ()
+    priority: Priority = Priority.HIGH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that has ended, as its directory holds it. `notes`: what is worth a word, and does not make it
+    invalid."""
+
+    run: RunInfo
+    records: Sequence[Record]
+    terms: Terms
+    ended: Ended
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outcomes(self) -> Counter[RequestOutcome]:
+        return Counter(request_metrics.classify(record, self.terms) for record in self.records)
+
+    @property
+    def not_answered(self) -> tuple[str, ...]:
+        """A line on what was refused or went wrong, which is not the same as slow; none where nothing was."""
+        said = Counter(
+            f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_SAID]
+            for record in self.records
+            if (outcome := request_metrics.classify(record, self.terms))
+            not in (*request_metrics.WHOLE, RequestOutcome.CANCELLED)
+        )
+        total = f"{said.total()} of {len(self.records)}"
+        return tuple(
+            f"{total} requests were not answered whole ({count} {what})" for what, count in said.most_common(1)
+        )
+
+
+def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
+    """Raises LoadgenError if nothing could be measured, and then leaves no result behind."""
+    made = _new_directory(order.out)
+    try:
+        kept_hash = _keep_plan(order)
+        jobs = _jobs(order)
+        facts = machine.facts()
+        started_at = datetime.now(UTC)
+        first = _run_of(order, jobs, kept_hash, facts, started_at)
+        write_run(order.out, first)
+        began_s = now_s()
+        try:
+            ended = asyncio.run(run_jobs(jobs, view, enough))
+        finally:
+            torn = merge(order.out, [Path(job.records) for job in jobs])
+    except BaseException:
+        if not _has_records(order.out):
+            _remove(order.out, made)
+        raise
+    records, notes = read_records(order.out / RECORDS)
+    terms = jobs[0].terms(order.plan)
+    first = replace(
+        first, started_at=_iso(started_at + timedelta(seconds=ended.started_s - began_s)), notes=(*torn, *_notes(ended))
+    )
+    finished = Finished(
+        run=_verdict(first, ended, records, terms),
+        records=records,
+        terms=terms,
+        ended=ended,
+        notes=(*first.notes, *notes),
+    )
+    write_run(order.out, finished.run)
+    return finished
+
+
+def record_files(order: Order) -> list[Path]:
+    """What its processes write while they run."""
+    return (
+        [order.out / RECORDS] if order.processes == 1 else [part_of(order.out, part) for part in range(order.processes)]
+    )
+
+
+def outcome_line(outcomes: Mapping[RequestOutcome, int], num_offered: int, *, is_valid: bool) -> str:
+    """`offered 300 = good 291 + late 5 + …`: the classes that there are, which sum to what was offered."""
+    found = [
+        f"{outcome} {outcomes.get(outcome, 0)}"
+        for outcome in RequestOutcome
+        if outcomes.get(outcome) or outcome is RequestOutcome.GOOD
+    ]
+    missing = num_offered - sum(outcomes.values())
+    if missing:
+        found.append(f"without a record {missing}")
+    return f"offered {num_offered} = {' + '.join(found)}" + ("" if is_valid else "   INVALID")
+
+
+# The directory.
+
+
+def _new_directory(out: Path) -> bool:
+    """Whether it was made. Raises LoadgenError if it holds something."""
+    try:
+        if out.exists():
+            if not out.is_dir() or any(out.iterdir()):
+                raise LoadgenError(
+                    f"{out} exists and is not an empty directory; a result is written once: give another --out"
+                )
+            return False
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error
+    return True
+
+
+def _keep_plan(order: Order) -> str:
+    """The plan beside the result, uncompressed; its hash."""
+    kept = order.out / PLAN
+    if order.plan_file is None:
+        return write_plan(order.plan, kept)
+    try:
+        with open_bytes(order.plan_file) as source, kept.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise LoadgenError(f"{kept} cannot be written: {error.strerror or error}") from error
+    return plan_hash(kept)
+
+
+def merge(out: Path, parts: Sequence[Path]) -> tuple[str, ...]:
+    """The records of all processes in one file, in the order in which the requests ended. It is there whole
+    or not at all. What could not be read of theirs."""
+    if len(parts) == 1:
+        (out / RECORDS).touch()
+        return ()
+    records, notes = read_records(*(part for part in parts if part.exists()))
+    merged = out / f".{RECORDS}"
+    with RecordWriter(merged) as writer:
+        for record in sorted(records, key=lambda record: record.ended_s):
+            writer.write(record)
+    os.replace(merged, out / RECORDS)
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return notes
+
+
+def _has_records(out: Path) -> bool:
+    return any(file.stat().st_size for file in out.glob("records*.jsonl"))
+
+
+def _remove(out: Path, made: bool) -> None:
+    """What a run that measured nothing has written."""
+    for name in (PLAN, RUN, RECORDS):
+        (out / name).unlink(missing_ok=True)
+    if made and not any(out.iterdir()):
+        out.rmdir()
+
+
+# The verdict.
+
+
+def _jobs(order: Order) -> list[ChildJob]:
+    return [
+        ChildJob(
+            plan=str(order.out / PLAN),
+            records=str(record_files(order)[part]),
+            target=order.target,
+            part=part,
+            parts=order.processes,
+            warm_ups=order.warm_ups,
+            slos=order.plan.slos,
+            core=order.cores[part] if part < len(order.cores) else None,
+            priority=order.priority.value,
+        )
+        for part in range(order.processes)
+    ]
+
+
+def _run_of(
+    order: Order, jobs: Sequence[ChildJob], kept_hash: str, facts: Mapping[str, Any], started_at: datetime
+) -> RunInfo:
+    """As it stands until the run has ended."""
+    target = order.target
+    return RunInfo(
+        plan_hash=kept_hash,
+        plan_name=order.plan.name,
+        started_at=_iso(started_at),
+        duration_s=0.0,
+        url=",".join(target.urls),
+        protocol=target.protocol,
+        model=target.model,
+        num_offered=len(order.plan.requests),
+        slos=order.plan.slos,
+        ignore_eos=jobs[0].terms(order.plan).ignore_eos,
+        flags=order.flags,
+        machine=facts,
+        server=order.server,
+        invalid=(UNFINISHED,),
+        warmup_requests=order.warm_ups,
+        processes=order.processes,
+        version=machine.loadgen_version(),
+    )
+
+
+def _verdict(run: RunInfo, ended: Ended, records: Sequence[Record], terms: Terms) -> RunInfo:
+    is_early = ended.is_interrupted or ended.is_cut
+    num_offered = ended.counts.due if is_early else run.num_offered
+    reasons = list(request_metrics.invalid_reasons(records, terms, num_offered))
+    not_sent = [record for record in records if record.error.startswith(NOT_SENT) and not record.left_early]
+    if not_sent:
+        reasons.append(
+            f"{len(not_sent)} requests were not sent because of this machine: {not_sent[0].error.removeprefix(NOT_SENT)}"
+        )
+    reasons += ended.problems
+    return replace(
+        run,
+        duration_s=max((record.ended_s for record in records), default=0.0),
+        num_offered=num_offered,
+        machine={
+            **run.machine,
+            "load_after": machine.load(),
+            "priority": ended.priority,
+            "max_connections": ended.max_connections,
+            "loadgen_cpu_s": round(ended.counts.cpu_s, 3),
+        },
+        invalid=tuple(reasons),
+        interrupted=is_early,
+        warmup_requests=ended.warm_ups,
+    )
+
+
+def _notes(ended: Ended) -> tuple[str, ...]:
+    failed = ended.warm_ups_failed
+    return (
+        (f"{failed} of {ended.warm_ups} warm-up requests were not answered whole: {ended.warm_up_error}",)
+        if failed
+        else ()
+    )
+
+
+def _iso(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

@@ -1,0 +1,408 @@
+"""A server whose every delay is known: what loadgen's own error is measured against, and what its tests are
+held to.
+
+It speaks the completions API over HTTP/1.1 and does as its script says. Into the last event it writes when it
+had the request and when each event went into the kernel, by the clock that all processes of the machine
+share: what a client saw later than that is the client's error. `python -m loadgen.send.scripted_server --ttft
+20ms --gap 5ms` runs one by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import heapq
+import json
+import os
+import socket
+import ssl
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import httptools
+
+from loadgen.send.script import Script, ScriptedEnd, ServedRequest
+from loadgen.send.timers import Alarm, new_alarm, now_s
+
+Scripts = Callable[[ServedRequest], Script]
+
+
+class ScriptedServer:
+    """`async with ScriptedServer(script) as server:` serves at `server.url`. `served`: every request so far,
+    where they are kept."""
+
+    def __init__(
+        self,
+        script: Script | Scripts,
+        *,
+        stalls: Sequence[tuple[float, float]] = (),
+        port: int = 0,
+        owned_by: str = "baton",
+        model: str = "scripted",
+        max_model_len: int = 1 << 20,
+        keeps: bool = True,
+        tls: ssl.SSLContext | None = None,
+        slots: int | None = None,
+    ) -> None:
+        """`stalls`: (from, to) in seconds after the first request: what is due within happens at its end, as
+        if the server stood still. `slots`: so many answers at a time; other requests wait in line, and their
+        scripts begin when it is their turn."""
+        self.tls = tls
+        self._script_of: Scripts = script if callable(script) else lambda _: script
+        self._stalls = stalls
+        self._port = port
+        self._keeps = keeps
+        self._free_slots = slots
+        self._line: deque[_Answer] = deque()
+        self.models = {
+            "object": "list",
+            "data": [{"id": model, "object": "model", "owned_by": owned_by, "max_model_len": max_model_len}],
+        }
+        self.served: list[ServedRequest] = []
+        self.num_served = 0
+        self.url = ""
+        self.first_s: float | None = None
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._alarm: Alarm | None = None
+        self._server: asyncio.Server | None = None
+        self.connections: set[_Connection] = set()
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._alarm = new_alarm(loop, self._fire)
+        listener = socket.create_server(("127.0.0.1", self._port), backlog=4096)
+        self.url = f"{'http' if self.tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = await loop.create_server(lambda: _Connection(self), sock=listener, ssl=self.tls)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        assert self._alarm is not None
+        self._server.close()
+        for connection in tuple(self.connections):
+            connection.abort()
+        await self._server.wait_closed()
+        self._alarm.close()
+
+    def arrived(self, body: dict[str, Any], headers: dict[str, str], at_s: float) -> tuple[ServedRequest, Script]:
+        served = ServedRequest(number=self.num_served, body=body, headers=headers, received_s=at_s)
+        self.num_served += 1
+        if self.first_s is None:
+            self.first_s = at_s
+        if self._keeps:
+            self.served.append(served)
+        return served, self._script_of(served)
+
+    def admit(self, answer: _Answer, at_s: float) -> None:
+        """Starts it, now or when it is its turn."""
+        if self._free_slots is None:
+            answer.start(at_s)
+        elif self._free_slots:
+            self._free_slots -= 1
+            answer.start(at_s)
+        else:
+            self._line.append(answer)
+
+    def over(self, answer: _Answer, at_s: float) -> None:
+        """It has ended, or its client has gone."""
+        if answer.is_over or self._free_slots is None:
+            return
+        answer.is_over = True
+        if not answer.is_started:
+            self._line.remove(answer)
+        elif self._line:
+            self._line.popleft().start(at_s)
+        else:
+            self._free_slots += 1
+
+    def at(self, due_s: float, do: Callable[[], None]) -> None:
+        """Later, or now if it is time and the server does not stand still."""
+        first_s = due_s if self.first_s is None else self.first_s
+        for begin, end in self._stalls:
+            if first_s + begin <= due_s < first_s + end:
+                due_s = first_s + end
+        if due_s <= now_s():
+            do()
+            return
+        assert self._alarm is not None
+        self._number += 1
+        entry = (due_s, self._number, do)
+        heapq.heappush(self._due, entry)
+        if self._due[0] is entry:
+            self._alarm.set(due_s)
+
+    def _fire(self) -> None:
+        assert self._alarm is not None
+        while self._due and self._due[0][0] <= now_s():
+            heapq.heappop(self._due)[2]()
+        if self._due:
+            self._alarm.set(self._due[0][0])
+
+
+class _Connection(asyncio.Protocol):
+    """Requests come one after another; each is parsed whole, then answered."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._fd = -1
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self._at_s = 0.0
+        self._answer: _Answer | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        sock = transport.get_extra_info("socket")
+        self._fd = sock.fileno()
+        self._server.connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._server.connections.discard(self)
+        if self._answer is not None:
+            self._answer.served.hung_up_s = now_s()
+            self.ended()
+
+    def data_received(self, data: bytes) -> None:
+        self._at_s = now_s()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort()
+
+    def on_url(self, url: bytes) -> None:
+        self._url, self._headers, self._body = url, {}, []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_method() == b"GET":
+            self.whole(200, json.dumps(self._server.models).encode(), {})
+            return
+        served, script = self._server.arrived(json.loads(b"".join(self._body)), self._headers, self._at_s)
+        self._answer = _Answer(self, self._server, served, script, is_chat=b"chat" in self._url)
+        self._server.admit(self._answer, self._at_s)
+
+    def ended(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._server.over(answer, now_s())
+
+    def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+        head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.write(head.encode() + b"\r\n" + body)
+
+    def write(self, data: bytes) -> float:
+        """Into the kernel; when that was, taken just before."""
+        at_s = now_s()
+        if self._transport is None or self._transport.is_closing():
+            return at_s
+        num_sent = 0
+        if self._server.tls is None and self._transport.get_write_buffer_size() == 0:
+            try:
+                num_sent = os.write(self._fd, data)
+            except OSError:
+                num_sent = 0
+        if num_sent < len(data):
+            self._transport.write(data[num_sent:])
+        return at_s
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def reset(self) -> None:
+        """As a process that was killed: what is on its way is lost."""
+        if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            self._transport.abort()
+
+
+class _Answer:
+    """One request's answer, an event at a time."""
+
+    def __init__(
+        self, connection: _Connection, server: ScriptedServer, served: ServedRequest, script: Script, *, is_chat: bool
+    ) -> None:
+        self._connection = connection
+        self._server = server
+        self.served = served
+        self._script = script
+        self._is_chat = is_chat
+        body = served.body
+        self._prompt = body.get("prompt") or [
+            ord(c) for message in body.get("messages", ()) for c in message["content"]
+        ]
+        self._num_tokens = int(body.get("max_tokens", 16)) if script.num_tokens is None else script.num_tokens
+        self._num_sent = 0
+        self._due_s = 0.0
+        self.is_started = False
+        self.is_over = False
+        self._first_id = (
+            sum(map(ord, self._prompt)) if isinstance(self._prompt, str) else sum(self._prompt)
+        ) + script.salt
+        self._deflate = zlib.compressobj(wbits=31) if script.is_compressed else None
+
+    def start(self, at_s: float) -> None:
+        self.is_started = True
+        self._due_s = at_s + self._script.ttft_s
+        self._server.at(self._due_s, self.begin)
+
+    def begin(self) -> None:
+        if self.is_over:
+            return
+        script = self._script
+        if script.ending is ScriptedEnd.NOTHING:
+            self._connection.ended()
+            self._connection.close()
+            return
+        if script.status != 200 or script.body:
+            self._connection.whole(script.status, script.body, script.headers)
+            self._connection.ended()
+            return
+        encoding = "Content-Encoding: gzip\r\n" if script.is_compressed else ""
+        more = "".join(f"{name}: {value}\r\n" for name, value in script.headers.items())
+        head = (
+            f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{encoding}{more}Transfer-Encoding: chunked\r\n\r\n"
+        )
+        if self._num_tokens:
+            self._tokens(head.encode())
+        else:
+            self._connection.write(head.encode())
+            self._end()
+
+    def _next(self) -> None:
+        if not self.is_over:
+            self._tokens(b"")
+
+    def _tokens(self, head: bytes) -> None:
+        script = self._script
+        index = self._num_sent
+        num = min(script.tokens_per_event, self._num_tokens - index)
+        self._num_sent += num
+        ids = [1000 + (self._first_id + i) % 1000 for i in range(index, index + num)]
+        is_last = self._num_sent >= self._num_tokens and script.ending in (ScriptedEnd.DONE, ScriptedEnd.NO_DONE)
+        finish = f'"{script.finish_reason}"' if is_last else "null"
+        text = json.dumps("".join(f" t{token}" for token in ids))
+        text = f'"delta":{{"content":{text}}}' if self._is_chat else f'"text":{text}'
+        given = f',"token_ids":{ids}' if script.token_ids and self.served.body.get("return_token_ids") else ""
+        event = f'data: {{"id":"s-{self.served.number}","choices":[{{"index":0,{text},"finish_reason":{finish}{given}}}]}}\n\n'
+        if self._num_sent < self._num_tokens:
+            self.served.sent_s.append(self._connection.write(head + self._chunk(event.encode())))
+            gaps = script.gaps_s
+            self._due_s += gaps[min(len(self.served.sent_s), len(gaps)) - 1]
+            self._server.at(self._due_s, self._next)
+            return
+        self.served.sent_s.append(now_s())
+        self._connection.write(head + self._chunk(event.encode()))
+        self._end()
+
+    def _end(self) -> None:
+        ending = self._script.ending
+        connection = self._connection
+        if ending is ScriptedEnd.SILENCE:
+            return
+        connection.ended()
+        if ending in (ScriptedEnd.CLOSE, ScriptedEnd.RESET):
+            connection.close() if ending is ScriptedEnd.CLOSE else connection.reset()
+        elif ending is ScriptedEnd.ERROR:
+            error = {"message": "scripted", "code": "worker_lost", "status": 503}
+            connection.write(
+                self._chunk(b"event: error\ndata: " + json.dumps({"error": error}).encode() + b"\n\n", is_last=True)
+            )
+        elif ending is ScriptedEnd.GARBAGE:
+            connection.write(self._chunk(b"data: {]\n\n", is_last=True))
+        elif ending is ScriptedEnd.LONG_LINE:
+            connection.write(self._chunk(b"data: " + b"x" * (40 << 20)))
+        else:
+            done = b"data: [DONE]\n\n" if ending is ScriptedEnd.DONE else b""
+            connection.write(self._chunk(self._last_event() + done, is_last=True))
+
+    def _last_event(self) -> bytes:
+        if not self._script.usage:
+            return b""
+        num_prompt_tokens = len(self._prompt)
+        usage = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_sent,
+            "total_tokens": num_prompt_tokens + self._num_sent,
+        }
+        event: dict[str, Any] = {"id": f"s-{self.served.number}", "choices": [], "usage": usage}
+        if self.served.body.get("timeline"):
+            event["baton"] = {"received_s": self.served.received_s, "sent_s": self.served.sent_s}
+        return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+    def _chunk(self, data: bytes, *, is_last: bool = False) -> bytes:
+        """As HTTP's chunked encoding has it."""
+        if self._deflate is not None:
+            data = self._deflate.compress(data) + self._deflate.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH)
+        return b"%x\r\n%b\r\n" % (len(data), data) + (b"0\r\n\r\n" if is_last else b"")
+
+
+def main() -> None:
+    """Serve one script to everybody, until standard input ends or somebody interrupts."""
+    import argparse
+    import sys
+
+    import uvloop
+
+    from loadgen.send.priority import Priority, raise_priority
+    from loadgen.send.target import raise_file_limit
+    from loadgen.text_forms import seconds
+
+    parser = argparse.ArgumentParser(
+        prog="python -m loadgen.send.scripted_server", description="A server whose every delay is known."
+    )
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--ttft", type=seconds, default=0.02, help="from request to first token, such as 20ms")
+    parser.add_argument("--gap", type=seconds, default=0.01, help="between tokens")
+    parser.add_argument(
+        "--stall", type=seconds, nargs=2, action="append", default=[], metavar=("FROM", "TO"), help="stand still then"
+    )
+    parser.add_argument("--slots", type=int, help="answers at a time; others wait in line")
+    parser.add_argument("--owned-by", default="baton", help="what /v1/models says, from which loadgen sees how to ask")
+    parser.add_argument("--core", type=int, help="run on this core only")
+    parser.add_argument(
+        "--priority", type=Priority, default=Priority.NORMAL, help="normal, high or realtime, where it is allowed"
+    )
+    given = parser.parse_args()
+    if given.core is not None:
+        os.sched_setaffinity(0, {given.core})
+    raise_priority(given.priority)
+    raise_file_limit()
+
+    async def serve() -> None:
+        script = Script(ttft_s=given.ttft, gaps_s=(given.gap,))
+        stalls = [(begin, end) for begin, end in given.stall]
+        async with ScriptedServer(
+            script, stalls=stalls, port=given.port, owned_by=given.owned_by, keeps=False, slots=given.slots
+        ) as server:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+            print(server.url, flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(serve())
+
+
+if __name__ == "__main__":
+    main()

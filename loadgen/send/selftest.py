@@ -1,0 +1,159 @@
+"""Loadgen's own error, measured against a server that says when it did what.
+
+The scripted server runs in a process, and where there are several, on a core of its own. For rates that go
+up, one process of loadgen sends Poisson arrivals of short prompts that are answered by streams, each token in
+a message of its own. Two errors are looked at: the send lag, and how much later than the server's own stamp
+the client saw each event (the kernel's part of it included). Both clocks are one clock. A rate is kept if the
+99th percentile of each is at most 2 ms, and every request went out and was answered whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure import request_metrics
+from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.measure.stats import percentiles
+from loadgen.plan.workloads import first_look
+from loadgen.send.calibration import Calibration, measured
+from loadgen.send.live import Silent
+from loadgen.send.priority import Priority
+from loadgen.send.running import Finished, Order, run
+from loadgen.send.target import Target
+
+RATES = (25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 800, 1000, 1200, 1500, 2000)
+LIMIT_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelftestRate:
+    """One rate. Errors are (median, 99th percentile) in seconds. `cpu_share`: of one core;
+    `cpu_per_request_s`: processor time."""
+
+    rate_rps: float
+    num_requests: int
+    num_dropped: int
+    lag_s: tuple[float, float]
+    event_s: tuple[float, float]
+    achieved_rps: float
+    cpu_share: float
+    cpu_per_request_s: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.num_dropped == 0 and self.lag_s[1] <= LIMIT_S and self.event_s[1] <= LIMIT_S
+
+
+def selftest(
+    *,
+    seconds: float,
+    output_tokens: int,
+    gap_s: float,
+    rates: Sequence[float],
+    priority: Priority,
+    attempts: int,
+    told: Callable[[SelftestRate], None],
+) -> Calibration | None:
+    """`attempts` at each rate: somebody else may be busy on this machine for a moment, but an error that is
+    loadgen's own comes every time. `told` hears of each trial. None if not even the lowest rate was kept.
+    Raises LoadgenError."""
+    workload = _Workload(seconds=seconds, output_tokens=output_tokens, priority=priority)
+    best = 0.0
+    cores = sorted(_usable_cores())
+    with _server(gap_s, cores[0] if len(cores) > 1 else None, priority) as url:
+        for rate_rps in rates:
+            for attempt in range(attempts):
+                trial = _trial(url, rate_rps, workload, cores[-1:] if len(cores) > 1 else (), seed=attempt)
+                told(trial)
+                if trial.is_kept:
+                    best = rate_rps
+                    break
+            if best < rate_rps:
+                break
+    return (
+        measured(best, output_tokens, priority.value, datetime.now(UTC).isoformat(timespec="seconds")) if best else None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workload:
+    seconds: float
+    output_tokens: int
+    priority: Priority
+
+
+def _trial(url: str, rate_rps: float, workload: _Workload, cores: Sequence[int], *, seed: int) -> SelftestRate:
+    plan = first_look(
+        rate_rps=rate_rps, seconds=workload.seconds, input_tokens=64, output_tokens=workload.output_tokens, seed=seed
+    )
+    target = Target(urls=(url,), model="scripted", dialect="baton", timeout_s=60.0)
+    with tempfile.TemporaryDirectory(prefix="loadgen-selftest-") as directory:
+        out = Path(directory) / "run"
+        order = Order(plan=plan, target=target, out=out, warm_ups=20, cores=cores, priority=workload.priority)
+        finished = run(order, Silent())
+    if finished.run.interrupted:
+        raise LoadgenError("interrupted")
+    return _judged(rate_rps, finished)
+
+
+def _judged(rate_rps: float, finished: Finished) -> SelftestRate:
+    records = finished.records
+    sent = request_metrics.sending(records)
+    lags = [lag for record in records if (lag := request_metrics.send_lag_s(record)) is not None]
+    events = [error for record in records for error in event_errors_s(record, finished.ended.started_s)]
+    nothing = (float("inf"), float("inf"))
+    return SelftestRate(
+        rate_rps=rate_rps,
+        num_requests=len(records),
+        num_dropped=len(records) - finished.outcomes[RequestOutcome.GOOD],
+        lag_s=_two(lags) if lags else nothing,
+        event_s=_two(events) if events else nothing,
+        achieved_rps=sent.achieved_rps or 0.0,
+        cpu_share=finished.ended.counts.cpu_s / max(finished.run.duration_s, 1e-9),
+        cpu_per_request_s=finished.ended.counts.cpu_s / max(1, len(records)),
+    )
+
+
+def event_errors_s(record: Record, started_s: float) -> list[float]:
+    """How much later each of its events came than the scripted server sent it. `started_s`: the run's start,
+    by the machine's clock."""
+    stamps = (record.timeline or {}).get("sent_s", ())
+    return [started_s + arrival.at_s - stamp for arrival, stamp in zip(record.arrivals, stamps, strict=False)]
+
+
+def _two(values: Sequence[float]) -> tuple[float, float]:
+    p50, p99 = percentiles(values, (50, 99))
+    return p50, p99
+
+
+@contextlib.contextmanager
+def _server(gap_s: float, core: int | None, priority: Priority) -> Iterator[str]:
+    """A scripted server in a process of its own; its address."""
+    command = [sys.executable, "-m", "loadgen.send.scripted_server", "--gap", f"{gap_s}s", "--priority", priority.value]
+    command += [] if core is None else ["--core", str(core)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            if not url:
+                raise LoadgenError("the scripted server did not start")
+            yield url
+        finally:
+            process.kill()
+
+
+def _usable_cores() -> set[int]:
+    import os
+
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

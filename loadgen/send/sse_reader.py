@@ -1,0 +1,110 @@
+"""Server-sent events out of bytes as they come, however they are cut (WHATWG HTML, section 9.2).
+
+Kept: the event's name and its data. Dropped, as the standard says: comments, `id`, `retry`, fields that
+nobody knows, a block that does not end with an empty line. Memory is bounded: a line or an event longer than
+the limit raises.
+"""
+
+from __future__ import annotations
+
+MAX_EVENT_BYTES = 32 * 1024 * 1024
+"""Servers that return token ids send the prompt's with the first event: a million of them are 8 MB."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLong(Exception):
+    """A line or an event is longer than the limit."""
+
+
+class SseParser:
+    """One stream. `feed` gives the events that are complete, in order, each as (name, data); the name is
+    `b""` where none was given."""
+
+    __slots__ = ("_cut", "_cut_bytes", "_data", "_data_bytes", "_ends_with_cr", "_is_first", "_max_bytes", "_name")
+
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._cut: list[bytes] = []  # pieces of a line whose end has not come
+        self._cut_bytes = 0
+        self._data: list[bytes] = []  # lines of the event whose end has not come
+        self._data_bytes = 0
+        self._name = b""
+        self._ends_with_cr = False
+        self._is_first = True
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something has come that is not yet an event: at a stream's end, that it was cut."""
+        return bool(self._cut_bytes or self._data)
+
+    def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
+        """Raises EventTooLong."""
+        if self._ends_with_cr or b"\r" in chunk:
+            chunk = self._with_newlines(chunk)
+        lines = chunk.split(b"\n")
+        rest = lines.pop()
+        if not lines:
+            self._keep(rest)
+            return []
+        if self._cut:
+            self._cut.append(lines[0])
+            lines[0] = b"".join(self._cut)
+            self._cut, self._cut_bytes = [], 0
+            if len(lines[0]) > self._max_bytes:
+                raise EventTooLong(self._message)
+        if self._is_first:
+            self._is_first = False
+            lines[0] = lines[0].removeprefix(_BOM)
+        events = self._events(lines)
+        self._keep(rest)
+        return events
+
+    def _events(self, lines: list[bytes]) -> list[tuple[bytes, bytes]]:
+        events = []
+        data = self._data
+        for line in lines:
+            if line[:6] == b"data: ":
+                data.append(line[6:])
+            elif not line:
+                if data:
+                    events.append((self._name, data[0] if len(data) == 1 else b"\n".join(data)))
+                    data = self._data = []
+                    self._data_bytes = 0
+                self._name = b""
+                continue
+            else:
+                self._field(line)
+                if line[:4] != b"data":
+                    continue
+            self._data_bytes += len(line)
+            if self._data_bytes > self._max_bytes:
+                raise EventTooLong(self._message)
+        return events
+
+    def _field(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+        elif name == b"event":
+            self._name = value
+
+    def _keep(self, rest: bytes) -> None:
+        if rest:
+            self._cut.append(rest)
+            self._cut_bytes += len(rest)
+            if self._cut_bytes > self._max_bytes:
+                raise EventTooLong(self._message)
+
+    def _with_newlines(self, chunk: bytes) -> bytes:
+        """`\\r\\n` and a lone `\\r` end a line too. Of a pair that is cut in two, the second half says nothing new."""
+        if self._ends_with_cr and chunk[:1] == b"\n":
+            chunk = chunk[1:]
+            self._ends_with_cr = False
+        if chunk:
+            self._ends_with_cr = chunk[-1:] == b"\r"
+        return chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+    @property
+    def _message(self) -> str:
+        return f"an event is longer than {self._max_bytes} bytes"

@@ -1,0 +1,118 @@
+"""Whom a run is sent to, and how: all that makes a client, as plain values that can be told to another
+process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from loadgen.measure.request_metrics import Terms
+from loadgen.plan.plan import Plan
+from loadgen.send.client import Client
+from loadgen.send.dialects import DIALECTS, Dialect
+
+TABLE_FILES = 32_768
+MAX_FILES_KEPT = 64
+"""File descriptors that are not for connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """`protocol`: http or grpc. `api`: completions or chat. `prompts`: ids or text; `tokenizer`: the
+    directory of the one whose words make up texts. `more`: fields of the user's for every body."""
+
+    urls: tuple[str, ...]
+    model: str
+    protocol: str = "http"
+    api: str = "completions"
+    prompts: str = "ids"
+    tokenizer: str | None = None
+    dialect: str = "openai"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    is_insecure: bool = False
+
+    @property
+    def takes(self) -> Dialect:
+        return DIALECTS[self.dialect]
+
+    def terms(self, plan: Plan) -> Terms:
+        """What its answers are held against. A server that is not told how long they are, or to ignore the
+        end of a text, may end before the planned length."""
+        can_be_told = self.protocol == "grpc" or self.takes.ignore_eos
+        is_told = can_be_told and self.more.get("ignore_eos", True) is True and "max_tokens" not in self.more
+        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and is_told)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "urls": tuple(data["urls"])})
+
+
+def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
+    """Of this process, which may have so many connections. Raises LoadgenError."""
+    if target.protocol == "grpc":
+        from loadgen.send.grpc_client import GrpcClient, GrpcSettings
+
+        return GrpcClient(
+            GrpcSettings(
+                targets=target.urls,
+                model=target.model,
+                metadata=target.headers,
+                more=target.more,
+                timeout_s=target.timeout_s,
+                is_insecure=target.is_insecure,
+            )
+        )
+    from loadgen.send.http_client import HttpClient, HttpSettings
+
+    return HttpClient(
+        HttpSettings(
+            urls=target.urls,
+            model=target.model,
+            dialect=target.takes,
+            is_chat=target.api == "chat",
+            headers=target.headers,
+            more=target.more,
+            timeout_s=target.timeout_s,
+            is_insecure=target.is_insecure,
+            max_connections=max_connections,
+        )
+    )
+
+
+def raise_file_limit() -> int:
+    """As many file descriptors as this process may have; returns how many of them connections may use."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (
+        hard if hard != resource.RLIM_INFINITY else 1 << 20,
+        65_536,
+        10_240,
+    ):  # macOS has a limit below the one that it states
+        if limit > soft:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                soft = limit
+    _grow_file_table(min(soft, TABLE_FILES))
+    return max(1, soft - MAX_FILES_KEPT)
+
+
+def _grow_file_table(num_files: int) -> None:
+    """Linux doubles a process's table of descriptors when it is full, and in a process with threads that
+    takes the 10 to 20 ms of an RCU grace period: no time for that in a run. The table never shrinks."""
+    try:
+        first = os.open(os.devnull, os.O_RDONLY)
+        try:
+            os.close(os.dup2(first, num_files - 1))
+        finally:
+            os.close(first)
+    except OSError:  # it will grow when it must
+        pass

@@ -1,0 +1,35 @@
+"""`baton doctor`: what this machine has and lacks, and what to do."""
+
+import json
+import sys
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Show what this machine has and lacks.
+
+    With each lack stands what to do about it. Two processes try how fast KV moves between them, which takes
+    some seconds. The exit code is 1 if `baton up` cannot run here.
+    """
+    from baton.cli.formatting import console
+    from baton.core.plain_json import to_plain
+    from baton.fleet.doctor.doctor_check import CheckStatus
+    from baton.fleet.doctor.findings import findings, is_missing_something
+
+    styles = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
+    found = []
+    out = console()
+    for finding in findings():
+        found.append(finding)
+        if not as_json:
+            style = styles[finding.verdict]
+            out.print(f"[{style}]{finding.verdict.value:<5}[/{style}] [bold]{finding.name:<20}[/bold]", end="")
+            out.print(finding.found, markup=False)
+            if finding.advice:
+                out.print(f"{'':<26}→ {finding.advice}", markup=False, style=style)
+    if as_json:
+        click.echo(json.dumps([to_plain(finding) for finding in found], indent=2))
+    sys.exit(1 if is_missing_something(found) else 0)

@@ -1,0 +1,48 @@
+"""`baton model`: models on disk."""
+
+from pathlib import Path
+
+import click
+
+from baton.core.errors import BatonError
+
+SHAPES = ("tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b")
+"""The keys of `model.loading.model_shapes.SHAPES`, spelled out because importing that takes seconds."""
+
+
+@click.group()
+def model() -> None:
+    """Models on disk."""
+
+
+@model.command()
+@click.argument("name", metavar="HUB_ID")
+def fetch(name: str) -> None:
+    """Have the files of a hub's model that Baton reads in the cache (HF_HOME), and print their directory.
+    What is there stays."""
+    from baton.model.loading.model_source import resolve_model
+
+    click.echo(resolve_model(name))
+
+
+@model.command()
+@click.option("--like", "shape", required=True, type=click.Choice(SHAPES), help="Shape whose cost the model has.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="New or empty directory to write the model to."
+)
+def init(shape: str, out: Path) -> None:
+    """Write a model with random weights, for benchmarks: it costs what a real model of that shape costs, and
+    its answers are noise."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from baton.model.loading.random_init import init_like
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(shape, total=None)
+            init_like(shape, out, progress=lambda written, total: bar.update(task, completed=written, total=total))
+    except OSError as error:
+        raise BatonError(f"cannot write {out}: {error.strerror or error}") from error
+    click.echo(f"wrote {out}; serve it with: baton up --model {out}")

@@ -1,0 +1,1 @@
+"""Messages of the standing streams between gateways, workers and peers."""

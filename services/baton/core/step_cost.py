@@ -1,0 +1,288 @@
+"""What an engine step costs in seconds: a linear model of the step's work, fitted from measurements and
+corrected by live steps.
+
+The scheduler's predictions, the planner, emulated devices and the simulator all read the same model.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import combinations
+
+from baton.core.plain_json import from_plain, to_plain
+
+COSTS_VERSION = 1
+"""Of the features: a model of another version means something else by its numbers."""
+STALL_TIMES = 1.8
+"""A step with a part of a prompt may always take so many times what it takes without. Below 2, because steps
+vary."""
+LEAST_TIMES = 1.25
+"""It may take so many times what those that decode take of a step with a prompt, even where that alone is
+more than they should wait: in ever smaller parts a prompt would hold them up more often."""
+PATIENCE_S = 3.0
+"""So long prompts may wait for the good of those that decode."""
+MAX_PREFILL_PART = 0.95
+NUM_FEATURES = 5
+
+_MIN_PIVOT = 1e-9
+"""A feature that is this close to a combination of others tells nothing of its own."""
+
+_CORRECTION_RATE = 0.05
+_CORRECTION_REACH = 0.5
+"""A step moves a factor by at most rate x reach, 2.5 %, however far off it was: a change of all steps by 2 x
+that lasts is followed in some 50 steps, a stall is not."""
+_MAX_LOG_FACTOR = math.log(20.0)
+_KINSHIP = 0.8
+"""Of each move the factors of the other kinds take so much: what slows one kind of step mostly slows all, and
+some kinds are not seen for long. Below 1, so that each kind that is seen comes to its own, in some 200
+steps."""
+
+
+class StepKind(Enum):
+    """What a step's sequences do; each kind has a factor of its own (`CostCorrection`)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What one step computes. A chunk of n tokens after c tokens that exist attends to `n * c + n * (n + 1) /
+    2` (query, context) pairs: their sum over all chunks is `prefill_attended_tokens`.
+    `decode_context_tokens`: the sum of the decoding sequences' contexts."""
+
+    num_prefill_tokens: int = 0
+    prefill_attended_tokens: int = 0
+    num_decode_seqs: int = 0
+    decode_context_tokens: int = 0
+
+    @staticmethod
+    def of(chunks: Iterable[tuple[int, int]], decode_contexts: Iterable[int] = ()) -> "StepWork":
+        """`chunks`: (tokens, tokens that exist before them) of each prefilling sequence. `decode_contexts`:
+        the tokens before each decoding sequence's one."""
+        parts = list(chunks)
+        contexts = list(decode_contexts)
+        return StepWork(
+            num_prefill_tokens=sum(num_tokens for num_tokens, _ in parts),
+            prefill_attended_tokens=sum(attended_tokens(num_tokens, before) for num_tokens, before in parts),
+            num_decode_seqs=len(contexts),
+            decode_context_tokens=sum(contexts),
+        )
+
+    @property
+    def kind(self) -> StepKind:
+        if not self.num_prefill_tokens:
+            return StepKind.DECODE
+        return StepKind.MIXED if self.num_decode_seqs else StepKind.PREFILL
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """In the order of `StepCostModel.coefficients`."""
+        return (
+            1.0,
+            self.num_prefill_tokens,
+            self.prefill_attended_tokens,
+            self.num_decode_seqs,
+            self.decode_context_tokens,
+        )
+
+
+def attended_tokens(num_tokens: int, num_before: int) -> int:
+    """(query, context) pairs of `num_tokens` tokens that follow `num_before`, in however many chunks."""
+    return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCostModel:
+    """Seconds of a step: `step_s` + each feature of `StepWork` times its cost, times the factor of the step's
+    kind."""
+
+    step_s: float
+    prefill_token_s: float
+    prefill_attended_s: float
+    decode_seq_s: float
+    decode_context_s: float
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+    mixed_factor: float = 1.0
+    num_measured: int = 0
+    version: int = COSTS_VERSION
+
+    @staticmethod
+    def of(coefficients: Sequence[float], num_measured: int = 0) -> "StepCostModel":
+        """With costs in the order of `coefficients`."""
+        step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = coefficients
+        return StepCostModel(
+            step_s=step_s,
+            prefill_token_s=prefill_token_s,
+            prefill_attended_s=prefill_attended_s,
+            decode_seq_s=decode_seq_s,
+            decode_context_s=decode_context_s,
+            num_measured=num_measured,
+        )
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """In the order of `StepWork.features`, uncorrected."""
+        return (self.step_s, self.prefill_token_s, self.prefill_attended_s, self.decode_seq_s, self.decode_context_s)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether its numbers can be seconds at all: it may come from another process, or another release."""
+        factors = (self.prefill_factor, self.decode_factor, self.mixed_factor)
+        numbers_are_sane = all(0 <= cost < math.inf for cost in self.coefficients) and all(
+            0 < factor < math.inf for factor in factors
+        )
+        return numbers_are_sane and self.version == COSTS_VERSION and sum(self.coefficients) > 0
+
+    def factor(self, kind: StepKind) -> float:
+        return {
+            StepKind.PREFILL: self.prefill_factor,
+            StepKind.DECODE: self.decode_factor,
+            StepKind.MIXED: self.mixed_factor,
+        }[kind]
+
+    def uncorrected_step_s(self, work: StepWork) -> float:
+        return sum(cost * amount for cost, amount in zip(self.coefficients, work.features, strict=True))
+
+    def step_seconds(self, work: StepWork) -> float:
+        return self.uncorrected_step_s(work) * self.factor(work.kind)
+
+    def prefill_s(self, num_new_tokens: int, num_cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
+        """To compute `num_new_tokens` that follow `num_cached_tokens`, in steps of `chunk_tokens` with
+        nothing else in them."""
+        num_steps = -(-num_new_tokens // max(1, chunk_tokens))
+        compute_s = self.prefill_token_s * num_new_tokens + self.prefill_attended_s * attended_tokens(
+            num_new_tokens, num_cached_tokens
+        )
+        return (self.step_s * num_steps + compute_s) * self.prefill_factor
+
+    def decode_step_s(self, num_seqs: float, context_tokens: float) -> float:
+        """A step that gives each of `num_seqs` sequences its next token; `context_tokens` is the sum of their
+        contexts."""
+        return (
+            self.step_s + self.decode_seq_s * num_seqs + self.decode_context_s * context_tokens
+        ) * self.decode_factor
+
+    def to_plain(self) -> dict[str, object]:
+        """For the wire and the store; see `core.plain_json`."""
+        plain: dict[str, object] = to_plain(self)
+        return plain
+
+    @staticmethod
+    def from_plain(plain: object) -> "StepCostModel":
+        """Raises ValueError for what is none, is of another version, or cannot be seconds."""
+        model = from_plain(StepCostModel, plain)
+        if not model.is_usable:
+            raise ValueError(f"a cost model of version {model.version} with costs {model.coefficients} cannot be used")
+        return model
+
+
+def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
+    """The non-negative model with the least relative error over (work, seconds). A step that was held up
+    weighs little: relative to what it took, all costs are small. What the measurements do not tell apart goes
+    to few features. Raises ValueError unless both a step with prefill and a step with decode were measured,
+    all in finite times above 0."""
+    if not all(0 < seconds < math.inf for _, seconds in measured):
+        raise ValueError("a measured step took no time, or for ever")
+    if not any(work.num_prefill_tokens for work, _ in measured) or not any(
+        work.num_decode_seqs for work, _ in measured
+    ):
+        raise ValueError("costs need measurements of steps with prefill and of steps with decode")
+    rows = [tuple(feature / seconds for feature in work.features) for work, seconds in measured]
+    return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
+
+
+def stall_free_step_s(
+    decode_step_s: float, beside_s: float, limit_s: float, queued_s: float, num_prompts: float, num_decoding: float
+) -> float:
+    """How long a step with a part of a prompt may take beside `num_decoding` sequences that decode. They take
+    `decode_step_s` in a step without it, and `beside_s` of one with it. `limit_s`: what the promises to them
+    allow, 0 for nothing. The `num_prompts` that wait, `queued_s` of computing, get more where stalling nobody
+    would keep more waiting than it serves: the part of the time with which they are done in `PATIENCE_S`, or
+    what those behind the first are of all that wait for a step.
+
+    A promise makes steps longer, never shorter: whoever asks for less than `STALL_TIMES` allows may get it
+    while no prompts come."""
+    in_time = 1 / (1 - min(queued_s / PATIENCE_S, MAX_PREFILL_PART))
+    by_heads = 1 + (num_prompts - 1) / max(1.0, num_decoding)
+    return max(limit_s, decode_step_s * STALL_TIMES, beside_s * max(LEAST_TIMES, in_time, by_heads))
+
+
+class CostCorrection:
+    """Follows how much longer live steps take than a model says, one factor a kind of step. Single owner: the
+    worker's event loop.
+
+    A median-like follower of log(actual / predicted): each step moves the factor of its kind towards what it
+    saw, by a clipped amount, and those of the other kinds along with it.
+    """
+
+    def __init__(self, costs: StepCostModel) -> None:
+        self._costs = costs
+        self._log_factors = {kind: math.log(costs.factor(kind)) for kind in StepKind}
+
+    def observe(self, work: StepWork, actual_s: float) -> None:
+        """One step that took `actual_s`. What no clock can have measured is ignored."""
+        predicted_s = self._costs.uncorrected_step_s(work)
+        if not 0 < actual_s < math.inf or predicted_s <= 0:
+            return
+        known = self._log_factors[work.kind]
+        off = max(-_CORRECTION_REACH, min(_CORRECTION_REACH, math.log(actual_s / predicted_s) - known))
+        for kind, value in self._log_factors.items():
+            move = _CORRECTION_RATE * off * (1.0 if kind is work.kind else _KINSHIP)
+            self._log_factors[kind] = max(-_MAX_LOG_FACTOR, min(_MAX_LOG_FACTOR, value + move))
+
+    @property
+    def costs(self) -> StepCostModel:
+        """The model as corrected so far."""
+        factors: Mapping[StepKind, float] = {kind: math.exp(value) for kind, value in self._log_factors.items()}
+        return replace(
+            self._costs,
+            prefill_factor=factors[StepKind.PREFILL],
+            decode_factor=factors[StepKind.DECODE],
+            mixed_factor=factors[StepKind.MIXED],
+        )
+
+
+def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """x >= 0 with the least sum of squares of `row · x - 1`. The optimum is the plain least squares solution
+    on the features where it is not 0, and five features have 31 such sets: all are tried."""
+    scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(NUM_FEATURES)]
+    scaled = [[value / each for value, each in zip(row, scale, strict=True)] for row in rows]
+    present = [i for i in range(NUM_FEATURES) if any(row[i] for row in rows)]
+    normal = [[sum(row[i] * row[j] for row in scaled) for j in range(NUM_FEATURES)] for i in range(NUM_FEATURES)]
+    right = [sum(row[i] for row in scaled) for i in range(NUM_FEATURES)]
+    best, most_explained = (0.0,) * NUM_FEATURES, 0.0
+    for count in range(1, len(present) + 1):
+        for chosen in combinations(present, count):
+            solved = _solve([[normal[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen])
+            if solved is None or min(solved) < 0:
+                continue
+            # At a least squares solution the sum of squares is what it was, less right · solved.
+            explained = sum(right[i] * value for i, value in zip(chosen, solved, strict=True))
+            if explained > most_explained * (1 + 1e-12):
+                most_explained = explained
+                values = dict(zip(chosen, solved, strict=True))
+                best = tuple(values.get(i, 0.0) / scale[i] for i in range(NUM_FEATURES))
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gaussian elimination with pivoting; None for a matrix that is as good as singular."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        if abs(rows[pivot][column]) < _MIN_PIVOT:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for below in rows[column + 1 :]:
+            factor = below[column] / rows[column][column]
+            for i in range(column, size + 1):
+                below[i] -= factor * rows[column][i]
+    solved = [0.0] * size
+    for i in reversed(range(size)):
+        solved[i] = (rows[i][size] - sum(rows[i][j] * solved[j] for j in range(i + 1, size))) / rows[i][i]
+    return solved

@@ -1,0 +1,1 @@
+"""Executors that need no model: the emulated device."""

@@ -1,0 +1,86 @@
+"""What a emulated worker needs to know of a model: its configuration and its tokenizer's name. No weight is
+read, none need be there."""
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import ModelError
+from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, LayerGroup
+from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokenizer_fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedModel:
+    """The shape of a model whose steps are not computed. Its `model_fingerprint` is that of no real one."""
+
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+
+    def layout(self, block_size_tokens: int) -> KvLayout:
+        """As large as the real model's, so that as many bytes move."""
+        components = tuple(
+            KvComponent(name=kind, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype)
+            for kind in ("k", "v")
+        )
+        return KvLayout(
+            model_fingerprint=self.model_fingerprint,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            block_size_tokens=block_size_tokens,
+            groups=(LayerGroup(layer_begin=0, num_layers=self.num_layers, components=components),),
+        )
+
+
+def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int | None = None) -> EmulatedModel:
+    """Of the directory `path`, as its config.json has it in so many words: defaults that transformers would
+    add are not known here. Raises ModelError naming what is missing."""
+    config = _read_config(path)
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
+    lacking = [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]
+    if lacking:
+        raise ModelError(
+            f"{path / 'config.json'} has no number {', '.join(lacking)}, which --device emulated sizes KV by"
+        )
+    own_len: int = config["max_position_embeddings"]
+    if max_model_len is not None and max_model_len > own_len:
+        raise ModelError(
+            f"--max-model-len {max_model_len} is more than the model's own {own_len} positions (max_position_embeddings)"
+        )
+    own_dtype = config.get("dtype") or config.get("torch_dtype")
+    if dtype == "auto":
+        dtype = own_dtype if own_dtype in DTYPE_BYTES else "float32"
+    return EmulatedModel(
+        model_fingerprint=_fingerprint(config, dtype),
+        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        dtype=dtype,
+        vocab_size=config["vocab_size"],
+        max_model_len=max_model_len or own_len,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} has no readable config.json ({error}): give --model a model directory, a hub id, or demo"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path / 'config.json'} is no JSON object")
+    return config
+
+
+def _fingerprint(config: dict[str, Any], dtype: str) -> str:
+    content = json.dumps([dtype, config], sort_keys=True).encode()
+    return EMULATED + blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"baton-emulated").hexdigest()

@@ -1,0 +1,1 @@
+"""Bookkeeping of KV blocks: the pool, eviction, sizing, checksums."""

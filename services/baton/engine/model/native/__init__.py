@@ -1,1 +1,0 @@
-"""Kernels in C++, compiled once on the machine that runs them. Without a compiler everything works through torch, slower."""

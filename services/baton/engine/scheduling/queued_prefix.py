@@ -1,0 +1,50 @@
+"""What will be in the cache by the time a prompt that waits is computed: its worker's queue is shorter than
+its prompts."""
+
+from collections import Counter
+
+from baton.core.kv.block_hash import BlockHash
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
+
+
+class QueuedPrefixEstimate:
+    """Prompts from when they are asked for until their requests have ended. An estimate: what a prompt would
+    have shared may be evicted, or its request cancelled."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._num_of: Counter[BlockHash] = Counter()
+        self._shared_tokens: dict[int, int] = {}
+        self._hashes: dict[int, tuple[BlockHash, ...]] = {}
+
+    def add(self, request: SequenceRequest) -> None:
+        """Again for the same request: nothing happens."""
+        if request.seq_id in self._hashes:
+            return
+        num_shared = 0
+        for block_hash in request.block_hashes[
+            : max_cached_blocks(len(request.token_ids), self._pool.block_size_tokens)
+        ]:
+            if block_hash not in self._num_of and not self._pool.lookup((block_hash,)):
+                break
+            num_shared += 1
+        self._shared_tokens[request.seq_id] = num_shared * self._pool.block_size_tokens
+        self._hashes[request.seq_id] = request.block_hashes
+        self._num_of.update(request.block_hashes)
+
+    def remove(self, seq_id: int) -> None:
+        """Unknown ids are ignored."""
+        self._shared_tokens.pop(seq_id, None)
+        for block_hash in self._hashes.pop(seq_id, ()):
+            self._num_of[block_hash] -= 1
+            if not self._num_of[block_hash]:
+                del self._num_of[block_hash]
+
+    def shared_tokens(self, seq_id: int) -> int:
+        """Leading tokens of the prompt that were cached when it was asked for, or that a prompt before it
+        brings."""
+        return self._shared_tokens.get(seq_id, 0)
+
+    def __len__(self) -> int:
+        return len(self._hashes)

@@ -1,0 +1,1 @@
+"""State of the engine: sequences, step plans, outcomes, configuration."""

@@ -1,0 +1,247 @@
+"""A whole cluster in one process: the real gateway, scheduler and workers over leaves that the caller gives.
+
+The simulator gives simulated ones; on the in-process network with real ones it is a cluster for tests and
+notebooks.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from baton.core.cluster.worker_report import WorkerRole
+from baton.core.ids import WorkerRef
+from baton.core.interfaces import (
+    DecisionStore,
+    KvEventFeed,
+    Member,
+    MemberKind,
+    Membership,
+    Network,
+    SchedulerService,
+    WorkerService,
+)
+from baton.core.step_cost import StepCostModel
+from baton.engine.engine import Engine
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.step import Executor
+from baton.gateway.gateway_service import GatewayRules, GatewayService
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.runtime.config.config_base import derive
+from baton.runtime.config.settings import ClusterConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.network.announcements import Announcements
+from baton.runtime.observability.health import Health
+from baton.runtime.observability.metrics import GatewayMetrics, SchedulerMetrics
+from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
+from baton.scheduler.state.worker_streams import SchedulerTimes
+from baton.transfer.backend import TransferBackend
+from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts
+
+
+class Switchboard(Protocol):
+    """Connects the processes of a local cluster by address."""
+
+    def host(self, address: str) -> Network:
+        """The network as the process at `address` uses it."""
+        ...
+
+    def listen(self, address: str, service: WorkerService | SchedulerService) -> None: ...
+
+    async def kill(self, address: str) -> None:
+        """The process at `address` is gone: its streams break at both ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeaves:
+    """What one worker computes and moves bytes with, and what its steps cost where that is known. `close` is
+    called when the worker has ended, however it did."""
+
+    engine: Engine
+    pool: BlockPool
+    executor: Executor
+    backend: TransferBackend
+    costs: StepCostModel | None = None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    address: str
+    task: asyncio.Task[None]
+
+
+class LocalCluster:
+    """Processes by name: `scheduler`, `gateway`, and workers by their id. Each can be killed and started
+    again."""
+
+    def __init__(
+        self,
+        *,
+        config: ClusterConfig,
+        switchboard: Switchboard,
+        membership: Membership,
+        decisions: DecisionStore,
+        feed: KvEventFeed,
+        tokenizer: Tokenizer,
+        make_leaves: Callable[[WorkerRef, WorkerConfig], WorkerLeaves],
+        rng: Random,
+    ) -> None:
+        self._config = config
+        self._switchboard = switchboard
+        self._membership = membership
+        self._decisions = decisions
+        self._feed = feed
+        self._tokenizer = tokenizer
+        self._make_leaves = make_leaves
+        self._rng = rng
+        self._processes: dict[str, _Process] = {}
+        self.workers: dict[str, Worker] = {}
+        self.gateway: GatewayService
+
+    async def start(self) -> None:
+        """Everything that the configuration asks for."""
+        self.start_scheduler()
+        await self.start_gateway()
+        roles = {
+            WorkerRole.PREFILL: self._config.prefill,
+            WorkerRole.DECODE: self._config.decode,
+            WorkerRole.HYBRID: self._config.hybrid,
+        }
+        for role, number in roles.items():
+            for index in range(number):
+                self.start_worker(f"{role.value}-{index}", role)
+
+    def start_scheduler(self, name: str = "scheduler") -> Scheduler:
+        config, epoch = self._config, self._rng.getrandbits(64)
+        address = f"{name}:{epoch:x}"
+        scheduler = Scheduler(
+            scheduler_id=name,
+            rules=SchedulerRules.of(derive(SchedulerConfig, config)),
+            times=SchedulerTimes.of(config),
+            store=self._decisions,
+            feed=self._feed,
+            metrics=SchedulerMetrics(CollectorRegistry()),
+            rng=self._new_rng(),
+        )
+        self._switchboard.listen(address, scheduler)
+        member = Member(kind=MemberKind.SCHEDULER, member_id=name, epoch=epoch, address=address)
+        announcements = Announcements(self._membership, member, heartbeat_s=config.heartbeat_s)
+
+        async def run() -> None:
+            try:
+                await announcements.keep()
+            finally:
+                await scheduler.aclose()
+
+        self._run(name, address, run)
+        return scheduler
+
+    async def start_gateway(self, name: str = "gateway") -> GatewayService:
+        config, address = self._config, f"{name}:{self._rng.getrandbits(64):x}"
+        gateway = GatewayService(
+            GatewayRules(
+                gateway_id=name,
+                model=config.model_name,
+                heartbeat_s=config.heartbeat_s,
+                detection_s=config.detection_s,
+                scheduler_wait_s=config.scheduler_wait_s,
+                request_timeout_s=config.request_timeout_s,
+                default_slo=config.default_slo,
+                max_open_requests=config.max_open_requests,
+                max_attempts=config.max_attempts,
+            ),
+            network=self._switchboard.host(address),
+            tokenizer=self._tokenizer,
+            metrics=GatewayMetrics(CollectorRegistry()),
+            rng=self._new_rng(),
+            membership=self._membership,
+        )
+        entered = asyncio.Event()
+
+        async def run() -> None:
+            async with gateway:
+                entered.set()
+                await asyncio.Event().wait()
+
+        self._run(name, address, run)
+        await entered.wait()
+        self.gateway = gateway
+        return gateway
+
+    def start_worker(self, worker_id: str, role: WorkerRole) -> Worker:
+        """A new life of that worker."""
+        epoch = self._rng.getrandbits(64)
+        worker_ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:{epoch:x}")
+        config = derive(WorkerConfig, self._config, worker_id=worker_id, role=role.value)
+        leaves = self._make_leaves(worker_ref, config)
+        worker = Worker(
+            WorkerParts(
+                worker=worker_ref,
+                config=config,
+                engine=leaves.engine,
+                pool=leaves.pool,
+                executor=leaves.executor,
+                backend=leaves.backend,
+                network=self._switchboard.host(worker_ref.address),
+                membership=self._membership,
+                health=Health(),
+                rng=self._new_rng(),
+                feed=self._feed,
+                costs=leaves.costs,
+            )
+        )
+        self._switchboard.listen(worker_ref.address, worker)
+
+        async def run() -> None:
+            try:
+                await worker.run()
+            except WorkerNeedsReplacement:
+                await self._switchboard.kill(worker_ref.address)
+                self.start_worker(worker_id, role)  # a new life takes its place, as a fleet would have it
+            finally:
+                await leaves.backend.aclose()
+                leaves.close()
+
+        self._run(worker_id, worker_ref.address, run)
+        self.workers[worker_id] = worker
+        return worker
+
+    async def kill(self, name: str) -> None:
+        """As if the process had died: nobody hears from it again. What ended it before, if something did, is
+        raised."""
+        process = self._processes.pop(name)
+        self.workers.pop(name, None)
+        await self._switchboard.kill(process.address)
+        process.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await process.task
+
+    async def stop_worker(self, worker_id: str) -> None:
+        """As SIGTERM: it drains, and has ended. What else ended it is raised."""
+        self.workers.pop(worker_id).drain()
+        process = self._processes.pop(worker_id)
+        await process.task
+        await self._switchboard.kill(process.address)
+
+    def raise_failures(self) -> None:
+        """Raises what ended a process that nobody killed."""
+        for process in self._processes.values():
+            if process.task.done():
+                process.task.result()
+
+    async def aclose(self) -> None:
+        """Workers last, so that the others' streams end while they live."""
+        for name in sorted(self._processes, key=lambda name: name in self.workers):
+            await self.kill(name)
+
+    def _run(self, name: str, address: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.get_running_loop().create_task(run(), name=name)
+        self._processes[name] = _Process(address=address, task=task)
+
+    def _new_rng(self) -> Random:
+        return Random(self._rng.getrandbits(64))

@@ -1,0 +1,177 @@
+"""The front door's methods (`core.client_api`) over a `GatewayService`: what gRPC serves, and HTTP where it
+is not on the hot path."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import baton
+from baton.core.client_api import (
+    Caller,
+    ChoiceDelta,
+    ClusterStatus,
+    GenerateChunk,
+    ModelInfo,
+    ProcessInfo,
+    WorkerStatus,
+)
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
+from baton.core.kv.block_hash import TokenIds
+from baton.gateway.gateway_service import GatewayService
+from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
+from baton.gateway.input.tokenize_calls import ids_of, text_of
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+_CHOICE_BYTES = 64
+_TOKEN_BYTES = 8
+_LOGPROB_BYTES = 16
+
+
+class Inference:
+    """Implements `InferenceApi`."""
+
+    def __init__(self, service: GatewayService, *, stream_buffer_bytes: int) -> None:
+        self._service = service
+        self._stream_buffer_bytes = stream_buffer_bytes
+
+    async def generate(self, body: Mapping[str, Any], caller: Caller) -> "RunningCall":
+        try:
+            identity = self._service.admitted(caller.authorization)
+            received_s = asyncio.get_running_loop().time()
+            with self._service.arriving(identity):
+                call = await self._service.validator.call(
+                    Endpoint.GRPC, body, caller, received_s=received_s, identity=identity
+                )
+        except Refused as refused:
+            self._service.ended(Endpoint.GRPC.value, refused.failure)
+            raise
+        return RunningCall(call, self._service, self._stream_buffer_bytes)
+
+    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
+        with self._service.arriving(self._service.admitted(caller.authorization)):
+            return await ids_of(self._service.validator, body)
+
+    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
+        with self._service.arriving(self._service.admitted(caller.authorization)):
+            return await text_of(self._service.validator, body)
+
+    async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
+        self._service.keys.identify(caller.authorization)
+        return self._service.models
+
+
+class RunningCall:
+    """One call of `generate`. Implements `Generation`."""
+
+    def __init__(self, call: ClientCall, service: GatewayService, max_bytes: int) -> None:
+        self._call = call
+        self._service = service
+        self._choices: list[ChoiceDelta] = []
+        self._num_bytes = 0
+        self._max_bytes = max_bytes
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self._run = asyncio.create_task(service.run(call, self))
+        self._run.add_done_callback(self._ended)
+
+    @property
+    def request_id(self) -> str:
+        return self._call.request_id.hex()
+
+    def put(self, choice: ChoiceDelta) -> None:
+        self._choices.append(choice)
+        num_logprobs = sum(1 + len(position.top) for position in choice.logprobs)
+        self._num_bytes += (
+            _CHOICE_BYTES + len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROB_BYTES * num_logprobs
+        )
+        if self._num_bytes > self._max_bytes:
+            message = "the client has left too much of its stream unread; read faster"
+            raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message))
+        self._changed.set()
+
+    async def receive(self) -> GenerateChunk:
+        """What has gathered since the last time. Raises StreamBroken after the last chunk."""
+        if self._is_over:
+            raise StreamBroken("the call has ended")
+        await self._changed.wait()
+        self._changed.clear()
+        choices, self._choices, self._num_bytes = tuple(self._choices), [], 0
+        if not self._run.done():
+            return GenerateChunk(choices=choices)
+        if choices and (self._run.cancelled() or self._run.exception() is not None):
+            self._changed.set()  # first what was made before it failed, then why it did
+            return GenerateChunk(choices=choices)
+        self._is_over = True
+        ending = self._run.result()  # raises what the call ended with
+        return GenerateChunk(
+            choices=choices, usage=ending.usage, timeline=ending.timeline[0] if ending.timeline else None
+        )
+
+    async def aclose(self) -> None:
+        self._is_over = True
+        self._run.cancel()
+        await asyncio.wait((self._run,))
+
+    def _ended(self, run: asyncio.Task[Any]) -> None:
+        error = None if run.cancelled() else run.exception()
+        cancelled = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has left")
+        failure = error.failure if isinstance(error, Refused) else cancelled if run.cancelled() else None
+        if error is not None and failure is None:
+            failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=str(error))
+        self._service.ended(Endpoint.GRPC.value, failure)
+        self._changed.set()
+
+
+class Admin:
+    """Implements `AdminApi`."""
+
+    def __init__(self, service: GatewayService, process: ProcessInfo) -> None:
+        self._service = service
+        self._process = process
+
+    async def status(self, caller: Caller) -> ClusterStatus:
+        self._check(caller)
+        view = self._service.view
+        return ClusterStatus(
+            version=baton.__version__,
+            model=self._service.rules.model,
+            gateway=self._process,
+            scheduler=view.scheduler,
+            workers=tuple(WorkerStatus.of(report) for report in view.reports),
+            open_requests=self._service.num_open,
+        )
+
+    async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
+        self._check(caller)
+        records = await self._service.schedulers.explain(None if request_id is None else _request_id(request_id))
+        if not records:
+            what = (
+                "no request has been placed yet"
+                if request_id is None
+                else f"no decision for {request_id} is remembered"
+            )
+            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=what))
+        return records
+
+    async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
+        log.info("drain_asked", worker=worker_id, node_shutting_down=node_shutting_down, key=self._check(caller).name)
+        if not await self._service.schedulers.drain(worker_id, node_shutting_down=node_shutting_down):
+            known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
+            message = f"no worker is called {worker_id!r}; there are: {known}"
+            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+
+    def _check(self, caller: Caller) -> Identity:
+        """Raises Refused unless it is an admin's."""
+        identity = self._service.keys.identify(caller.authorization)
+        self._service.keys.check_admin(identity)
+        return identity
+
+
+def _request_id(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise InvalidField("request_id", "a request id is 32 hex digits, as in the header x-request-id") from error

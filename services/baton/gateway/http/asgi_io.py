@@ -1,0 +1,134 @@
+"""Small things of HTTP over ASGI: reading a request within its limits, answering with one body."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any, Self
+
+from baton.core.client_api import Caller
+from baton.core.errors import BatonError, Code, Failure, Reason, Refused
+from baton.core.request_limits import LIMITS, OutOfLimits, shown
+from baton.gateway.http.openai_errors import Headers
+from baton.gateway.input.client_call import InvalidField
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON_TYPE = b"application/json"
+TIMEOUT_HEADER = "x-baton-timeout-ms"
+
+
+class ClientGone(BatonError):
+    """The client has closed the connection: nobody reads an answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The body of a JSON request. Raises Refused (415, 413) before reading what it will not use, and
+    ClientGone."""
+    headers = dict(scope["headers"])
+    _check_type(headers)
+    too_large = Failure(
+        code=Code.BODY_TOO_LARGE,
+        reason=Reason.BODY_TOO_LARGE,
+        message=f"the body is larger than {max_bytes} bytes; send a smaller one",
+    )
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length) > max_bytes:
+        raise Refused(too_large)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left before its request had arrived")
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise Refused(too_large)
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Who asks, from the headers. Raises InvalidField when one that we read makes no sense."""
+    headers = dict(scope["headers"])
+    return Caller(
+        authorization=headers.get(b"authorization", b"").decode("latin-1"),
+        timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER.encode())),
+        address=":".join(map(str, scope.get("client") or ())),
+        trace_context=headers.get(b"traceparent", b"").decode("latin-1"),
+    )
+
+
+def _timeout_s(text: bytes | None) -> float | None:
+    if text is None:
+        return None
+    value = int(text) if text.isdigit() and len(text) <= 18 else text.decode("latin-1")
+    try:
+        LIMITS[TIMEOUT_HEADER].check(TIMEOUT_HEADER, value)
+    except OutOfLimits as error:
+        raise InvalidField(TIMEOUT_HEADER, str(error)) from error
+    return int(value) / 1000
+
+
+async def respond(
+    send: Send,
+    status: int,
+    body: bytes,
+    *,
+    content_type: bytes = JSON_TYPE,
+    headers: Headers | None = None,
+    close: bool = False,
+) -> None:
+    """One whole answer."""
+    all_headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
+    if close:
+        all_headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_json(send: Send, status: int, value: object, *, headers: Headers | None = None) -> None:
+    await respond(send, status, json.dumps(value).encode(), headers=headers)
+
+
+class WhileConnected:
+    """`async with WhileConnected(receive)`: cancels its body when the client leaves, and then raises
+    ClientGone."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._scope = asyncio.timeout(None)
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise ClientGone("the client has left") from error
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # of a request that has arrived, nothing else comes
+        self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+def _check_type(headers: dict[bytes, bytes]) -> None:
+    given = headers.get(b"content-type", b"")
+    kind, _, parameters = given.lower().partition(b";")
+    charset = parameters.partition(b"charset=")[2].strip().strip(b'"')
+    is_json = kind.strip() == JSON_TYPE and charset in (b"", b"utf-8", b"utf8")
+    if not is_json or headers.get(b"content-encoding", b"identity") != b"identity":
+        what = f"content type {shown(given.decode('latin-1'))}" if not is_json else "a content encoding"
+        message = f"{what} cannot be read; send plain JSON with the header content-type: application/json"
+        raise Refused(Failure(code=Code.UNSUPPORTED_MEDIA_TYPE, reason=Reason.INVALID_REQUEST, message=message))

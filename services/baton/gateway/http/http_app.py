@@ -1,0 +1,346 @@
+"""The HTTP application (ASGI): routes, answers, errors. Hot path: one task carries the request, this one
+writes its events."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.client_api import AdminApi
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.plain_json import to_plain
+from baton.core.request_limits import shown
+from baton.gateway.gateway_service import CallOutcome, GatewayService
+from baton.gateway.http.asgi_io import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    WhileConnected,
+    caller_of,
+    read_body,
+    respond,
+    respond_json,
+)
+from baton.gateway.http.http_protocol import HANG_UP
+from baton.gateway.http.non_streaming import NonStreamingAnswer
+from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
+from baton.gateway.http.sse_stream import EventStream
+from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
+from baton.gateway.input.strict_json import parse_object
+from baton.gateway.input.tokenize_calls import ids_of, text_of
+from baton.runtime.logging import get_logger
+from baton.runtime.observability.metrics import CONTENT_TYPE
+
+log = get_logger(__name__)
+
+Handler = Callable[["HttpExchange"], Awaitable[None]]
+_GONE = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has left")
+INLINE_BODY_BYTES = 256 * 1024
+"""Larger bodies would hold every stream up for milliseconds."""
+DECISIONS = "/debug/decisions/"
+MODELS = "/v1/models/"
+
+
+@dataclass(slots=True)
+class HttpExchange:
+    """One request and where its answer goes. `request_id` is what the client may ask about."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: bytes
+    endpoint: Endpoint | None = None
+
+    @property
+    def id_header(self) -> Headers:
+        return [(b"x-request-id", self.request_id.hex().encode())]
+
+
+class App:
+    """Answers every request of the HTTP API."""
+
+    def __init__(
+        self,
+        service: GatewayService,
+        admin: AdminApi,
+        *,
+        max_body_bytes: int,
+        stream_buffer_bytes: int,
+        unread_s: float,
+        metrics: Callable[[], bytes],
+        created: int,
+    ) -> None:
+        """`unread_s`: how long an answer that has ended may wait to be read. `metrics` makes the text of
+        `/metrics`. `created`: wall time, for models."""
+        self._service = service
+        self._admin = admin
+        self._max_body_bytes = max_body_bytes
+        self._stream_buffer_bytes = stream_buffer_bytes
+        self._unread_s = unread_s
+        self._metrics = metrics
+        self._created = created
+        self._routes: Mapping[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._expose),
+            DECISIONS: ("GET", self._decisions),
+            MODELS: ("GET", self._model),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} is served here")  # the server is told not to offer it
+        exchange = HttpExchange(scope, receive, send, self._service.validator.draw_id())
+        try:
+            await self._handler(exchange)(exchange)
+        except ClientGone:
+            self._count(exchange, _connection(exchange.scope).get("refusal") or _GONE)
+        except Refused as refused:
+            await self._refuse(exchange, refused)
+        except Exception as error:
+            log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
+            message = (
+                f"internal error ({type(error).__name__}); the gateway's log has it under {exchange.request_id.hex()}"
+            )
+            await self._refuse(exchange, Refused(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)))
+
+    def refused(self, failure: Failure) -> None:
+        """The connection has answered a request whose head was not whole: for no endpoint that anybody
+        knows."""
+        self._service.ended("", failure)
+
+    def _handler(self, exchange: HttpExchange) -> Handler:
+        path = exchange.scope["path"]
+        for prefix in (DECISIONS, MODELS):
+            path = prefix if path.startswith(prefix) and len(path) > len(prefix) else path
+        route = self._routes.get(path)
+        if route is None:
+            return _not_found
+        method, handler = route
+        given = exchange.scope["method"]
+        if given == method or (given == "HEAD" and method == "GET"):
+            return handler
+        return _other_method(method)
+
+    async def _completions(self, exchange: HttpExchange) -> None:
+        await self._inference(exchange, Endpoint.COMPLETIONS)
+
+    async def _chat(self, exchange: HttpExchange) -> None:
+        await self._inference(exchange, Endpoint.CHAT)
+
+    async def _inference(self, exchange: HttpExchange, endpoint: Endpoint) -> None:
+        exchange.endpoint = endpoint
+        received_s = asyncio.get_running_loop().time()
+        caller = caller_of(exchange.scope)
+        identity = self._service.admitted(caller.authorization)
+        with self._service.arriving(identity):
+            body = await self._body(exchange)
+            call = await self._service.validator.call(
+                endpoint, body, caller, received_s=received_s, request_id=exchange.request_id, identity=identity
+            )
+        await (self._stream if call.shape.stream else self._whole)(exchange, call)
+
+    async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
+        """The request's JSON object; a large one is parsed in a thread. Raises Refused."""
+        body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes)
+        return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
+
+    async def _whole(self, exchange: HttpExchange, call: ClientCall) -> None:
+        answer = NonStreamingAnswer(call, self._service.tokenizer)
+        async with WhileConnected(exchange.receive):
+            ending = await self._service.run(call, answer)
+        self._count(exchange, None)
+        await respond(exchange.send, 200, answer.body(ending), headers=exchange.id_header)
+
+    async def _stream(self, exchange: HttpExchange, call: ClientCall) -> None:
+        """Events as they come. The response begins with the first one, so that whatever fails before has a
+        status of its own."""
+        events = EventStream(call, self._service.tokenizer, self._stream_buffer_bytes)
+        async with WhileConnected(exchange.receive):
+            run = asyncio.create_task(self._service.run(call, events))
+            run.add_done_callback(lambda _: events.end())
+            hang_up = _HangUp(exchange.scope, self._unread_s)
+            run.add_done_callback(hang_up.watch)
+            try:
+                await self._pump(exchange, events, run)
+            finally:
+                hang_up.cancel()
+                run.cancel()
+                await asyncio.wait((run,))
+
+    async def _pump(self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]") -> None:
+        has_begun = False
+        while True:
+            await events.gathered()
+            body = events.take()
+            if run.done():
+                break
+            if not has_begun:
+                has_begun = True
+                await _begin_stream(exchange)
+            await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+        failure = _failure_of(run)
+        if failure is not None and not has_begun and not body:
+            raise Refused(failure)
+        self._count(exchange, failure)
+        if not has_begun:
+            await _begin_stream(exchange)
+        body += events.ending(run.result()) if failure is None else error_event(failure)
+        await exchange.send({"type": "http.response.body", "body": body})
+
+    async def _models(self, exchange: HttpExchange) -> None:
+        self._identify(exchange)
+        await respond_json(exchange.send, 200, {"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, exchange: HttpExchange) -> None:
+        self._identify(exchange)
+        self._service.validator.check_model(exchange.scope["path"][len(MODELS) :])
+        await respond_json(exchange.send, 200, self._model_object())
+
+    def _model_object(self) -> dict[str, Any]:
+        (model,) = self._service.models
+        return {
+            "id": model.model_id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def _tokenize(self, exchange: HttpExchange) -> None:
+        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
+            ids = await ids_of(self._service.validator, await self._body(exchange))
+        answer = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
+        await respond_json(exchange.send, 200, answer)
+
+    async def _detokenize(self, exchange: HttpExchange) -> None:
+        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
+            text = await text_of(self._service.validator, await self._body(exchange))
+        await respond_json(exchange.send, 200, {"prompt": text})
+
+    async def _health(self, exchange: HttpExchange) -> None:
+        is_alive = self._service.health.is_alive
+        await respond_json(exchange.send, 200 if is_alive else 503, {"status": "ok" if is_alive else "failed"})
+
+    async def _ready(self, exchange: HttpExchange) -> None:
+        reasons = self._service.health.reasons
+        answer = {"status": "waiting" if reasons else "ready", "reasons": reasons}
+        if self._is_admins(exchange):
+            answer["links"] = self._service.view.links
+        await respond_json(exchange.send, 503 if reasons else 200, answer)
+
+    async def _expose(self, exchange: HttpExchange) -> None:
+        self._service.keys.check_admin(self._identify(exchange))
+        await respond(exchange.send, 200, self._metrics(), content_type=CONTENT_TYPE.encode())
+
+    def _is_admins(self, exchange: HttpExchange) -> bool:
+        try:
+            return self._identify(exchange).is_admin
+        except Refused:
+            return False
+
+    def _identify(self, exchange: HttpExchange) -> Identity:
+        """Whose request this is. Raises Refused."""
+        return self._service.keys.identify(caller_of(exchange.scope).authorization)
+
+    async def _decisions(self, exchange: HttpExchange) -> None:
+        name = exchange.scope["path"][len(DECISIONS) :]
+        records = await self._admin.explain(None if name == "last" else name, caller_of(exchange.scope))
+        await respond_json(exchange.send, 200, {"decisions": [to_plain(record) for record in records]})
+
+    async def _refuse(self, exchange: HttpExchange, refused: Refused) -> None:
+        """Answer with an error, for a response that has not begun."""
+        failure = refused.failure
+        self._count(exchange, failure)
+        await respond(
+            exchange.send,
+            failure.code.http,
+            error_body(failure, param_of(refused)),
+            headers=[*exchange.id_header, *error_headers(failure)],
+            close=failure.reason is Reason.DRAINING,
+        )
+
+    def _count(self, exchange: HttpExchange, failure: Failure | None) -> None:
+        if exchange.endpoint is not None:
+            self._service.ended(exchange.endpoint.value, failure)
+            exchange.endpoint = None
+
+
+class _HangUp:
+    """Aborts the connection of a client that does not read: at once when its stream was too long unread, and
+    some time after the answer's end, when it has not read the rest. A write that waits for such a client
+    would wait for ever."""
+
+    def __init__(self, scope: Scope, unread_s: float) -> None:
+        self._abort = _connection(scope).get("abort", lambda: None)
+        self._unread_s = unread_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_cancelled = False
+
+    def watch(self, run: "asyncio.Task[CallOutcome]") -> None:
+        """The call has ended. Its answer may have left before anybody tells so here, and the connection may
+        have another request; not so where nobody reads."""
+        failure = _failure_of(run)
+        if failure is not None and failure.reason is Reason.SLOW_READER:
+            self._abort()
+        elif not self._is_cancelled:
+            self._timer = asyncio.get_running_loop().call_later(self._unread_s, self._abort)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _connection(scope: Scope) -> Mapping[str, Any]:
+    """What the connection says of itself, see HANG_UP."""
+    connection: Mapping[str, Any] = scope.get("extensions", {}).get(HANG_UP, {})
+    return connection
+
+
+def _failure_of(run: "asyncio.Task[CallOutcome]") -> Failure | None:
+    """What an ended call failed with."""
+    if run.cancelled():
+        return _GONE
+    error = run.exception()
+    if error is None or isinstance(error, Refused):
+        return None if error is None else error.failure
+    log.error("call_failed", exc_info=error)
+    return Failure(
+        code=Code.INTERNAL,
+        reason=Reason.INTERNAL,
+        message=f"internal error ({type(error).__name__}); the gateway's log has it",
+    )
+
+
+async def _begin_stream(exchange: HttpExchange) -> None:
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        *exchange.id_header,
+    ]
+    await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _not_found(exchange: HttpExchange) -> None:
+    path = exchange.scope["path"]
+    known = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics"
+    message = f"nothing is at {shown(path)}; there are {known}"
+    raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+
+
+def _other_method(method: str) -> Handler:
+    async def refuse(exchange: HttpExchange) -> None:
+        given = shown(exchange.scope["method"])
+        failure = Failure(
+            code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=f"use {method} here, not {given}"
+        )
+        await respond(exchange.send, 405, error_body(failure), headers=[(b"allow", method.encode())])
+
+    return refuse

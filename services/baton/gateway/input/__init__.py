@@ -1,0 +1,1 @@
+"""Reads and validates client requests."""

@@ -1,0 +1,210 @@
+"""From the plain dict of a request to a `Draft`: everything that can be checked without tokenizer and
+cluster. Both front doors use it.
+
+Raises `InvalidField` with a message that names the field and what would be right.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from baton.core.kv.block_hash import TokenIds, token_ids
+from baton.core.request import NO_SLO, Slo
+from baton.core.request_limits import LIMITS, U32_MAX, shown
+from baton.gateway.input import field_policy
+from baton.gateway.input.chat_messages import messages_of
+from baton.gateway.input.client_call import Endpoint, InvalidField, Shape
+from baton.gateway.input.field_reader import Reader, as_object, check, check_count, check_text, refuse_others
+from baton.gateway.text.chat_template import Message
+
+Prompt: TypeAlias = "str | TokenIds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A request that is right by itself. `max_tokens` None: the endpoint's default. Exactly one of `prompts`
+    and `messages` is not empty. `sampling`: arguments of `Sampling` other than `max_tokens` and `seed`."""
+
+    endpoint: Endpoint
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    messages: tuple[Message, ...]
+    n: int
+    max_tokens: int | None
+    seed: int | None
+    sampling: Mapping[str, Any]
+    priority: int
+    slo: Slo
+    shape: Shape
+
+
+def draft_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Draft:
+    """Check `body`, whose fields are those of OpenAI's completions or chat API, and ours."""
+    is_chat = endpoint.is_chat
+    known = field_policy.CHAT if is_chat else field_policy.COMPLETIONS
+    refuse_others(body, known, field_policy.NOT_IN_CHAT if is_chat else field_policy.NOT_IN_COMPLETIONS, also=_label)
+    read = Reader(body)
+    n = read.value("n")
+    prompts = () if is_chat else _prompts(body)
+    if max(1, len(prompts)) * n > (most := LIMITS["choices"].maximum or 0):
+        raise InvalidField(
+            "n", f"{len(prompts)} prompts times n = {n} are more than {most:g} choices; send them in several requests"
+        )
+    max_tokens = _max_tokens(read)
+    min_tokens = read.value("min_tokens")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidField("min_tokens", f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens})")
+    return Draft(
+        endpoint=endpoint,
+        model=read.value("model"),
+        prompts=prompts,
+        messages=messages_of(body) if is_chat else (),
+        n=n,
+        max_tokens=max_tokens,
+        seed=read.value("seed"),
+        sampling={
+            "temperature": float(read.value("temperature")),
+            "top_k": max(0, read.value("top_k")),
+            "top_p": float(read.value("top_p")),
+            "min_p": float(read.value("min_p")),
+            "repetition_penalty": float(read.value("repetition_penalty")),
+            "presence_penalty": float(read.value("presence_penalty")),
+            "frequency_penalty": float(read.value("frequency_penalty")),
+            "min_tokens": min_tokens,
+            "ignore_eos": read.value("ignore_eos"),
+            "stop_token_ids": read.items("stop_token_ids"),
+            "num_logprobs": _num_logprobs(read, is_chat),
+            "logit_bias": _logit_bias(body.get("logit_bias")),
+        },
+        priority=read.value("priority"),
+        slo=_slo(body.get("slo")),
+        shape=Shape(
+            stop=(body["stop"],) if _checked_text("stop", body.get("stop")) else read.items("stop"),
+            skip_special_tokens=read.value("skip_special_tokens"),
+            stream=read.value("stream"),
+            include_usage=_include_usage(body),
+            return_token_ids=read.value("return_token_ids"),
+            timeline=read.value("timeline"),
+        ),
+    )
+
+
+def _label(name: str, value: object) -> bool:
+    """Whether this is a field that changes no answer; its value must still be sound."""
+    if value is None:
+        return name in field_policy.LABELS or name in ("metadata", "store")
+    if name in field_policy.LABELS:
+        check("label", value, name)
+    elif name == "store":
+        if not isinstance(value, bool):
+            raise InvalidField(name, f"store must be true or false, not {shown(value)}")
+    elif name == "metadata":
+        if not isinstance(value, Mapping):
+            raise InvalidField(name, f"metadata must be an object, not {shown(value)}")
+        check_count(name, len(value))
+        for key, item in value.items():
+            check("metadata", key)
+            check("metadata", item)
+    else:
+        return False
+    return True
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
+    """Text, ids, or a batch of either."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return (_prompt(prompt),)
+    if not isinstance(prompt, list | tuple):
+        what = "is missing" if prompt is None else f"must not be {shown(prompt)}"
+        raise InvalidField("prompt", f"prompt {what}: send a text, a list of token ids, or a list of either")
+    if not prompt:
+        raise InvalidField("prompt", "prompt must not be an empty list")
+    if isinstance(prompt[0], str | list | tuple):
+        check_count("prompt", len(prompt))
+        kind = str if isinstance(prompt[0], str) else (list, tuple)
+        if not all(isinstance(item, kind) for item in prompt):
+            raise InvalidField("prompt", "prompt must be texts or lists of token ids, not both in one list")
+        return tuple(_prompt(item) for item in prompt)
+    return (_prompt(prompt),)
+
+
+def _prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidField("prompt", "prompt must not be empty; send at least one character")
+        check_text("prompt", prompt)
+        return prompt
+    if not prompt:
+        raise InvalidField("prompt", "prompt must not be empty; send at least one token id")
+    check_count("token_ids", len(prompt), "prompt")
+    if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > U32_MAX:
+        for item in prompt:
+            check("token_ids", item, "prompt")
+    return token_ids(prompt)
+
+
+def _checked_text(name: str, value: object) -> bool:
+    if isinstance(value, str):
+        check(name, value)
+        return True
+    return False
+
+
+def _max_tokens(read: Reader) -> int | None:
+    """`max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
+    old, new = read.value("max_tokens"), read.value("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise InvalidField(
+            "max_tokens", f"max_tokens ({old}) and max_completion_tokens ({new}) are two names of one limit; send one"
+        )
+    return old if new is None else new
+
+
+def _num_logprobs(read: Reader, is_chat: bool) -> int | None:
+    """Completions ask with a number, chats with a flag and a number."""
+    if not is_chat:
+        return read.value("logprobs")
+    wanted, top = read.flag("logprobs"), read.value("top_logprobs")
+    if top and not wanted:
+        raise InvalidField("top_logprobs", "top_logprobs needs logprobs: true")
+    return (top or 0) if wanted else None
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise InvalidField("logit_bias", f"logit_bias must be an object of token ids and numbers, not {shown(value)}")
+    check_count("logit_bias", len(value))
+    biases: dict[int, object] = {}
+    for key, bias in value.items():
+        is_id = (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10) or type(key) is int
+        if not is_id or not 0 <= int(key) <= U32_MAX:
+            raise InvalidField("logit_bias", f"logit_bias has the key {shown(key)}, which is no token id")
+        biases[int(key)] = bias
+    for _, bias in sorted(biases.items()):  # in order: a map that came over gRPC has none
+        check("logit_bias", bias)
+    return tuple((token_id, float(bias)) for token_id, bias in sorted(biases.items()))  # type: ignore[arg-type]  # as just checked
+
+
+def _slo(value: object) -> Slo:
+    if value is None:
+        return NO_SLO
+    nested = as_object("slo", value)
+    refuse_others(nested, field_policy.SLO, {}, "slo.")
+    read = Reader(nested, "slo.")
+    ttft_ms, tpot_ms = read.value("ttft_ms"), read.value("tpot_ms")
+    return Slo(ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000)
+
+
+def _include_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    nested = as_object("stream_options", options)
+    if not body.get("stream"):
+        raise InvalidField("stream_options", "stream_options needs stream: true")
+    refuse_others(nested, field_policy.STREAM_OPTIONS, field_policy.NOT_IN_STREAM_OPTIONS, "stream_options.")
+    wanted: bool = Reader(nested, "stream_options.").value("include_usage")
+    return wanted

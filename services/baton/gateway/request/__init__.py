@@ -1,0 +1,1 @@
+"""Carries one request from its receipt to its last token."""

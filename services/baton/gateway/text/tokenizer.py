@@ -1,0 +1,213 @@
+"""Text to token ids and back. `HfTokenizer` reads a model's `tokenizer.json`; `ByteTokenizer` is its twin for
+tests and the simulator."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from baton.core.errors import ModelError, invalid
+from baton.core.kv.block_hash import TokenIds
+from baton.core.tokenizer_fingerprint import TOKENIZER_FILE, tokenizer_fingerprint
+from baton.gateway.text.bpe_cache import CachedBpeEncoder, Description, byte_level_alphabet
+from baton.gateway.text.chat_template import ChatTemplate, Message, read_json
+from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
+
+INLINE_CHARACTERS = 16 * 1024
+"""Longer texts are encoded in a thread: this many take about 3 ms, which every open stream would wait for."""
+PIECES_CHARACTERS = 64 * 1024
+"""The same for texts whose pieces are known."""
+PROMPT_TAIL_TOKENS = 6
+"""Prompt ids that decide how the first new token is written."""
+
+
+class Tokenizer(Protocol):
+    """A model's vocabulary and chat format. `fingerprint` is what workers must share."""
+
+    fingerprint: str
+    vocab_size: int
+    """Ids from 0 to below this may stand in a prompt; some of them may have no text."""
+    max_model_len: int | None
+    """The longest context that the model itself allows, where its files say so."""
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Ids of a text; a long one does not block the event loop."""
+        ...
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """The prompt that the chat template makes of `messages`, special tokens and all. Raises Refused (400)
+        when there is no template, or it refuses."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
+        """Ids of that prompt."""
+        return await self.encode(self.chat_text(messages), add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """All of it at once; an id without text is U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token on its own, for logprobs: perhaps only a part of a character."""
+        ...
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        """For one sample's output after `prompt`."""
+        ...
+
+    def min_tokens_of(self, num_bytes: int) -> int:
+        """A number of tokens that a text of `num_bytes` of UTF-8 has at least."""
+        ...
+
+    def close(self) -> None:
+        """End its threads."""
+        ...
+
+
+class HfTokenizer(Tokenizer):
+    """Over the `tokenizers` library."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Raises ModelError when the directory has no usable fast tokenizer."""
+        self.fingerprint = tokenizer_fingerprint(model_dir)
+        try:
+            self._rust = RustTokenizer.from_file(str(model_dir / TOKENIZER_FILE))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ModelError(f"{model_dir / TOKENIZER_FILE} cannot be used: {error}") from error
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._chat_template = ChatTemplate.load(model_dir)
+        model = read_json(model_dir / "config.json")
+        model = {**model, **model.get("text_config", {})}
+        self.vocab_size = int(model.get("vocab_size") or self._rust.get_vocab_size())
+        length = model.get("max_position_embeddings")
+        self.max_model_len = int(length) if length else None
+        self._special = {id_ for id_, token in self._rust.get_added_tokens_decoder().items() if token.special}
+        description: Description = json.loads(self._rust.to_str())
+        self._pieces = CachedBpeEncoder.of(self._rust, description)
+        self._table = _bytes_table(self._rust, description)
+        self._plain_table = self._table and [
+            b"" if id_ in self._special else token for id_, token in enumerate(self._table)
+        ]
+        self._max_token_bytes = _max_token_bytes(description, self._table)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        if self._pieces is not None and len(text) <= PIECES_CHARACTERS:
+            ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
+            if ids is not None:
+                return ids
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        if self._chat_template is None:
+            raise invalid(
+                "this model has no chat template; use /v1/completions with the prompt as the model expects it"
+            )
+        return self._chat_template.render(messages, asyncio.get_running_loop().time)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join(map(detokenizer.put, ids)) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._table is not None:
+            token = self._table[token_id] if token_id < len(self._table) else None
+            return REPLACEMENT.encode() if token is None else token
+        text = self._rust.id_to_token(token_id)
+        if text is None:
+            return REPLACEMENT.encode()
+        if len(text) == 6 and text.startswith("<0x"):  # a byte that the vocabulary falls back to
+            return bytes([int(text[3:5], 16)])
+        return text.replace("\u2581", " ").encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        table = self._plain_table if skip_special_tokens else self._table
+        if table is not None:
+            return BytesDetokenizer(table)
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return WindowDetokenizer(
+            decode, self._has_text, [id_ for id_ in prompt[-PROMPT_TAIL_TOKENS:] if self._has_text(id_)]
+        )
+
+    def min_tokens_of(self, num_bytes: int) -> int:
+        return num_bytes // self._max_token_bytes if self._max_token_bytes else 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> TokenIds:
+        # encode() holds the interpreter's lock all the time, encode_batch_fast() does not.
+        return array("I", self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._rust.id_to_token(token_id) is not None
+
+
+class ByteTokenizer(Tokenizer):
+    """One token a byte; an id above 255 is written `<id>`, but for the last of the vocabulary, which has no
+    text."""
+
+    def __init__(self, *, vocab_size: int = 512, max_model_len: int | None = 4096) -> None:
+        self.fingerprint = "bytes"
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._table = [bytes((id_,)) if id_ < 256 else f"<{id_}>".encode() for id_ in range(vocab_size - 1)]
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        return array("I", list(text.encode()))  # array() would take bytes for the memory of its items
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        detokenizer = self.detokenizer()
+        return "".join(map(detokenizer.put, ids)) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if token_id < len(self._table) else REPLACEMENT.encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        return BytesDetokenizer(self._table)
+
+    def min_tokens_of(self, num_bytes: int) -> int:
+        return num_bytes
+
+    def close(self) -> None:
+        pass
+
+
+def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | None] | None:
+    """Each id's bytes where the tokenizer is byte-level, so that a token's text does not depend on its
+    neighbours; else None."""
+    decoder = description["decoder"]
+    if not decoder or decoder["type"] != "ByteLevel":
+        return None
+    byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
+    names = {id_: name for name, id_ in rust.get_vocab(with_added_tokens=True).items()}
+    return [_token_bytes(names[id_], byte_of) if id_ in names else None for id_ in range(max(names) + 1)]
+
+
+def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:
+    """A token with any character that stands for no byte (an added token) is its own text."""
+    try:
+        return bytes([byte_of[character] for character in name])
+    except KeyError:
+        return name.encode()
+
+
+def _max_token_bytes(description: Description, table: Sequence[bytes | None] | None) -> int:
+    """The longest token, where text cannot shrink before it is cut into tokens; else 0."""
+    if table is None or description["normalizer"] is not None:
+        return 0
+    return max(len(token) for token in table if token is not None)

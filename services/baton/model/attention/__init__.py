@@ -1,0 +1,1 @@
+"""Paged attention: the reference implementation and its per-step index tensors."""

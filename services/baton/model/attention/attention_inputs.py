@@ -1,0 +1,301 @@
+"""Which KV each token of a step reads and writes, as index tensors: made once a step, used by every layer."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from baton.model.device.async_copy import upload
+from baton.model.device.kv_tensors import KvCache
+
+T = TypeVar("T")
+
+TILE_TOKENS = 128
+"""Queries of a chunk are attended in tiles of this many, so that what lies above the diagonal is mostly not
+computed."""
+_MAX_GROUP_BYTES = 64 << 20
+"""KV gathered at a time for decodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One sequence's tokens of a step: rows `token_begin`, … of the packed batch, stored at `kv_begin`, … of
+    its cache."""
+
+    token_begin: int
+    num_tokens: int
+    kv_begin: int
+    block_ids: np.ndarray
+
+    @property
+    def context_len(self) -> int:
+        return self.kv_begin + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Sequences with one token each and contexts of about one length, attended in one call.
+
+    tokens [num_seqs]; head_rows for `KvCache.gather`; mask [num_seqs, 1, 1, gathered tokens] to be added, or
+    None where all may be seen; (stale_seqs, stale_slots): gathered slots that nobody has written for this
+    sequence.
+    """
+
+    tokens: torch.Tensor
+    head_rows: torch.Tensor
+    mask: torch.Tensor | None
+    stale_seqs: torch.Tensor | None
+    stale_slots: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Query rows [token_begin, token_end) against gathered KV [kv_begin, kv_end); mask [rows, kv] to be
+    added."""
+
+    token_begin: int
+    token_end: int
+    kv_begin: int
+    kv_end: int
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Several tokens of one sequence."""
+
+    head_rows: torch.Tensor
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """How all tokens of a step are attended by layers of one window."""
+
+    decodes: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class CausalMasks:
+    """Masks of tiles, cut out of one per window: seen from its lower right corner, the mask of every tile is
+    the same."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def tile(self, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor:
+        """[num_queries, num_keys], 0 where the last query may look if it is also the last key, and so on
+        upwards; -inf elsewhere."""
+        whole = self._masks.get(window)
+        if whole is None or whole.shape[1] < num_keys:
+            size = max(1024, 1 << (num_keys - 1).bit_length())
+            keys_back = torch.arange(size - 1, -1, -1, device=self._device)[None, :]
+            queries_back = torch.arange(TILE_TOKENS - 1, -1, -1, device=self._device)[:, None]
+            hidden = keys_back < queries_back
+            if window is not None:
+                hidden |= keys_back >= queries_back + window
+            whole = torch.zeros(TILE_TOKENS, size, dtype=self._dtype, device=self._device).masked_fill_(
+                hidden, float("-inf")
+            )
+            self._masks[window] = whole
+        return whole[TILE_TOKENS - num_queries :, whole.shape[1] - num_keys :]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layer asks of attention. `window`: how many tokens are seen, the current one included; None:
+    all."""
+
+    scaling: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """A step's sequences for kernels that follow block tables themselves, all int32: where each one's tokens
+    begin among the packed (and where the last one's end), how long its context is, where its block table
+    begins in `block_ids`."""
+
+    token_begin: np.ndarray
+    context_len: np.ndarray
+    table_begin: np.ndarray
+    block_ids: np.ndarray
+
+
+class Once:
+    """What the first layer of a step that asks has made, for the others, too."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
+
+
+class AttentionStep(Once):
+    """What attention needs to know about one step; handed to every layer as a keyword argument of the model's
+    forward."""
+
+    def __init__(
+        self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: Callable[..., torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.cache = cache
+        self.kernel = kernel
+        self.segments = segments
+        self._masks = masks
+        self._plans: dict[int | None, WindowPlan] = {}
+
+    @cached_property
+    def token_rows(self) -> torch.Tensor:
+        """See `KvCache.token_rows`."""
+        return self.cache.token_rows(*self._places)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[num_tokens] int64: elements from the beginning of a layer's first block to each token's first
+        key."""
+        block_ids, offsets = self._places
+        return block_ids * self.cache.blocks.stride(0) + offsets * self.cache.head_dim
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token its block and its place there, int64."""
+        tables, size = self.tables, self.cache.block_size_tokens
+        counts = np.diff(tables.token_begin)
+        index = np.arange(tables.token_begin[-1], dtype=np.int64) + np.repeat(
+            tables.context_len - tables.token_begin[1:], counts
+        )
+        block_ids = tables.block_ids[np.repeat(tables.table_begin, counts) + index // size]
+        return self._tensor(block_ids.astype(np.int64)), self._tensor(index % size)
+
+    @cached_property
+    def tables(self) -> Tables:
+        lengths = np.array([segment.block_ids.size for segment in self.segments], dtype=np.int32)
+        end = self.segments[-1].token_begin + self.segments[-1].num_tokens
+        return Tables(
+            token_begin=np.array([*(segment.token_begin for segment in self.segments), end], dtype=np.int32),
+            context_len=np.array([segment.context_len for segment in self.segments], dtype=np.int32),
+            table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
+            block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
+        )
+
+    def tables_of(self, rows: np.ndarray) -> Tables:
+        """Of these tokens of the step alone, ascending: each is a sequence of one token, whose context ends
+        with it."""
+        tables = self.tables
+        of_row = np.searchsorted(tables.token_begin, rows, side="right") - 1
+        behind = tables.token_begin[of_row + 1] - 1 - rows
+        return Tables(
+            token_begin=np.arange(rows.size + 1, dtype=np.int32),
+            context_len=(tables.context_len[of_row] - behind).astype(np.int32),
+            table_begin=tables.table_begin[of_row],
+            block_ids=tables.block_ids,
+        )
+
+    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
+        """Called by every layer; the self-proof listens here."""
+
+    def plan(self, window: int | None) -> WindowPlan:
+        """How layers of this window attend; made by the first of them."""
+        plan = self._plans.get(window)
+        if plan is None:
+            decodes = [s for s in self.segments if s.num_tokens == 1]
+            chunks = [s for s in self.segments if s.num_tokens > 1]
+            plan = WindowPlan(
+                decodes=tuple(self._groups(decodes, window)), chunks=tuple(self._chunk(s, window) for s in chunks)
+            )
+            self._plans[window] = plan
+        return plan
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return upload(values, self.cache.device)
+
+    def _first_seen(self, kv_index: int, window: int | None) -> int:
+        return 0 if window is None else max(0, kv_index - window + 1)
+
+    def _chunk(self, segment: Segment, window: int | None) -> Chunk:
+        size = self.cache.block_size_tokens
+        first_block = self._first_seen(segment.kv_begin, window) // size
+        blocks = segment.block_ids[first_block : -(-segment.context_len // size)]
+        tiles = []
+        for begin in range(0, segment.num_tokens, TILE_TOKENS):
+            end = min(begin + TILE_TOKENS, segment.num_tokens)
+            kv_begin, kv_end = self._first_seen(segment.kv_begin + begin, window), segment.kv_begin + end
+            tiles.append(
+                Tile(
+                    token_begin=segment.token_begin + begin,
+                    token_end=segment.token_begin + end,
+                    kv_begin=kv_begin - first_block * size,
+                    kv_end=kv_end - first_block * size,
+                    mask=self._masks.tile(end - begin, kv_end - kv_begin, window),
+                )
+            )
+        return Chunk(head_rows=self.cache.head_rows(self._tensor(blocks)[None]), tiles=tuple(tiles))
+
+    def _groups(self, segments: Sequence[Segment], window: int | None) -> list[DecodeGroup]:
+        """Longest contexts first; a group's shortest is not much shorter, and its KV not too large to be
+        gathered at once."""
+        size = self.cache.block_size_tokens
+        token_bytes = 2 * self.cache.num_kv_heads * self.cache.head_dim * self.cache.blocks.element_size()
+        spans = sorted(
+            ((s, self._first_seen(s.kv_begin, window) // size) for s in segments),
+            key=lambda span: -self._num_blocks(*span),
+        )
+        groups: list[DecodeGroup] = []
+        begin = 0
+        while begin < len(spans):
+            longest = self._num_blocks(*spans[begin])
+            most = max(1, _MAX_GROUP_BYTES // (longest * size * token_bytes))
+            end = begin + 1
+            while end < min(len(spans), begin + most) and self._num_blocks(*spans[end]) >= min(
+                longest - 2, longest * 0.8
+            ):
+                end += 1
+            groups.append(self._group(spans[begin:end], longest, window))
+            begin = end
+        return groups
+
+    def _num_blocks(self, segment: Segment, first_block: int) -> int:
+        return -(-segment.context_len // self.cache.block_size_tokens) - first_block
+
+    def _group(self, spans: Sequence[tuple[Segment, int]], longest: int, window: int | None) -> DecodeGroup:
+        size = self.cache.block_size_tokens
+        tables = np.empty((len(spans), longest), dtype=np.int64)
+        lengths = np.empty(len(spans), dtype=np.int64)
+        firsts = np.empty(len(spans), dtype=np.int64)
+        ours = np.empty(len(spans), dtype=np.int64)
+        for row, (segment, first_block) in enumerate(spans):
+            own = self._num_blocks(segment, first_block)
+            tables[row, :own] = segment.block_ids[first_block : first_block + own]
+            tables[row, own:] = tables[row, 0]  # padding reads the sequence's own memory, never another's
+            lengths[row] = segment.context_len - first_block * size
+            firsts[row] = self._first_seen(segment.kv_begin, window) - first_block * size
+            ours[row] = own * size if own > 1 else longest * size
+        slots = np.arange(longest * size)[None, :]
+        hidden = (slots >= lengths[:, None]) | (slots < firsts[:, None])
+        # A hidden slot adds exp(-inf) = 0 times its value, which is NaN where the value is NaN: what nobody
+        # has written is zeroed. Padding blocks repeat the first block, all of which is written unless it is
+        # also the last.
+        stale_seqs, stale_slots = np.nonzero((slots >= lengths[:, None]) & (slots < ours[:, None]))
+        mask = None
+        if hidden.any():
+            mask = torch.zeros(hidden.shape, dtype=self.cache.dtype).masked_fill_(
+                torch.from_numpy(hidden), float("-inf")
+            )
+            mask = mask[:, None, None, :].to(self.cache.device)
+        return DecodeGroup(
+            tokens=self._tensor(np.array([s.token_begin for s, _ in spans], dtype=np.int64)),
+            head_rows=self.cache.head_rows(self._tensor(tables)),
+            mask=mask,
+            stale_seqs=self._tensor(stale_seqs) if stale_seqs.size else None,
+            stale_slots=self._tensor(stale_slots) if stale_seqs.size else None,
+        )

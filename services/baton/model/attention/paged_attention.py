@@ -1,0 +1,124 @@
+"""Paged attention for transformers models: written under our own name into its attention interface, read from
+the worker's KV memory.
+
+No mask function is registered under `PAGED`, so transformers builds no masks for it and hands None down; what
+each layer may see follows from the step and the layer's `sliding_window`. Whatever else a model's attention
+asks for raises: an argument that is ignored here would change the model without an error.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from baton.core.errors import ModelError
+from baton.model.attention.attention_inputs import Asked, AttentionStep
+
+PAGED = "baton_paged"
+STEP_ARGUMENT = "baton_step"
+_HARMLESS = frozenset(
+    """position_ids use_cache cache_position position_embeddings output_attentions output_hidden_states output_router_logits""".split()
+)
+"""Keywords that models hand through and that do not change what attention computes: rotary is applied before,
+and nothing is recorded."""
+_MEANINGS: Mapping[str, str] = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap",
+    "position_bias": "a position bias",
+}
+
+PagedKernel = Callable[[torch.Tensor, int, AttentionStep, float, int | None], torch.Tensor]
+
+
+def paged_attention(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    """Attend each query token to its own sequence's KV, up to and including its own index: the CPU reference
+    for every other kernel.
+
+    Shapes: query [num_heads, num_tokens, head_dim]; `step.cache.layer(layer)` [num_blocks, 2, num_kv_heads,
+    block_size_tokens, head_dim], a layer's strided view, already written for these tokens; returns
+    [num_tokens, num_heads, head_dim]. `window`: how many tokens are seen, the current one included; None:
+    all. Slots past a sequence's end may hold anything, NaN too. Source: PagedAttention, Kwon et al. 2023,
+    section 4.
+    """
+    cache, (num_heads, num_tokens, head_dim) = step.cache, query.shape
+    plan = step.plan(window)
+    out = query.new_empty(num_tokens, num_heads, head_dim)
+    for group in plan.decodes:
+        num_seqs = group.tokens.numel()
+        kv = cache.gather(layer, group.head_rows, num_seqs)
+        if group.stale_seqs is not None:
+            kv[group.stale_seqs, :, :, group.stale_slots] = 0
+        q = query[:, group.tokens].transpose(0, 1).reshape(num_seqs, cache.num_kv_heads, -1, head_dim)
+        attended = scaled_dot_product_attention(q, kv[:, 0], kv[:, 1], attn_mask=group.mask, scale=scaling)
+        out[group.tokens] = attended.reshape(num_seqs, num_heads, head_dim)
+    for chunk in plan.chunks:
+        kv = cache.gather(layer, chunk.head_rows, 1)
+        for tile in chunk.tiles:
+            attended = scaled_dot_product_attention(
+                query[None, :, tile.token_begin : tile.token_end],
+                kv[:, 0, :, tile.kv_begin : tile.kv_end],
+                kv[:, 1, :, tile.kv_begin : tile.kv_end],
+                attn_mask=tile.mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            out[tile.token_begin : tile.token_end] = attended[0].transpose(0, 1)
+    return out
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    baton_step: AttentionStep | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface, for a packed batch.
+
+    Shapes: query [1, num_heads, num_tokens, head_dim]; key and value [1, num_kv_heads, num_tokens, head_dim];
+    returns [1, num_tokens, num_heads, head_dim]. Raises ModelError for whatever this attention would leave
+    out.
+    """
+    name = type(module).__name__
+    if baton_step is None:
+        raise ModelError(
+            f"{name} does not hand keyword arguments down to its attention, so it cannot be served from paged KV memory"
+        )
+    for keyword, argument in others.items():
+        if argument is not None and keyword not in _HARMLESS:
+            meaning = _MEANINGS.get(keyword, "an attention argument")
+            raise ModelError(f"{name} asks for {meaning} ({keyword!r}), which paged attention does not have")
+    if dropout:
+        raise ModelError(f"{name} asks for dropout; a served model must be in evaluation mode")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise ModelError(f"{name} is not causal; only causal attention can be paged")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or not 0 <= layer < baton_step.cache.num_layers:
+        raise ModelError(
+            f"{name} has layer_idx {layer!r} where one of 0 to {baton_step.cache.num_layers - 1} is needed"
+        )
+    expected = (1, baton_step.cache.num_kv_heads, query.shape[2], baton_step.cache.head_dim)
+    if tuple(key.shape) != expected or tuple(value.shape) != expected:
+        raise ModelError(
+            f"layer {layer} ({name}) caches keys {tuple(key.shape)} and values {tuple(value.shape)}, not {expected}: "
+            "all layers need one number of KV heads and one head size, the same for keys and values"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    baton_step.observe(layer, attention_mask, Asked(scaling, sliding_window))
+    baton_step.cache.write(layer, baton_step.token_rows, key[0], value[0])
+    return baton_step.kernel(query[0], layer, baton_step, scaling, sliding_window)[None], None
+
+
+AttentionInterface.register(PAGED, attend)

@@ -1,0 +1,1 @@
+"""Device memory, KV tensors and copies between host and device."""

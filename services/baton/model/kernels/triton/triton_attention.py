@@ -1,0 +1,228 @@
+"""Paged attention on a GPU: one Triton kernel that follows block tables, for chunks and for decodes, in place
+of a gather and SDPA.
+
+A program takes some tokens of one sequence, with all query heads of one KV head, and goes over the sequence's
+blocks in the order of its table (FlashAttention's online softmax, Dao et al. 2022). Where there are few
+programs, as where a few sequences decode, each is split over the context and the parts are joined
+(Flash-Decoding). FlexAttention was not taken: our blocks hold all layers, so that one read moves a block of
+all of them, and a mask over pages would need a view in which a layer's pages are neighbours.
+
+Importing this module imports triton, which comes with CUDA builds of torch. `TRITON_INTERPRET=1` runs it on a
+CPU: slowly, and in float32, because its products know no bfloat16.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from baton.model.attention.attention_inputs import AttentionStep
+from baton.model.attention.recorded_step import StaticStep
+from baton.model.device.async_copy import upload
+from baton.model.device.kv_tensors import KvCache
+
+CHUNK_ROWS = 64
+"""Query rows of a program: tokens times query heads of a KV head."""
+DECODE_ROWS = 16
+"""The least that a product of matrices takes."""
+KEYS = 64
+PROGRAMS_WANTED = 256
+"""About two for each multiprocessor of a large GPU."""
+MAX_SPLITS = 32
+MIN_SPLIT_TOKENS = 256
+LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
+"""A context that is split, and not evenly."""
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the call
+    query, blocks, out, maxima, sums,
+    tile_token, tile_count, tile_position, tile_table, block_ids,
+    query_head_stride, query_token_stride,
+    block_stride, value_offset, kv_head_stride,
+    scale,
+    window,
+    num_heads,
+    block_size: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, group: tl.constexpr,
+    num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr, widen: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_token, count = tl.load(tile_token + tile), tl.load(tile_count + tile)
+    position, table = tl.load(tile_position + tile), tl.load(tile_table + tile)
+
+    rows = tl.arange(0, num_rows)
+    token, head = rows // group, kv_head * group + rows % group
+    is_row = token < count
+    dims = tl.arange(0, padded_dim)
+    is_dim = dims < head_dim
+    q_at = head[:, None] * query_head_stride + (first_token + token)[:, None] * query_token_stride + dims[None, :]
+    q = tl.load(query + q_at, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    if widen:
+        q = q.to(tl.float32)
+
+    end = position + count
+    begin = 0
+    if has_window:
+        begin = tl.maximum(position - window + 1, 0) // num_keys * num_keys
+    length = tl.cdiv(tl.cdiv(end - begin, num_keys), num_splits) * num_keys
+    begin = begin + split * length
+    stop = tl.minimum(begin + length, end)
+
+    best = tl.full([num_rows], float("-inf"), tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    mixed = tl.zeros([num_rows, padded_dim], tl.float32)
+    for start in range(begin, stop, num_keys):
+        slots = start + tl.arange(0, num_keys)
+        is_slot = slots < stop
+        block = tl.load(block_ids + table + slots // block_size, mask=is_slot, other=0).to(tl.int64)
+        at = block * block_stride + kv_head * kv_head_stride + (slots % block_size) * head_dim
+        key = tl.load(blocks + at[None, :] + dims[:, None], mask=is_slot[None, :] & is_dim[:, None], other=0.0)
+        if widen:
+            key = key.to(tl.float32)
+        scores = tl.dot(q, key, input_precision="ieee") * scale
+        seen = (slots[None, :] <= (position + token)[:, None]) & is_slot[None, :]
+        if has_window:
+            seen = seen & (slots[None, :] > (position + token - window)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        now_best = tl.maximum(best, tl.max(scores, 1))
+        safe_best = tl.where(now_best == float("-inf"), 0.0, now_best)  # a row that has seen nothing yet
+        weights = tl.exp(scores - safe_best[:, None])
+        fade = tl.exp(best - safe_best)
+        value = tl.load(
+            blocks + value_offset + at[:, None] + dims[None, :], mask=is_slot[:, None] & is_dim[None, :], other=0.0
+        )
+        if widen:
+            value = value.to(tl.float32)
+        total = total * fade + tl.sum(weights, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        best = now_best
+
+    if num_splits == 1:
+        out_at = ((first_token + token) * num_heads + head)[:, None] * head_dim + dims[None, :]
+        mean = mixed / total[:, None]
+        tl.store(out + out_at, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+    else:
+        part = ((first_token + token) * num_heads + head) * num_splits + split
+        tl.store(out + part[:, None] * head_dim + dims[None, :], mixed, mask=is_row[:, None] & is_dim[None, :])
+        tl.store(maxima + part, best, mask=is_row)
+        tl.store(sums + part, total, mask=is_row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """What programs take, all int32 on the device: packed row and KV index of each one's first token, how
+    many tokens, where its sequence's table begins in `block_ids`. `longest`: the most KV that one of them
+    sees."""
+
+    token: torch.Tensor
+    count: torch.Tensor
+    position: torch.Tensor
+    table: torch.Tensor
+    block_ids: torch.Tensor
+    longest: int
+
+
+def tiles_of(step: AttentionStep, tokens_a_tile: int) -> Tiles:
+    """Of all sequences of a step."""
+    tables = step.tables
+    counts = np.diff(tables.token_begin)
+    num_tiles = -(-counts // tokens_a_tile)
+    seq = np.repeat(np.arange(counts.size), num_tiles)
+    first = (np.arange(seq.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tokens_a_tile
+    device = step.cache.device
+
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return upload(np.ascontiguousarray(values, dtype=np.int32), device)
+
+    return Tiles(
+        token=on_device(tables.token_begin[seq] + first),
+        count=on_device(np.minimum(tokens_a_tile, counts[seq] - first)),
+        position=on_device(tables.context_len[seq] - counts[seq] + first),
+        table=on_device(tables.table_begin[seq]),
+        block_ids=on_device(tables.block_ids),
+        longest=int(tables.context_len.max()),
+    )
+
+
+def splits_for(num_programs: int, longest: int) -> int:
+    """Over how many programs each one's context is split: a power of two, so that few kernels are
+    compiled."""
+    wanted = min(PROGRAMS_WANTED // max(1, num_programs), longest // MIN_SPLIT_TOKENS, MAX_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def split_contexts(max_model_len: int) -> tuple[int, ...]:
+    """So many tokens before a part of a prompt split it in each of the ways that there are: a kernel is
+    compiled for each."""
+    lengths = (MIN_SPLIT_TOKENS << bit for bit in range(1, MAX_SPLITS.bit_length()))
+    return tuple(length for length in lengths if length + 2 <= max_model_len)
+
+
+def triton_attention(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    """See `attention.paged_attention`, whose shapes and results these are."""
+    num_heads, num_tokens, _ = query.shape
+    group = num_heads // step.cache.num_kv_heads
+    is_decode = num_tokens == len(step.segments)
+    rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
+    tiles = step.once(("tiles", rows // group), lambda: tiles_of(step, rows // group))
+    return attend_tiles(query, layer, step.cache, tiles, rows, scaling, window)
+
+
+def triton_decode(
+    query: torch.Tensor, layer: int, step: StaticStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    """As `triton_attention`, one token a sequence, for a recording: what it reads lies in tensors, and
+    contexts may be of any length."""
+    num_heads, num_seqs, _ = query.shape
+    cache, decodes = step.cache, step.decodes
+
+    def tiles() -> Tiles:
+        rows = torch.arange(num_seqs, dtype=torch.int32, device=query.device)
+        max_blocks = decodes.block_ids.shape[1]
+        return Tiles(
+            token=rows,
+            count=torch.ones_like(rows),
+            position=decodes.position,
+            table=rows * max_blocks,
+            block_ids=decodes.block_ids,
+            longest=max_blocks * cache.block_size_tokens,
+        )
+
+    rows = max(triton.next_power_of_2(num_heads // cache.num_kv_heads), DECODE_ROWS)
+    return attend_tiles(query, layer, cache, step.once("tiles", tiles), rows, scaling, window)
+
+
+def attend_tiles(
+    query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, scaling: float, window: int | None
+) -> torch.Tensor:
+    """As `triton_attention`, for tiles that are there already."""
+    num_heads, num_tokens, head_dim = query.shape
+    splits = splits_for(tiles.token.numel() * cache.num_kv_heads, tiles.longest)
+    shape = (num_tokens, num_heads, splits)
+    out = query.new_empty(num_tokens, num_heads, head_dim)
+    parts = out if splits == 1 else torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
+    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    blocks = cache.layer(layer)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    _attend[(tiles.token.numel(), cache.num_kv_heads, splits)](
+        query, blocks, parts, maxima, sums,
+        tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids,
+        query.stride(0), query.stride(1),
+        blocks.stride(0), blocks.stride(1), blocks.stride(2),
+        scaling,
+        window or 0,
+        num_heads,
+        block_size=cache.block_size_tokens, head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
+        group=num_heads // cache.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits, has_window=window is not None,
+        widen=query.device.type == "cpu",
+    )  # fmt: skip
+    if splits == 1:
+        return out
+    best = maxima.amax(dim=2, keepdim=True)
+    weights = torch.exp(maxima - best)
+    joined = (parts * weights[..., None]).sum(dim=2) / (sums * weights).sum(dim=2)[..., None]
+    return joined.to(query.dtype)

@@ -1,0 +1,102 @@
+"""Which model this is, by content: configuration, weights and load dtype. Fast enough for every start."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from baton.core.errors import ModelError
+from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
+
+_WHOLE_TENSOR_BYTES = 64 << 10
+_SAMPLES = 4
+_SAMPLE_BYTES = 8 << 10
+_MAX_HEADER_BYTES = 256 << 20
+_NOT_CONTENT = frozenset(
+    "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
+)
+"""Configuration keys that do not change a result; the dtype that matters is the one loaded in."""
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that transformers will load, in order. Raises ModelError if there are none, or not all."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles and are not loaded: "
+            "convert them with save_pretrained of transformers"
+        ) from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read ({error}); download or copy it again") from error
+    missing = [name for name in names if not (model_dir / name).is_file()]
+    if missing:
+        raise ModelError(f"{model_dir} lacks {', '.join(missing)}, which {index.name} names; download or copy it again")
+    return [model_dir / name for name in names]
+
+
+def num_weights(model_dir: Path) -> int:
+    """Numbers in its files. Raises ModelError."""
+    total = 0
+    for path in weight_files(model_dir):
+        with _reading(path) as file:
+            total += sum(math.prod(entry["shape"]) for entry in _header(file)[0].values())
+    return total
+
+
+def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
+    """Hex digest of what decides this model's KV. Of each tensor name, shape and place count, and its bytes:
+    all of them up to 64 KiB, samples from its whole length above. So models of one shape differ, however
+    little was trained. Raises ModelError."""
+    digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
+    content = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
+    for part in (dtype, json.dumps(content, sort_keys=True, default=str)):
+        digest.update(len(part).to_bytes(8, "little") + part.encode())
+    for path in weight_files(model_dir):
+        with _reading(path) as file:
+            _update_with_tensors(digest, file)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """(tensors, where their data begins). Format: 8 bytes little-endian header length, JSON header, data (the
+    safetensors README)."""
+    header_len = int.from_bytes(file.read(8), "little")
+    if header_len > _MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {header_len} bytes")
+    header = json.loads(file.read(header_len))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + header_len
+
+
+def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
+    tensors, data_begin = _header(file)
+    for name in sorted(tensors):
+        entry = tensors[name]
+        begin, end = entry["data_offsets"]
+        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+        size = end - begin
+        if size <= _WHOLE_TENSOR_BYTES:
+            places = [(begin, size)]
+        else:
+            places = [(begin + (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
+        for offset, length in places:
+            file.seek(data_begin + offset)
+            piece = file.read(length)
+            if len(piece) != length:
+                raise ValueError("it is cut short")
+            digest.update(piece)

@@ -1,0 +1,170 @@
+"""Load a model for serving: a transformers class with our paged attention, or a `ModelError` that says what
+is missing."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from baton.core.errors import ModelError
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.model.attention.paged_attention import PAGED
+from baton.model.device.device_memory import free_bytes
+from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
+from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
+from baton.model.loading.model_support import causal_lm_class, kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to be served, and what the rest of a worker needs to know about it. `eos_token_ids` may
+    be empty."""
+
+    path: Path
+    model: PreTrainedModel
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def layout(self, block_size_tokens: int) -> KvLayout:
+        """How this model's KV lies in memory."""
+        num_kv_heads, head_dim = kv_heads(self.config)
+        return uniform_layout(
+            model_fingerprint=self.model_fingerprint,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            block_size_tokens=block_size_tokens,
+            num_layers=self.config.num_hidden_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+        )
+
+
+def load_model(
+    path: Path, *, dtype: str = "auto", device: str = "auto", max_model_len: int | None = None
+) -> LoadedModel:
+    """Load the directory `path` (see `hub.resolve_model`); reads nothing from the network.
+
+    dtype: auto is the checkpoint's own; device: auto is cuda where there is a GPU. Raises ModelError naming
+    what the model has or lacks.
+    """
+    config = _read_config(path)
+    model_class = causal_lm_class(config)
+    tokenizer = tokenizer_fingerprint(path)
+    load_dtype = _load_dtype(config, dtype)
+    target = _device(device)
+    size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
+    check_room(size, free_bytes(target), what, str(target))
+    if target.type != "cpu":
+        check_room(size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}")
+    config._attn_implementation = PAGED
+    disable_progress_bar()  # a worker's standard error is a log
+    fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
+    try:
+        model, info = cast(Any, model_class).from_pretrained(
+            path,
+            config=config,
+            dtype=load_dtype,
+            attn_implementation=PAGED,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would fill them with random numbers
+        raise ModelError(
+            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]}"
+        )
+    model = model.to(target).eval().requires_grad_(False)
+    return LoadedModel(
+        path=path,
+        model=model,
+        model_fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer,
+        max_model_len=_max_model_len(config, max_model_len),
+        vocab_size=config.vocab_size,
+        eos_token_ids=eos_token_ids(path),
+    )
+
+
+def check_room(needed: int, free: int, what: str, where: str) -> None:
+    """Raises ModelError with the numbers if `needed` bytes are not free."""
+    if needed > free:
+        raise ModelError(
+            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: give a smaller model, a --dtype of fewer bytes, or "
+            "more memory"
+        )
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """Ids that end a text: those of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((path / name).read_text()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path / name} cannot be read: {error}") from error
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json: give --model a Hugging Face model directory, a hub id, or demo")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path / 'config.json'} is of no model that this version of transformers knows: {error}"
+        ) from error
+    return config
+
+
+def _load_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = getattr(config, "dtype", None)
+    own = getattr(torch, own, None) if isinstance(own, str) else own
+    return own if own in DTYPE_NAMES else torch.float32
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "--device cuda: this PyTorch sees no CUDA device; use --device cpu, or install a CUDA build of PyTorch"
+        )
+    return torch.device(device)
+
+
+def _max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
+    own: int = config.max_position_embeddings
+    if asked is not None and asked > own:
+        raise ModelError(
+            f"--max-model-len {asked} is more than the model's own {own} positions (max_position_embeddings)"
+        )
+    return own if asked is None else asked

@@ -1,0 +1,90 @@
+"""Which models can be served from paged KV memory: checked on the configuration and the class, before any
+weight is read."""
+
+from typing import Any, cast
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from baton.core.errors import ModelError
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary frequencies that depend on the position alone. `dynamic` and `longrope` change with the longest
+position in the batch."""
+
+
+def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that serves this configuration. Raises ModelError naming everything about it that cannot be
+    served."""
+    name = f"{config.model_type} ({', '.join(config.architectures or ()) or 'no architecture named'})"
+    if config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder model; only decoder-only language models can be served")
+    if config.get_text_config() is not config:
+        raise ModelError(f"{name} is a composite model with a text part; only plain language models can be served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"transformers has no causal language model for {name}")
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    problems = _problems(config, model_class)
+    if problems:
+        raise ModelError(f"{name} cannot be served: {'; '.join(problems)}")
+    return model_class
+
+
+def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[str]:
+    problems = []
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = (
+            quantization.get("quant_method", "unnamed")
+            if isinstance(quantization, dict)
+            else type(quantization).__name__
+        )
+        problems.append(f"its checkpoint is quantized (quantization_config: {method}), use the unquantized one")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        problems.append(f"{model_class.__name__} does not support attention backends (_supports_attention_backend)")
+    if getattr(model_class, "_is_stateful", False):
+        problems.append(f"{model_class.__name__} keeps a recurrent state beside its KV")
+    strange = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - LAYER_TYPES)
+    if strange:
+        problems.append(f"layer types {', '.join(strange)}; every layer must be full or sliding attention")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        problems.append("chunked attention (attention_chunk_size)")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        problems.append("a soft cap on attention logits (attn_logit_softcapping)")
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        problems.append("bidirectional attention")
+    rope_types = sorted(_rope_types(config) - ROPE_TYPES)
+    if rope_types:
+        problems.append(
+            f"rotary embedding of type {', '.join(rope_types)}, which is not one of {', '.join(sorted(ROPE_TYPES))}"
+        )
+    numbers = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
+    lacking = [key for key in numbers if not isinstance(getattr(config, key, None), int)]
+    if lacking:
+        problems.append(f"its configuration has no single number {', '.join(lacking)}")
+    if not isinstance(getattr(config, "num_key_value_heads", 1) or 1, int):
+        problems.append("layers have different numbers of KV heads (num_key_value_heads)")
+    return problems
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """Every rotary type in the configuration; in transformers 5 `rope_parameters` is one dict, or one for
+    each layer type."""
+    found: set[str] = set()
+    for attribute in ("rope_parameters", "rope_scaling"):
+        parameters: Any = getattr(config, attribute, None)
+        if not isinstance(parameters, dict):
+            continue
+        entries = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+        found.update(str(entry.get("rope_type") or entry.get("type") or "default") for entry in entries)
+    return found
+
+
+def kv_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """(KV heads, head size) as the configuration has them; attention raises if a layer then caches another
+    shape."""
+    heads = config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or heads, getattr(
+        config, "head_dim", None
+    ) or config.hidden_size // heads

@@ -1,0 +1,1 @@
+"""Samples tokens from logits, on the host or on the device."""

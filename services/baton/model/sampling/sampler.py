@@ -1,0 +1,178 @@
+"""Keyed Gumbel sampling: `argmax(logits / temperature + g)` over what top-k, top-p and min-p keep; g from a
+counter-based hash of (seed, sample_index, position, token id).
+
+The same request draws the same tokens wherever and however often it runs, and rounding noise in the logits
+flips a token as rarely as in greedy decoding. Everything after the model's float32 logits is float64, so that
+it adds no noise of its own. `SAMPLER_VERSION` in `core/kv/kv_layout.py` changes with anything here, and in
+what draws, that changes a token. Nothing waits for the device until `Draws.result`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from baton.core.errors import Code, Failure, Reason
+from baton.core.request import TokenLogprobs
+from baton.engine.state.step import SampledToken, SampleRequest
+from baton.model.device.async_copy import download, upload
+from baton.model.sampling import device_sampler, host_sampler
+from baton.model.sampling.logits_processors import unknown_token_id
+
+Asking = Sequence[tuple[int, SampleRequest]]
+"""(seq_id, request) of each row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStep:
+    """`samples` by sequence; a sequence whose logits or request were at fault is in `failures` instead."""
+
+    samples: Mapping[int, tuple[SampledToken, ...]]
+    failures: Mapping[int, Failure]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logprobs:
+    """Of `rows`, which ask for them, on the host once the device is done: chosen [draws of these rows], top
+    [rows, most asked for]."""
+
+    rows: Sequence[int]
+    chosen: torch.Tensor
+    top_values: torch.Tensor
+    top_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """Tokens that a device draws. `token_ids` [num_draws], int64, on the device: row after row (`of_row`),
+    each request's samples in order; a row that fails has some token id or other. `found`: token ids, whether
+    each row is numbers, whether it has a choice; on the host once the device is done. `refused`: by row."""
+
+    asking: Asking
+    of_row: Sequence[range]
+    refused: Mapping[int, Failure]
+    token_ids: torch.Tensor
+    found: torch.Tensor
+    logprobs: _Logprobs | None
+
+    def result(self) -> SampledStep:
+        """Once the device is done."""
+        found, num_rows = self.found.tolist(), len(self.asking)
+        are_numbers, have_choice = found[-2 * num_rows : -num_rows], found[-num_rows:]
+        logprobs = self._logprobs_of_draws()
+        failures: dict[int, Failure] = {}
+        samples: dict[int, tuple[SampledToken, ...]] = {}
+        for row, (seq_id, request) in enumerate(self.asking):
+            if not are_numbers[row]:
+                failures[seq_id] = numerical_error("logits that are not numbers")
+            elif row in self.refused:
+                failures[seq_id] = self.refused[row]
+            elif not have_choice[row]:
+                failures[seq_id] = _cannot_sample("bias and bans leave no token to draw")
+            else:
+                samples[seq_id] = tuple(
+                    SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
+                    for index, draw in zip(request.sample_indices, self.of_row[row], strict=True)
+                )
+        return SampledStep(samples=samples, failures=failures)
+
+    def _logprobs_of_draws(self) -> dict[int, TokenLogprobs]:
+        if self.logprobs is None:
+            return {}
+        chosen = iter(self.logprobs.chosen.tolist())
+        found: dict[int, TokenLogprobs] = {}
+        for row, ids, values in zip(
+            self.logprobs.rows, self.logprobs.top_ids.tolist(), self.logprobs.top_values.tolist(), strict=True
+        ):
+            num = self.asking[row][1].sampling.num_logprobs or 0
+            top = tuple(zip(ids[:num], values[:num], strict=True))
+            found.update((draw, TokenLogprobs(logprob=next(chosen), top=top)) for draw in self.of_row[row])
+        return found
+
+
+def sample(logits: torch.Tensor, asking: Asking) -> Draws:
+    """Draw every row's tokens. logits [len(asking), vocab_size], any float dtype."""
+    logits, device = logits.float(), logits.device
+    best = logits.max(dim=-1)  # NaN wins a maximum
+    of_row = _draws_of(asking)
+    token_ids = best.indices
+    if any(len(own) != 1 for own in of_row):
+        token_ids = token_ids[_owners(of_row, device)]
+    have_choice = torch.ones(len(asking), dtype=torch.bool, device=device)
+    special = [row for row, (_, request) in enumerate(asking) if not _is_plain_greedy(request)]
+    refused = {
+        row: _cannot_sample(f"token id {unknown} is outside the vocabulary of {logits.shape[-1]}")
+        for row in special
+        if (unknown := unknown_token_id(asking[row][1], logits.shape[-1])) is not None
+    }
+    if rows := [row for row in special if row not in refused]:
+        drawn = (_draw_on_host if device.type == "cpu" else device_sampler.draw)(
+            _rows(logits, rows), [asking[row][1] for row in rows]
+        )
+        token_ids[_index(chain.from_iterable(of_row[row] for row in rows), device)] = drawn.token_ids
+        have_choice[_index(rows, device)] = drawn.have_choice
+    found = torch.cat((token_ids, torch.isfinite(best.values).long(), have_choice.long()))
+    logprobs = _logprobs(logits, asking, of_row, token_ids)
+    return Draws(
+        asking=asking, of_row=of_row, refused=refused, token_ids=token_ids, found=download(found), logprobs=logprobs
+    )
+
+
+def _draw_on_host(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> device_sampler.Drawn:
+    drawn = [host_sampler.draw(row, request) for row, request in zip(logits.numpy(), requests, strict=True)]
+    found = [ids or (0,) * len(request.sample_indices) for ids, request in zip(drawn, requests, strict=True)]
+    return device_sampler.Drawn(
+        torch.tensor(list(chain.from_iterable(found))), torch.tensor([ids is not None for ids in drawn])
+    )
+
+
+def numerical_error(what: str) -> Failure:
+    """NaN or infinity where numbers should be: this sequence ends, the others go on."""
+    return Failure(
+        code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message=f"the model computed {what} for this request"
+    )
+
+
+def _cannot_sample(why: str) -> Failure:
+    return Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=f"cannot sample: {why}")
+
+
+def _logprobs(
+    logits: torch.Tensor, asking: Asking, of_row: Sequence[range], token_ids: torch.Tensor
+) -> _Logprobs | None:
+    """Of the model's own distribution, float32, for the rows that ask for them."""
+    rows = [row for row, (_, request) in enumerate(asking) if request.sampling.num_logprobs is not None]
+    if not rows:
+        return None
+    logprobs = torch.log_softmax(_rows(logits, rows), dim=-1)
+    most = max(asking[row][1].sampling.num_logprobs or 0 for row in rows)
+    top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+    drawn = token_ids[_index(chain.from_iterable(of_row[row] for row in rows), logits.device)]
+    chosen = logprobs[_owners([of_row[row] for row in rows], logits.device), drawn]
+    return _Logprobs(rows=rows, chosen=download(chosen), top_values=download(top.values), top_ids=download(top.indices))
+
+
+def _rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return logits if len(rows) == len(logits) else logits[_index(rows, logits.device)]
+
+
+def _index(numbers: Iterable[int], device: torch.device) -> torch.Tensor:
+    return upload(np.fromiter(numbers, dtype=np.int64), device)
+
+
+def _owners(draws: Sequence[range], device: torch.device) -> torch.Tensor:
+    """Of each draw, whose it is among these."""
+    return upload(np.repeat(np.arange(len(draws)), [len(own) for own in draws]), device)
+
+
+def _draws_of(asking: Asking) -> list[range]:
+    """Of each row, where its tokens are among all."""
+    ends = accumulate(len(request.sample_indices) for _, request in asking)
+    return [range(end - len(request.sample_indices), end) for end, (_, request) in zip(ends, asking, strict=True)]
+
+
+def _is_plain_greedy(request: SampleRequest) -> bool:
+    sampling = request.sampling
+    return sampling.is_greedy and not (sampling.has_penalties or sampling.logit_bias or request.banned_token_ids)

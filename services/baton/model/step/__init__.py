@@ -1,0 +1,1 @@
+"""Turns a step plan into tensors and runs the forward pass."""

@@ -1,0 +1,1 @@
+"""Compares a backend with the model's own code at start."""

@@ -1,0 +1,62 @@
+"""What operators ask of a running cluster: servicer and client."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from baton.core.client_api import AdminApi, ClusterStatus
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.rpc import grpc_status
+from baton.rpc.inference_rpc import AUTHORIZATION_KEY, Context, answered, caller_of
+from baton.rpc.mappers import client_mapper as convert
+from baton.v1 import admin_pb2 as pb
+from baton.v1 import admin_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class AdminServicer(pb_grpc.AdminServicer):
+    def __init__(self, api: AdminApi) -> None:
+        self._api = api
+
+    async def Status(self, message: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802 - names of methods are grpc's
+        async with answered(context):
+            return convert.to_status(await self._api.status(caller_of(context)))
+
+    async def Explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
+        async with answered(context):
+            request_id = message.request_id if message.HasField("request_id") else None
+            return convert.to_explain_response(await self._api.explain(request_id, caller_of(context)))
+
+    async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
+        async with answered(context):
+            await self._api.drain(message.worker_id, caller_of(context), node_shutting_down=message.node_leaves)
+            return pb.DrainResponse()
+
+
+class AdminClient:
+    """Raises Refused as the API does, StreamBroken where no gateway answers within `call_s`."""
+
+    def __init__(self, channel: grpc.aio.Channel, where: str, *, authorization: str = "", call_s: float = 10.0) -> None:
+        self._stub = pb_grpc.AdminStub(channel)
+        self._where = where
+        self._call_s = call_s
+        self._metadata = ((AUTHORIZATION_KEY, authorization),) if authorization else ()
+
+    async def status(self) -> ClusterStatus:
+        return convert.from_status(await self._called(self._stub.Status, pb.StatusRequest()))
+
+    async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]:
+        return convert.from_explain_response(
+            await self._called(self._stub.Explain, pb.ExplainRequest(request_id=request_id))
+        )
+
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None:
+        await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id, node_leaves=node_shutting_down))
+
+    async def _called(self, method: Callable[..., Any], message: Any) -> Any:
+        try:
+            return await method(message, timeout=self._call_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise grpc_status.raised(error, self._where) from error

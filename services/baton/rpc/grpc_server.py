@@ -1,0 +1,123 @@
+"""A gRPC server for the services of one process, with health and, for what clients call, reflection."""
+
+import asyncio
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # the stubs lack it
+from grpc_reflection.v1alpha import reflection
+
+from baton.core.client_api import AdminApi, InferenceApi
+from baton.core.errors import ConfigError
+from baton.core.interfaces import SchedulerService, WorkerService
+from baton.rpc import admin_rpc, inference_rpc, peer_rpc, scheduler_rpc, worker_rpc
+from baton.rpc.aio_server import aio_server
+from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from baton.rpc.grpc_network import DEFAULT_LIMITS
+from baton.rpc.grpc_status import RefuseGarbage
+from baton.rpc.grpc_streams import StreamLimits
+from baton.rpc.grpc_tls import Tls
+from baton.runtime.network.addresses import choose_port, join_address
+from baton.runtime.observability.health import Health
+from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.wire.v1 import peer_pb2_grpc, scheduler_pb2_grpc, worker_pb2_grpc
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Make it inside the event loop that will run it, add services, `start`. Health checks are answered for
+    each service by its full name, and for "", which stands for all of them; all serve from the start unless
+    `follow` is given a Health."""
+
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
+    ) -> None:
+        """`tls`: without it, plain text."""
+        by_name = () if tls is None else tls.interceptors()
+        self._server = aio_server((*by_name, RefuseGarbage()), server_options(heartbeat_s, max_message_bytes))
+        self._limits = limits
+        self._tls = tls
+        self._health_servicer = health_aio.HealthServicer()
+        self._health: Health | None = None
+        self._health_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+        self._services = [""]
+        self._public: list[str] = []
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._server)
+
+    def add_worker(self, service: WorkerService) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker_rpc.WorkerServicer(service, self._limits), self._server)
+        peer_pb2_grpc.add_PeerServicer_to_server(peer_rpc.PeerServicer(service, self._limits), self._server)
+        self._services += [worker_rpc.SERVICE, peer_rpc.SERVICE]
+
+    def add_scheduler(self, service: SchedulerService) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(
+            scheduler_rpc.SchedulerServicer(service, self._limits), self._server
+        )
+        self._services.append(scheduler_rpc.SERVICE)
+
+    def add_inference(self, api: InferenceApi) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference_rpc.InferenceServicer(api), self._server)
+        self._services.append(inference_rpc.SERVICE)
+        self._public.append(inference_rpc.SERVICE)
+
+    def add_admin(self, api: AdminApi) -> None:
+        admin_pb2_grpc.add_AdminServicer_to_server(admin_rpc.AdminServicer(api), self._server)
+        self._services.append(admin_rpc.SERVICE)
+        self._public.append(admin_rpc.SERVICE)
+
+    def follow(self, health: Health) -> None:
+        """Answer health checks by `health.is_ready`."""
+        self._health = health
+        health.on_change(lambda _: self._health_changed.set())
+
+    async def start(self, host: str, port: int, *, flag: str = "--rpc-port") -> int:
+        """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag`
+        when it is taken, or TLS's files cannot be used."""
+        if port:
+            choose_port(host, port, flag=flag)
+        try:
+            address = join_address(host, port)
+            add = self._server.add_insecure_port
+            bound = (
+                add(address)
+                if self._tls is None
+                else self._server.add_secure_port(address, self._tls.server_credentials())
+            )
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {join_address(host, port)} ({flag}): {error}") from error
+        if self._public:
+            reflection.enable_server_reflection([*self._public, reflection.SERVICE_NAME, _HEALTH_SERVICE], self._server)
+        await self._publish_health()
+        await self._server.start()
+        self._health_task = asyncio.get_running_loop().create_task(self._keep_health())
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, give what runs `grace_s` to end, then cut it off. Standing streams end only by
+        their services or by that."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.wait((self._health_task,))
+        await self._health_servicer.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _keep_health(self) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await self._publish_health()
+
+    async def _publish_health(self) -> None:
+        status = _SERVING if self._health is None or self._health.is_ready else _NOT_SERVING
+        for service in self._services:
+            await self._health_servicer.set(service, status)
+
+
+_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

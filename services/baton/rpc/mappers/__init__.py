@@ -1,0 +1,1 @@
+"""Mappings between core values and protobuf messages."""

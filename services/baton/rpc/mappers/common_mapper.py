@@ -1,0 +1,387 @@
+"""What several contracts share, between core and protobuf.
+
+`to_x` takes a core value; `from_x` takes a message from outside and raises Refused (INVALID_ARGUMENT), naming
+the field, for whatever no core value stands for: enums that are unset or unknown, missing parts, wrong
+lengths, durations that are no number. It raises nothing else.
+"""
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from struct import Struct
+from typing import Any, Generic, NoReturn, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.core.errors import Code, Failure, Reason, invalid
+from baton.core.ids import JobId, WorkerRef
+from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
+from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
+from baton.core.messages.jobs import PrefixSource
+from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
+from baton.core.request_limits import shown
+from baton.wire.v1 import common_pb2 as pb
+
+TOKEN_BYTES = 4
+if array("I").itemsize != TOKEN_BYTES:
+    raise ImportError("this platform's unsigned int is not 4 bytes: token ids cannot be sent")
+
+MAX_NAME = 256
+"""Characters of a name, bytes of an id or salt. They are kept for as long as what they name, and some stand
+in logs and in every report."""
+MAX_SECONDS = 1e9
+"""Of a duration: 30 years, which every clock and timer can still add to now."""
+MAX_AMOUNT = 1e12
+MAX_GROUPS, MAX_COMPONENTS = 4096, 64
+MAX_AGENT_BYTES = 2**20
+
+_HASHES = Struct(f"{HASH_BYTES}s")
+
+EnumT = TypeVar("EnumT", bound=Enum)
+NameT = TypeVar("NameT", str, bytes)
+
+
+class EnumMap(Generic[EnumT]):
+    """A core enum and its protobuf twin, matched by name: `FAILURE_REASON_X` is `X`. A member without a twin
+    is a KeyError at import."""
+
+    __slots__ = ("_from", "_name", "_to")
+
+    def __init__(self, core: type[EnumT], wire: Any) -> None:
+        unspecified: str = wire.Name(0)
+        prefix = unspecified.removesuffix("UNSPECIFIED")
+        numbers = dict(wire.items())
+        self._name = unspecified
+        self._to: Mapping[EnumT, Any] = {member: numbers[prefix + member.name] for member in core}
+        self._from: Mapping[int, EnumT] = {number: member for member, number in self._to.items()}
+
+    def to_wire(self, member: EnumT) -> Any:
+        return self._to[member]
+
+    def from_wire(self, number: int) -> EnumT:
+        member = self._from.get(number)
+        if member is None:
+            raise invalid(f"{self._name.removesuffix('_UNSPECIFIED').lower()} {number} is unset or unknown")
+        return member
+
+
+CODES = EnumMap(Code, pb.FailureCode)
+REASONS = EnumMap(Reason, pb.FailureReason)
+FINISH_REASONS = EnumMap(FinishReason, pb.FinishReason)
+
+
+def seconds(value: float, field: str) -> float:
+    """A duration that something waits for."""
+    if not 0.0 <= value <= MAX_SECONDS:
+        raise invalid(
+            f"{field} is {value}: a duration must be a number of seconds, 0 or more, and at most {MAX_SECONDS:g}"
+        )
+    return value
+
+
+def optional_seconds(message: Any, field: str) -> float | None:
+    """As `seconds`, of a field that may be unset."""
+    return seconds(getattr(message, field), field) if message.HasField(field) else None
+
+
+def amount(value: float, field: str) -> float:
+    """A mean of counts."""
+    if not 0.0 <= value <= MAX_AMOUNT:
+        raise invalid(f"{field} is {value}: it must be a number, 0 or more, and at most {MAX_AMOUNT:g}")
+    return value
+
+
+def name(value: NameT, field: str) -> NameT:
+    """A name, id or salt."""
+    return value if len(value) <= MAX_NAME else name_too_long(len(value), field)
+
+
+def name_too_long(length: int, field: str) -> NoReturn:
+    raise invalid(f"{field} has a length of {length}; at most {MAX_NAME} is allowed")
+
+
+def to_token_bytes(token_ids: TokenIds) -> bytes:
+    if sys.byteorder == "big":
+        token_ids = array("I", token_ids)
+        token_ids.byteswap()
+    return token_ids.tobytes()
+
+
+def from_token_bytes(data: bytes) -> TokenIds:
+    if len(data) % TOKEN_BYTES:
+        raise invalid(f"token_ids has {len(data)} bytes: not a multiple of {TOKEN_BYTES}")
+    token_ids = array("I")
+    token_ids.frombytes(data)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+def to_hash_bytes(hashes: Iterable[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def from_hash_bytes(data: bytes) -> tuple[BlockHash, ...]:
+    if len(data) % HASH_BYTES:
+        raise invalid(f"block hashes have {len(data)} bytes: not a multiple of {HASH_BYTES}")
+    return tuple(block_hash for (block_hash,) in _HASHES.iter_unpack(data))
+
+
+def to_worker_ref(ref: WorkerRef) -> pb.WorkerRef:
+    return pb.WorkerRef(worker_id=ref.worker_id, worker_epoch=ref.worker_epoch, address=ref.address)
+
+
+def from_worker_ref(message: pb.WorkerRef) -> WorkerRef:
+    """Required: an empty `worker_id` is refused."""
+    if not message.worker_id:
+        raise invalid("a worker's worker_id is missing")
+    return WorkerRef(
+        worker_id=name(message.worker_id, "worker_id"),
+        worker_epoch=message.worker_epoch,
+        address=name(message.address, "address"),
+    )
+
+
+def to_job_id(job: JobId) -> pb.JobId:
+    return pb.JobId(request_id=job.request_id, attempt=job.attempt)
+
+
+def from_job_id(message: pb.JobId) -> JobId:
+    """Required: an empty `request_id` is refused."""
+    request_id = message.request_id
+    if not request_id:
+        raise invalid("a job's request_id is missing")
+    return JobId(request_id=name(request_id, "request_id"), attempt=message.attempt)
+
+
+def to_prefix_source(source: PrefixSource) -> pb.PrefixSource:
+    return pb.PrefixSource(worker=to_worker_ref(source.worker), num_blocks=source.num_blocks)
+
+
+def from_prefix_source(message: pb.PrefixSource) -> PrefixSource:
+    return PrefixSource(worker=from_worker_ref(message.worker), num_blocks=message.num_blocks)
+
+
+def to_failure(failure: Failure) -> pb.Failure:
+    return pb.Failure(
+        code=CODES.to_wire(failure.code),
+        reason=REASONS.to_wire(failure.reason),
+        message=failure.message,
+        retry_after_s=failure.retry_after_s,
+        retriable=failure.retriable,
+        blamed=None if failure.blamed is None else to_worker_ref(failure.blamed),
+    )
+
+
+def from_failure(message: pb.Failure) -> Failure:
+    return Failure(
+        code=CODES.from_wire(message.code),
+        reason=REASONS.from_wire(message.reason),
+        message=message.message,
+        retry_after_s=optional_seconds(message, "retry_after_s"),
+        retriable=message.retriable,
+        blamed=from_worker_ref(message.blamed) if message.HasField("blamed") else None,
+    )
+
+
+def to_sampling(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        num_logprobs=sampling.num_logprobs,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        sampler_version=sampling.sampler_version,
+    )
+
+
+def from_sampling(message: pb.Sampling) -> Sampling:
+    """Refuses values that are no number; limits are the gateway's business."""
+    sampling = Sampling(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
+        sampler_version=message.sampler_version,
+    )
+    for field in _SAMPLING_NUMBERS:
+        if not math.isfinite(getattr(sampling, field)):
+            raise invalid(f"sampling: {field} is {getattr(sampling, field)}, not a number")
+    for _, bias in sampling.logit_bias:
+        if not math.isfinite(bias):
+            raise invalid(f"sampling: a logit_bias is {bias}, not a number")
+    return sampling
+
+
+_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def to_token_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def from_token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise invalid(f"logprobs: {len(message.top_token_ids)} token ids for {len(message.top_logprobs)} values")
+    return TokenLogprobs(
+        logprob=message.logprob, top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    )
+
+
+def to_usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(num_prompt_tokens=usage.num_prompt_tokens, num_cached_tokens=usage.num_cached_tokens)
+
+
+def from_usage(message: pb.Usage) -> Usage:
+    return Usage(num_prompt_tokens=message.num_prompt_tokens, num_cached_tokens=dict(message.num_cached_tokens))
+
+
+_LEG_FIELDS = tuple(field.name for field in pb.LegTimeline.DESCRIPTOR.fields)
+
+
+def to_leg_timeline(leg: LegTimeline) -> pb.LegTimeline:
+    return pb.LegTimeline(**{field: getattr(leg, field) for field in _LEG_FIELDS})
+
+
+def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
+    name(message.worker_id, "worker_id")
+    name(message.transport, "transport")
+    return LegTimeline(**values_of(message))
+
+
+def values_of(message: Message) -> dict[str, Any]:
+    """The fields' values by their names; None where the sender left an optional one out."""
+    return {
+        field.name: getattr(message, field.name) if not field.has_presence or message.HasField(field.name) else None
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        layout_version=layout.layout_version,
+        model_fingerprint=layout.model_fingerprint,
+        tokenizer_fingerprint=layout.tokenizer_fingerprint,
+        block_size_tokens=layout.block_size_tokens,
+        block_bytes=layout.block_bytes,
+        groups=[
+            pb.LayerGroup(
+                layer_begin=group.layer_begin,
+                num_layers=group.num_layers,
+                components=[
+                    pb.KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype)
+                    for c in group.components
+                ],
+            )
+            for group in layout.groups
+        ],
+        hash_scheme=layout.hash_scheme,
+        sampler_version=layout.sampler_version,
+    )
+
+
+def from_kv_layout(message: pb.KvLayout) -> KvLayout:
+    """Refuses an unknown dtype, and sizes that do not give `block_bytes` by our arithmetic."""
+    if not message.block_size_tokens:
+        raise invalid("layout: block_size_tokens is missing")
+    if len(message.groups) > MAX_GROUPS:
+        raise invalid(f"layout: {len(message.groups)} groups of layers; at most {MAX_GROUPS} are allowed")
+    for group in message.groups:
+        if len(group.components) > MAX_COMPONENTS:
+            raise invalid(
+                f"layout: {len(group.components)} components in one layer; at most {MAX_COMPONENTS} are allowed"
+            )
+        for component in group.components:
+            if component.dtype not in DTYPE_BYTES:
+                raise invalid(f"layout: dtype {shown(component.dtype)} is unknown; known are {', '.join(DTYPE_BYTES)}")
+    layout = KvLayout(
+        model_fingerprint=name(message.model_fingerprint, "model_fingerprint"),
+        tokenizer_fingerprint=name(message.tokenizer_fingerprint, "tokenizer_fingerprint"),
+        block_size_tokens=message.block_size_tokens,
+        groups=tuple(
+            LayerGroup(
+                layer_begin=group.layer_begin,
+                num_layers=group.num_layers,
+                components=tuple(
+                    KvComponent(
+                        name=name(c.name, "component"), num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype
+                    )
+                    for c in group.components
+                ),
+            )
+            for group in message.groups
+        ),
+        layout_version=message.layout_version,
+        hash_scheme=name(message.hash_scheme, "hash_scheme"),
+        sampler_version=message.sampler_version,
+    )
+    if layout.block_bytes != message.block_bytes:
+        raise invalid(f"layout: block_bytes is {message.block_bytes}, but its layers give {layout.block_bytes}")
+    return layout
+
+
+def to_kv_memory(memory: KvMemory) -> pb.KvMemory:
+    return pb.KvMemory(
+        owner=to_worker_ref(memory.owner),
+        shard=memory.shard,
+        layer_begin=memory.layer_begin,
+        num_layers=memory.num_layers,
+        head_begin=memory.head_begin,
+        num_heads=memory.num_heads,
+        agent_name=memory.agent_name,
+        agent_metadata=memory.agent_metadata,
+        memory_kind=memory.memory_kind,
+        device_id=memory.device_id,
+        base_address=memory.base_address,
+        block_stride_bytes=memory.block_stride_bytes,
+        num_blocks=memory.num_blocks,
+        generation_table_address=memory.generation_table_address,
+        generation_entry_bytes=memory.generation_entry_bytes,
+    )
+
+
+def from_kv_memory(message: pb.KvMemory) -> KvMemory:
+    if len(message.agent_metadata) > MAX_AGENT_BYTES:
+        raise invalid(f"agent_metadata has {len(message.agent_metadata)} bytes; at most {MAX_AGENT_BYTES} are allowed")
+    return KvMemory(
+        owner=from_worker_ref(message.owner),
+        shard=message.shard,
+        layer_begin=message.layer_begin,
+        num_layers=message.num_layers,
+        head_begin=message.head_begin,
+        num_heads=message.num_heads,
+        agent_name=name(message.agent_name, "agent_name"),
+        agent_metadata=message.agent_metadata,
+        memory_kind=name(message.memory_kind, "memory_kind"),
+        device_id=message.device_id,
+        base_address=message.base_address,
+        block_stride_bytes=message.block_stride_bytes,
+        num_blocks=message.num_blocks,
+        generation_table_address=message.generation_table_address,
+        generation_entry_bytes=message.generation_entry_bytes,
+    )

@@ -1,0 +1,118 @@
+"""What a scheduler is asked: servicer and client, line for line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
+from baton.core.interfaces import SchedulerService, Source
+from baton.core.request import RequestActuals
+from baton.rpc import grpc_status
+from baton.rpc.channel import Lines
+from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, feed, listen, serve
+from baton.rpc.mappers import scheduler_mapper as convert
+from baton.wire.v1 import scheduler_pb2 as pb
+from baton.wire.v1 import scheduler_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Scheduler"].full_name
+SCHEDULER_SIDE: Codec[WorkerCommand, WorkerReport] = Codec(convert.to_command, convert.from_worker_report)
+WORKER_SIDE: Codec[WorkerReport, WorkerCommand] = Codec(convert.to_worker_report, convert.from_command)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Stub = pb_grpc.SchedulerStub
+
+
+class SchedulerServicer(pb_grpc.SchedulerServicer):
+    def __init__(self, service: SchedulerService, limits: StreamLimits) -> None:
+        self._service = service
+        self._limits = limits
+
+    async def Place(self, message: pb.PlacementQuery, context: Context) -> pb.PlaceReply:  # noqa: N802 - names of methods are grpc's
+        async with grpc_status.reported(context):
+            return convert.to_place_reply(await self._service.place(convert.from_placement_query(message)))
+
+    async def Finished(self, message: pb.FinishedRequest, context: Context) -> pb.FinishedReply:  # noqa: N802
+        async with grpc_status.reported(context):
+            await self._service.finished(*map(convert.from_request_actuals, message.actuals))
+            return pb.FinishedReply()
+
+    async def Watch(self, message: pb.WatchRequest, context: Context) -> None:  # noqa: N802
+        async with grpc_status.reported(context):
+            await feed(context, await self._service.watch(), convert.to_cluster_update)
+
+    async def Report(self, _: Any, context: Context) -> None:  # noqa: N802
+        await serve(context, SCHEDULER_SIDE, self._service.report, self._limits)
+
+    async def Explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainReply:  # noqa: N802
+        async with grpc_status.reported(context):
+            records = await self._service.explain(message.request_id if message.HasField("request_id") else None)
+            return pb.ExplainReply(records=[convert.to_decision_record(record) for record in records])
+
+    async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
+        async with grpc_status.reported(context):
+            return pb.DrainReply(
+                known=await self._service.drain(message.worker_id, node_shutting_down=message.node_shutting_down)
+            )
+
+
+class SchedulerClient:
+    """Implements `SchedulerApi` over `lines` of `Stub`s, which it shares with nobody. Every call is bounded
+    by `call_s`."""
+
+    def __init__(self, lines: Lines, where: str, limits: StreamLimits, call_s: float) -> None:
+        self._lines = lines
+        self._where = where
+        self._limits = limits
+        self._call_s = call_s
+
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
+        return convert.from_place_reply(await self._called(lambda stub: stub.Place, convert.to_placement_query(query)))
+
+    async def finished(self, *actuals: RequestActuals) -> None:
+        await self._called(
+            lambda stub: stub.Finished, pb.FinishedRequest(actuals=map(convert.to_request_actuals, actuals))
+        )
+
+    async def watch(self) -> Source[ClusterUpdate]:
+        line = self._lines.take()
+        call = line.stub.Watch(pb.WatchRequest())
+        call.add_done_callback(lambda _: self._lines.give_back(line))
+        return await listen(
+            call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, where=self._where
+        )
+
+    async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        reply: pb.ExplainReply = await self._called(lambda stub: stub.Explain, pb.ExplainRequest(request_id=request_id))
+        return tuple(convert.from_decision_record(record) for record in reply.records)
+
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
+        request = pb.DrainRequest(worker_id=worker_id, node_shutting_down=node_shutting_down)
+        reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, request)
+        return reply.known
+
+    async def aclose(self) -> None:
+        await self._lines.aclose()
+
+    async def _called(self, method: Callable[[Stub], Any], message: Any) -> Any:
+        line = self._lines.take()
+        try:
+            return await method(line.stub)(message, timeout=self._call_s)
+        except grpc.aio.AioRpcError as error:
+            raise grpc_status.raised(error, self._where) from error
+        finally:
+            self._lines.give_back(line)
+
+
+async def open_report(
+    channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float
+) -> ClientDuplex[WorkerReport, WorkerCommand]:
+    """Takes `channel` over. Raises StreamBroken."""
+    return await dial(
+        channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, dial_s=dial_s, where=where
+    )

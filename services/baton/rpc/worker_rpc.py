@@ -1,0 +1,40 @@
+"""The session of a gateway with a worker: servicer and client."""
+
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.interfaces import WorkerService
+from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
+from baton.rpc.mappers.worker_mapper import (
+    from_gateway_message,
+    from_worker_message,
+    to_gateway_message,
+    to_worker_message,
+)
+from baton.wire.v1 import worker_pb2 as pb
+from baton.wire.v1 import worker_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Worker"].full_name
+WORKER_SIDE: Codec[WorkerMessage, GatewayMessage] = Codec(to_worker_message, from_gateway_message)
+GATEWAY_SIDE: Codec[GatewayMessage, WorkerMessage] = Codec(to_gateway_message, from_worker_message)
+
+
+class WorkerServicer(pb_grpc.WorkerServicer):
+    def __init__(self, service: WorkerService, limits: StreamLimits) -> None:
+        self._service = service
+        self._limits = limits
+
+    async def Session(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - grpc's name
+        await serve(context, WORKER_SIDE, self._service.session, self._limits)
+
+
+async def open_session(
+    channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float
+) -> ClientDuplex[GatewayMessage, WorkerMessage]:
+    """Takes `channel` over. Raises StreamBroken."""
+    return await dial(
+        channel, lambda c: pb_grpc.WorkerStub(c).Session(), GATEWAY_SIDE, limits=limits, dial_s=dial_s, where=where
+    )

@@ -1,0 +1,1 @@
+"""Settings: declaration, parsing, sources and defaults."""

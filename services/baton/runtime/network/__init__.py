@@ -1,0 +1,1 @@
+"""Addresses, TLS files, in-process networking and membership announcements."""

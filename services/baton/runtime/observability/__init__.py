@@ -1,0 +1,1 @@
+"""Metrics, traces, health and the admin port."""

@@ -1,0 +1,1 @@
+"""Decides when a request is refused or has to wait."""

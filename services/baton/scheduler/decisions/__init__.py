@@ -1,0 +1,1 @@
+"""Makes, records and explains placement decisions."""

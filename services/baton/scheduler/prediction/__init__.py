@@ -1,0 +1,1 @@
+"""Predicts how long a worker needs for a request, in seconds."""

@@ -1,0 +1,117 @@
+"""`baton scheduler`: one scheduler as a process, joined from its leaves: gRPC, Redis, the admin port."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import Random
+
+from baton.core.interfaces import DecisionStore, KvEventFeed, Member, MemberKind, Membership
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_tls import between_services
+from baton.runtime.config.settings import SchedulerConfig
+from baton.runtime.logging import get_logger
+from baton.runtime.network.addresses import advertised_host, join_address
+from baton.runtime.network.announcements import Announcements
+from baton.runtime.observability.admin_http import AdminServer
+from baton.runtime.observability.health import Health
+from baton.runtime.observability.metrics import ProcessMetrics, SchedulerMetrics, process_registry
+from baton.runtime.observability.open_tracing import open_tracing
+from baton.runtime.process.process import Background, Stop, rare_collections, watch_loop_lag
+from baton.scheduler.decisions.scheduler_spans import TracedScheduler
+from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
+from baton.scheduler.state.worker_streams import SchedulerTimes
+from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_decision_store import RedisDecisionStore
+from baton.store.redis.redis_keys import Keys
+from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
+from baton.store.redis.redis_membership import RedisMembership
+
+log = get_logger(__name__)
+
+CALLS_GRACE_S = 1.0
+"""Time for the calls that are being answered when a drain begins; each takes milliseconds."""
+
+
+async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
+    """Serve until `stop` is asked for; `on_ready` gets the address that gateways and workers call.
+
+    A drain takes this scheduler out of the membership, answers the calls that have begun, and ends the
+    standing streams, so that gateways and workers go on with another one. Raises ConfigError when a port is
+    taken or the Redis URL is none; a Redis that is away is no error.
+    """
+    rng = Random()
+    registry = process_registry("scheduler")
+    process_metrics = ProcessMetrics(registry)
+    health = Health("rpc")
+    scheduler_id = f"scheduler-{rng.getrandbits(32):08x}"
+    async with AsyncExitStack() as stack:
+        tracing = open_tracing(config, process_metrics, "scheduler", scheduler_id)
+        stack.push_async_callback(tracing.aclose)
+        membership, decisions, feed = _stores(config, stack)
+        scheduler = Scheduler(
+            scheduler_id=scheduler_id,
+            rules=SchedulerRules.of(config),
+            times=SchedulerTimes.of(config),
+            store=decisions,
+            feed=feed,
+            metrics=SchedulerMetrics(registry),
+            rng=rng,
+        )
+        stack.push_async_callback(scheduler.aclose)
+        server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+        server.add_scheduler(TracedScheduler(scheduler, tracing) if tracing.is_on else scheduler)
+        server.follow(health)
+        port = await server.start(config.host, config.rpc_port)
+        stack.push_async_callback(server.stop, CALLS_GRACE_S)
+        admin = AdminServer(health, registry)
+        if config.admin_port is not None:
+            admin_port = admin.start(config.host, config.admin_port)
+            stack.push_async_callback(admin.stop)
+            log.info("admin_started", address=join_address(config.host, admin_port))
+        member = Member(
+            kind=MemberKind.SCHEDULER,
+            member_id=scheduler.scheduler_id,
+            epoch=rng.getrandbits(64),
+            address=join_address(advertised_host(config.host, config.advertise_host), port),
+            info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
+        )
+        log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
+        announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
+        await announcements.announce()
+        with rare_collections():
+            health.ready("rpc")
+            async with Background(announcements.repeat(), watch_loop_lag(process_metrics.look_at_loop)):
+                on_ready(member.address)
+                await _until_drain(stop, scheduler)
+        log.info("scheduler_draining", scheduler=member.member_id)
+        health.drain()
+        await announcements.withdraw()
+        await scheduler.aclose()
+
+
+async def _until_drain(stop: Stop, scheduler: Scheduler) -> None:
+    """Raises what has ended one of the scheduler's own tasks: whoever looks after this process starts another
+    one."""
+    drain = asyncio.ensure_future(stop.drain.wait())
+    try:
+        await asyncio.wait((drain, scheduler.failed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        drain.cancel()
+    if scheduler.failed.done():
+        scheduler.failed.result()
+
+
+def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:
+    """In Redis, or without a URL in this process: then gateways and workers need this scheduler's address, a
+    restart forgets, and what workers hold is not known. Block events are waited for, so they have a
+    connection of their own."""
+    if config.redis_url is None:
+        return MemoryMembership(), MemoryDecisionStore(), MemoryKvEventFeed()
+    connection, events = RedisConnection(config.redis_url), RedisConnection(config.redis_url)
+    stack.push_async_callback(connection.aclose)
+    stack.push_async_callback(events.aclose)
+    keys = Keys(cluster=config.cluster)
+    return RedisMembership(connection, keys), RedisDecisionStore(connection, keys), RedisKvEventFeed(events, keys)

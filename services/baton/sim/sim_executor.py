@@ -1,0 +1,96 @@
+"""A device that takes virtual seconds and computes exactly what its KV memory says, right or wrong."""
+
+import asyncio
+from dataclasses import dataclass
+
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.request import TokenLogprobs
+from baton.core.step_cost import StepCostModel
+from baton.engine.kv_cache.checksum import KvCorrupted, extend, token_after
+from baton.engine.scheduling.async_scheduling import LastResult
+from baton.engine.scheduling.step_queue import StepQueue
+from baton.engine.state.step import SampledToken, StepPlan, StepResult, StepSequence
+from baton.sim.sim_memory import SimMemory, contents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimStepCost:
+    """Seconds of a step: `base_s` + `per_token_s` for each scheduled token."""
+
+    base_s: float = 0.004
+    per_token_s: float = 0.0001
+
+    @property
+    def model(self) -> StepCostModel:
+        """The same, as workers report it: exact."""
+        return StepCostModel(
+            step_s=self.base_s,
+            prefill_token_s=self.per_token_s,
+            prefill_attended_s=0.0,
+            decode_seq_s=self.per_token_s,
+            decode_context_s=0.0,
+        )
+
+
+class SimExecutor:
+    """Implements `Executor`. The next token is a function of the KV in the sequence's blocks, so a stale,
+    foreign or torn block shows in the answer; where a step samples, every slot that it attends to is compared
+    with the sequence's history as well."""
+
+    def __init__(self, *, layout: KvLayout, memory: SimMemory, vocab_size: int, cost: SimStepCost) -> None:
+        self._layout = layout
+        self.memory = memory
+        self._vocab_size = vocab_size
+        self._cost = cost
+        self._turns = StepQueue()
+        self._last = LastResult()
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        async with self._turns.turn(plan.step_id):
+            return self._last.keep(await self._run(self._last.fill_in(plan)))
+
+    def withdraw(self, step_id: int) -> bool:
+        return self._turns.withdraw(step_id)
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+    async def _run(self, plan: StepPlan) -> StepResult:
+        for source, destination in plan.block_copies:
+            self.memory.write_block(destination, self.memory.block(source))
+        for sequence in plan.sequences:
+            self._write(sequence)
+        await asyncio.sleep(self._cost.base_s + self._cost.per_token_s * plan.num_tokens)
+        return StepResult(
+            step_id=plan.step_id, samples={s.seq_id: self._sample(s) for s in plan.sequences if s.sample is not None}
+        )
+
+    def _write(self, sequence: StepSequence) -> None:
+        content = self.memory.prefix_before(sequence.block_table, sequence.kv_begin)
+        for index, token_id in enumerate(sequence.token_ids, sequence.kv_begin):
+            content = extend(content, token_id)
+            self.memory.write_slot(sequence.block_table, index, content)
+
+    def _sample(self, sequence: StepSequence) -> tuple[SampledToken, ...]:
+        sample = sequence.sample
+        assert sample is not None
+        expected = contents(sample.history)
+        for index, content in enumerate(expected):
+            if self.memory.slot(sequence.block_table, index) != content:
+                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
+        return tuple(
+            SampledToken(
+                sample_index=index,
+                token_id=token_after(expected[-1], sample.sampling.seed, index, sample.position, self._vocab_size),
+                logprobs=None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0),
+            )
+            for index in sample.sample_indices
+        )

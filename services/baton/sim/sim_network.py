@@ -1,0 +1,298 @@
+"""The calls leaf of the simulator: messages between services take seeded time, streams can be cut, and hosts
+can die.
+
+In order within a stream, in any order between streams, as TCP connections are. A message is lost only with
+its stream, as there, too.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Generic, TypeVar
+
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
+from baton.core.cluster.worker_command import WorkerCommand
+from baton.core.cluster.worker_report import WorkerReport
+from baton.core.errors import Failure, Refused, StreamBroken
+from baton.core.interfaces import Duplex, Network, SchedulerApi, SchedulerService, Source, WorkerService
+from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.request import RequestActuals
+
+SendT = TypeVar("SendT")
+ReceiveT = TypeVar("ReceiveT")
+T = TypeVar("T")
+
+MAX_BUFFERED = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Each message takes `least_s` plus an exponential time of mean `mean_s`."""
+
+    least_s: float = 0.000_05
+    mean_s: float = 0.000_5
+
+    def draw(self, rng: Random) -> float:
+        return self.least_s + rng.expovariate(1.0 / self.mean_s)
+
+
+class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
+    """One end of a stream between two hosts."""
+
+    def __init__(self, stream: "SimStream") -> None:
+        self._stream = stream
+        self._under_way: deque[Any] = (
+            deque()
+        )  # timers of one moment fire in any order: each brings the oldest message, not its own
+        self._arrived: deque[Any] = deque()
+        self._wake = asyncio.Event()
+        self._broken: StreamBroken | None = None
+        self._next_arrival_s = 0.0
+        self.other: SimEnd[Any, Any]
+
+    def send(self, message: SendT) -> None:
+        if len(self.other._arrived) >= MAX_BUFFERED:
+            self._stream.cut("the buffer is full")
+        if self._broken:
+            raise StreamBroken(str(self._broken), self._broken.failure)
+        self.other._arrive_later(message)
+
+    async def receive(self) -> ReceiveT:
+        while not self._arrived:
+            if self._broken:
+                raise StreamBroken(str(self._broken), self._broken.failure)
+            self._wake.clear()
+            await self._wake.wait()
+        message: ReceiveT = self._arrived.popleft()
+        return message
+
+    async def aclose(self) -> None:
+        self.end("closed by the other end")
+
+    def end(self, why: str, failure: Failure | None = None) -> None:
+        """Close this end; the other one still gets what was sent, then the end and its reason."""
+        if not self._broken:
+            self.break_off(StreamBroken("this end is closed"))
+            self.other._arrive_later(StreamBroken(why, failure))
+
+    def break_off(self, why: StreamBroken) -> None:
+        self._broken = self._broken or why
+        self._wake.set()
+        self._stream.forget_if_over()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
+
+    def _arrive_later(self, message: Any) -> None:
+        """In order: never before what was sent earlier. A StreamBroken is the other end's goodbye."""
+        loop = asyncio.get_running_loop()
+        self._next_arrival_s = max(self._next_arrival_s, loop.time() + self._stream.draw_delay())
+        self._under_way.append(message)
+        loop.call_at(self._next_arrival_s, self._arrive)
+
+    def _arrive(self) -> None:
+        message = self._under_way.popleft()
+        if self._broken:
+            return
+        if isinstance(message, StreamBroken):
+            self.break_off(message)
+            return
+        self._arrived.append(message)
+        self._wake.set()
+
+
+class SimStream:
+    """Two ends and the hosts they are on."""
+
+    def __init__(self, network: "SimNetwork", hosts: tuple[str, str], number: int) -> None:
+        self._network = network
+        self.hosts = hosts
+        self.number = number
+        self.ends: tuple[SimEnd[Any, Any], SimEnd[Any, Any]] = (SimEnd(self), SimEnd(self))
+        self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
+
+    def draw_delay(self) -> float:
+        return self._network.draw_delay()
+
+    def cut(self, why: str = "the connection was cut") -> None:
+        """Both ends break at once; what was under way is lost, and counted."""
+        self._network.messages_lost += self.num_under_way
+        for end in self.ends:
+            end._arrived.clear()
+            end.break_off(StreamBroken(why))
+
+    @property
+    def num_under_way(self) -> int:
+        """Messages that were sent and not yet received, in both directions."""
+        return sum(len(end._arrived) + len(end._under_way) for end in self.ends if not end.is_broken)
+
+    def forget_if_over(self) -> None:
+        if all(end.is_broken for end in self.ends):
+            self._network.streams.pop(self.number, None)
+
+
+class SimNetwork:
+    """All hosts of one simulated cluster. `rng` decides delays; a scenario decides cuts and deaths."""
+
+    def __init__(self, rng: Random, delays: Delays) -> None:
+        self._rng = rng
+        self._delays = delays
+        self._services: dict[str, WorkerService | SchedulerService] = {}
+        self._handlers: dict[
+            str, dict[asyncio.Task[Any], None]
+        ] = {}  # dicts, not sets: a set's order is not the seed's
+        self.streams: dict[int, SimStream] = {}
+        self.messages_lost = 0
+        self._opened = 0
+
+    def draw_delay(self) -> float:
+        return self._delays.draw(self._rng)
+
+    def listen(self, address: str, service: WorkerService | SchedulerService) -> None:
+        self._services[address] = service
+        self._handlers[address] = {}
+
+    async def kill(self, address: str) -> None:
+        """The process at this address dies: its streams break at both ends, what it was doing stops in the
+        middle."""
+        self._services.pop(address, None)
+        for stream in [s for s in self.streams.values() if address in s.hosts]:
+            stream.cut("the process died")
+        handlers = self._handlers.pop(address, {})
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+    def host(self, address: str) -> "HostNetwork":
+        """The network as the process at `address` uses it."""
+        return HostNetwork(self, address)
+
+    def service_at(self, address: str) -> WorkerService | SchedulerService:
+        service = self._services.get(address)
+        if service is None:
+            raise StreamBroken(f"nobody listens at {address}")
+        return service
+
+    def open(
+        self, hosts: tuple[str, str], serve: Callable[[SimEnd[Any, Any]], Coroutine[Any, Any, None]]
+    ) -> SimEnd[Any, Any]:
+        """A stream from one host to another, whose service runs `serve` with its end until the stream
+        ends."""
+        self._opened += 1
+        stream = SimStream(self, hosts, self._opened)
+        self.streams[stream.number] = stream
+        client, server = stream.ends
+
+        async def handle() -> None:
+            try:
+                await serve(server)
+            except StreamBroken:
+                pass  # how a stream's service usually ends
+            except Refused as refused:
+                server.end(str(refused), refused.failure)
+            finally:
+                await server.aclose()
+
+        task = asyncio.get_running_loop().create_task(handle(), name=f"serve-{hosts[1]}-{stream.number}")
+        handlers = self._handlers[hosts[1]]
+        handlers[task] = None
+        task.add_done_callback(lambda done: handlers.pop(done, None))
+        return client
+
+    async def run_at(self, address: str, call: Coroutine[Any, Any, T]) -> T:
+        """A call as the process at `address` runs it: it ends with that process, for its caller by
+        StreamBroken."""
+        task = asyncio.get_running_loop().create_task(call, name=f"call-{address}")
+        handlers = self._handlers[address]
+        handlers[task] = None
+        task.add_done_callback(lambda done: handlers.pop(done, None))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise StreamBroken(f"the scheduler at {address} died") from None
+
+
+class HostNetwork(Network):
+    """Implements `Network` for one simulated process."""
+
+    def __init__(self, network: SimNetwork, address: str) -> None:
+        self._network = network
+        self._address = address
+
+    async def open_session(self, address: str) -> Duplex[GatewayMessage, WorkerMessage]:
+        return await self._dial(address, lambda service: service.session)
+
+    async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
+        return await self._dial(address, lambda service: service.peer)
+
+    async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:
+        return await self._dial(address, lambda service: service.report)
+
+    def scheduler(self, address: str) -> SchedulerApi:
+        return SimSchedulerClient(self._network, self._address, address)
+
+    async def aclose(self) -> None:
+        """Streams belong to those who opened them."""
+
+    async def _dial(
+        self, address: str, method: Callable[[Any], Callable[[SimEnd[Any, Any]], Coroutine[Any, Any, None]]]
+    ) -> Any:
+        await asyncio.sleep(self._network.draw_delay())
+        service = self._network.service_at(address)
+        return self._network.open((self._address, address), method(service))
+
+
+class SimSchedulerClient(SchedulerApi):
+    """Calls that take a delay each way and fail when the scheduler dies meanwhile."""
+
+    def __init__(self, network: SimNetwork, caller: str, address: str) -> None:
+        self._network = network
+        self._caller = caller
+        self._address = address
+
+    async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
+        return await self._call(lambda scheduler: scheduler.place(query))
+
+    async def finished(self, *actuals: RequestActuals) -> None:
+        return await self._call(lambda scheduler: scheduler.finished(*actuals))
+
+    async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        return await self._call(lambda scheduler: scheduler.explain(request_id))
+
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
+        return await self._call(lambda scheduler: scheduler.drain(worker_id, node_shutting_down=node_shutting_down))
+
+    async def watch(self) -> Source[ClusterUpdate]:
+        await asyncio.sleep(self._network.draw_delay())
+        scheduler = self._scheduler()
+
+        async def pump(end: SimEnd[ClusterUpdate, Any]) -> None:
+            updates = await scheduler.watch()
+            try:
+                while not end.is_broken:
+                    end.send(await updates.receive())
+            finally:
+                await updates.aclose()
+
+        return self._network.open((self._caller, self._address), pump)
+
+    async def _call(self, method: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
+        await asyncio.sleep(self._network.draw_delay())
+        before = self._scheduler()
+        answer = await self._network.run_at(self._address, method(before))
+        await asyncio.sleep(self._network.draw_delay())
+        if self._scheduler() is not before:
+            raise StreamBroken(f"the scheduler at {self._address} died")
+        return answer
+
+    def _scheduler(self) -> Any:
+        return self._network.service_at(self._address)

@@ -1,0 +1,179 @@
+"""The bytes leaf of the simulator: reads take virtual time block by block, may get stuck and may write late.
+
+They see the memory of the other side as it is at that moment, torn or reused.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.core.errors import LayoutMismatch
+from baton.core.ids import ReadId, WorkerRef
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.sim.sim_memory import SimMemory
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """A read takes `latency_s` and then its bytes at `bytes_per_s`. With probability `stuck` it stops half
+    way, and goes on, late, after `stuck_s`: nothing tells it from a slow one until then."""
+
+    latency_s: float = 0.000_05
+    bytes_per_s: float = 4e9
+    stuck: float = 0.0
+    stuck_s: float = 20.0
+
+
+@dataclass(kw_only=True)
+class _Host:
+    memory: SimMemory
+    generations: MemoryGenerationTable
+    is_alive: bool = True
+
+
+class SimFabric:
+    """All memories that can be read, by agent name. One a cluster."""
+
+    def __init__(self, rng: Random, link: LinkModel) -> None:
+        self.rng = rng
+        self.link = link
+        self.pairs: set[tuple[str, str]] = set()
+        """(reader, owner), by agent name, where KV was read."""
+        self._hosts: dict[str, _Host] = {}
+
+    def add(self, agent_name: str, memory: SimMemory, generations: MemoryGenerationTable) -> None:
+        self._hosts[agent_name] = _Host(memory=memory, generations=generations)
+
+    def kill(self, agent_name: str) -> None:
+        """The process is gone: reads of it fail, also those under way."""
+        self._hosts[agent_name].is_alive = False
+
+    def find(self, agent_name: str) -> _Host | None:
+        host = self._hosts.get(agent_name)
+        return host if host is not None and host.is_alive else None
+
+
+@dataclass(kw_only=True)
+class _SimRead:
+    task: asyncio.Task[ReadState]
+    entries: list[GenerationEntry] = field(default_factory=list)
+
+
+class SimTransferBackend:
+    """Implements `TransferBackend` between `SimMemory`s."""
+
+    two_sided = False
+    max_probe_blocks = 1
+
+    def __init__(
+        self,
+        *,
+        fabric: SimFabric,
+        worker: WorkerRef,
+        layout: KvLayout,
+        memory: SimMemory,
+        generations: MemoryGenerationTable,
+    ) -> None:
+        self._fabric = fabric
+        self._layout = layout
+        self._own = memory
+        self._peers: dict[str, KvMemory] = {}
+        self._reads: dict[ReadId, _SimRead] = {}
+        self._memory = KvMemory(
+            owner=worker,
+            agent_name=f"sim-{worker}",
+            agent_metadata=b"",
+            memory_kind="host",
+            device_id=0,
+            base_address=0,
+            block_stride_bytes=layout.block_bytes,
+            num_blocks=memory.num_blocks,
+            generation_table_address=0,
+            generation_entry_bytes=ENTRY_BYTES,
+        )
+        fabric.add(self._memory.agent_name, memory, generations)
+
+    @property
+    def memory(self) -> tuple[KvMemory, ...]:
+        return (self._memory,)
+
+    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+        if difference := self._layout.mismatch(layout):
+            raise LayoutMismatch(difference)
+        self._peers[peer.agent_name] = peer
+
+    def forget(self, peer: KvMemory) -> None:
+        self._peers.pop(peer.agent_name, None)
+
+    def transport_to(self, peer: KvMemory) -> str:
+        return "simulated"
+
+    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
+        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Peers read the blocks themselves."""
+
+    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
+        """Reads are one-sided."""
+
+    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        self._start(read_id, source, list(block_ids))
+
+    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
+        self._start(read_id, source, [None] * len(source.block_ids))
+
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+        read = _SimRead(task=asyncio.create_task(self._read_generations(read_id, source)))
+        self._reads[read_id] = read
+
+    def poll(self, read_id: ReadId) -> ReadState:
+        task = self._reads[read_id].task
+        return task.result() if task.done() else ReadState.RUNNING
+
+    async def wait(self, read_id: ReadId) -> ReadState:
+        return await asyncio.shield(self._reads[read_id].task)
+
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return tuple(self._reads[read_id].entries)
+
+    def release(self, read_id: ReadId) -> None:
+        if self.poll(read_id) is ReadState.RUNNING:
+            raise ValueError(f"read {read_id} is still running")
+        del self._reads[read_id]
+
+    async def aclose(self) -> None:
+        tasks = [read.task for read in self._reads.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, read_id: ReadId, source: KvDescriptor, destinations: Sequence[int | None]) -> None:
+        self._reads[read_id] = _SimRead(task=asyncio.create_task(self._read(source, destinations)))
+
+    async def _read(self, source: KvDescriptor, destinations: Sequence[int | None]) -> ReadState:
+        link, rng = self._fabric.link, self._fabric.rng
+        stuck_at = rng.randrange(len(destinations)) if rng.random() < link.stuck else -1
+        await asyncio.sleep(link.latency_s)
+        for index, (source_block, destination) in enumerate(zip(source.block_ids, destinations, strict=True)):
+            await asyncio.sleep(
+                self._layout.block_bytes / link.bytes_per_s + (link.stuck_s if index == stuck_at else 0.0)
+            )
+            host = self._fabric.find(source.memory.agent_name)
+            if host is None:
+                return ReadState.FAILED
+            if destination is not None:
+                self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
+                self._own.write_block(destination, host.memory.block(source_block))
+        return ReadState.DONE
+
+    async def _read_generations(self, read_id: ReadId, source: KvDescriptor) -> ReadState:
+        await asyncio.sleep(self._fabric.link.latency_s)
+        host = self._fabric.find(source.memory.agent_name)
+        if host is None:
+            return ReadState.FAILED
+        self._reads[read_id].entries += [host.generations.entry(block_id) for block_id in source.block_ids]
+        return ReadState.DONE

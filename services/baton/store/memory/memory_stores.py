@@ -1,0 +1,215 @@
+"""Twins of the Redis stores for one process: `fleet/local`, the simulator, tests. Time is the running event
+loop's."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import Generic, TypeVar
+
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.errors import StoreUnavailable
+from baton.core.ids import WorkerRef
+from baton.core.interfaces import Member, MemberKind
+from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, UnreadableEvent
+from baton.core.step_cost import StepCostModel
+
+MAX_STREAM_EVENTS = 8_192
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class _Expiring(Generic[KeyT, ValueT]):
+    """A dict whose entries end."""
+
+    def __init__(self) -> None:
+        self._entries: dict[KeyT, tuple[ValueT, float]] = {}
+        self._ends: list[tuple[float, int, KeyT]] = []  # a heap, one for each `put`
+        self._order = count()
+
+    def put(self, key: KeyT, value: ValueT, ttl_s: float) -> None:
+        self._drop_ended()
+        end_s = _now_s() + ttl_s
+        self._entries[key] = (value, end_s)
+        heappush(self._ends, (end_s, next(self._order), key))
+
+    def get(self, key: KeyT) -> ValueT | None:
+        self._drop_ended()
+        value, _ = self._entries.get(key, (None, 0.0))
+        return value
+
+    def pop(self, key: KeyT) -> None:
+        self._entries.pop(key, None)
+
+    def values(self) -> list[ValueT]:
+        self._drop_ended()
+        return [value for value, _ in self._entries.values()]
+
+    def _drop_ended(self) -> None:
+        now_s = _now_s()
+        while self._ends and self._ends[0][0] <= now_s:
+            _, _, key = heappop(self._ends)
+            if key in self._entries and self._entries[key][1] <= now_s:  # it may have been put again since
+                del self._entries[key]
+
+
+class MemoryMembership:
+    """Implements `Membership`. A member is known by its id: a new life replaces the old one."""
+
+    def __init__(self) -> None:
+        self._members: _Expiring[tuple[MemberKind, str], Member] = _Expiring()
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        self._members.put((member.kind, member.member_id), member, ttl_s)
+
+    async def withdraw(self, member: Member) -> None:
+        key = (member.kind, member.member_id)
+        known = self._members.get(key)
+        if known is not None and known.epoch == member.epoch:
+            self._members.pop(key)
+
+    async def members(self, kind: MemberKind) -> tuple[Member, ...]:
+        return tuple(sorted((m for m in self._members.values() if m.kind is kind), key=lambda member: member.member_id))
+
+
+class MemoryDecisionStore:
+    """Implements `DecisionStore`."""
+
+    def __init__(self) -> None:
+        self._records: _Expiring[bytes, dict[int, DecisionRecord]] = _Expiring()
+        self._last: _Expiring[None, bytes] = _Expiring()
+
+    async def put(self, record: DecisionRecord, ttl_s: float) -> None:
+        attempts = self._records.get(record.request_id) or {}
+        self._records.put(record.request_id, {**attempts, record.attempt: record}, ttl_s)
+        self._last.put(None, record.request_id, ttl_s)
+
+    async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        if request_id is None:
+            request_id = self._last.get(None)
+        attempts = (self._records.get(request_id) if request_id is not None else None) or {}
+        return tuple(attempts[attempt] for attempt in sorted(attempts))
+
+
+class MemoryCostStore:
+    """Implements `CostStore`."""
+
+    def __init__(self) -> None:
+        self._costs: _Expiring[str, StepCostModel] = _Expiring()
+
+    async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None:
+        self._costs.put(key, costs, ttl_s)
+
+    async def get(self, key: str) -> StepCostModel | None:
+        return self._costs.get(key)
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One life's stream and snapshot."""
+
+    events: deque[KvEvent | UnreadableEvent]
+    last_seq: int = 0
+    snapshot: KvSnapshot | None = None
+
+
+@dataclass(slots=True)
+class _Bell:
+    """Rings for all who wait now."""
+
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    async def wait(self) -> None:
+        rung = asyncio.get_running_loop().create_future()
+        self.waiting.append(rung)
+        try:
+            await rung
+        finally:
+            if rung in self.waiting:
+                self.waiting.remove(rung)
+
+    def ring(self) -> None:
+        rung, self.waiting = self.waiting, []
+        for one in rung:
+            if not one.done():
+                one.set_result(None)
+
+
+class MemoryKvEventFeed:
+    """Implements `KvEventFeed`. A life is known by id and epoch."""
+
+    def __init__(self, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
+        self._max_stream_events = max_stream_events
+        self._feeds: _Expiring[tuple[str, int], _Feed] = _Expiring()
+        self._written = _Bell()
+
+    async def publish(
+        self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
+    ) -> None:
+        feed = self._feeds.get(_life(worker)) or _Feed(deque(maxlen=self._max_stream_events))
+        for event in events:
+            if event.event_seq <= feed.last_seq:
+                raise StoreUnavailable(f"event {event.event_seq} comes after {feed.last_seq}")
+            feed.events.append(event)
+            feed.last_seq = event.event_seq
+        feed.snapshot = snapshot or feed.snapshot
+        self._feeds.put(_life(worker), feed, ttl_s)
+        self._written.ring()
+
+    async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
+        event = KvEvent(
+            worker=snapshot.worker,
+            event_seq=snapshot.event_seq,
+            kind=KvEventKind.RESET,
+            block_size_tokens=snapshot.block_size_tokens,
+        )
+        self._feeds.pop(_life(snapshot.worker))
+        await self.publish(snapshot.worker, [event], ttl_s, snapshot)
+
+    async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
+        feed = self._feeds.get(_life(worker))
+        if feed is None:
+            return 0
+        self._feeds.put(_life(worker), feed, ttl_s)
+        return feed.last_seq if feed.snapshot is not None else 0
+
+    async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
+        feed = self._feeds.get(_life(worker))
+        return feed.snapshot if feed is not None else None
+
+    async def read(
+        self, after: Mapping[WorkerRef, int], *, max_events: int, wait_s: float
+    ) -> Mapping[WorkerRef, Sequence[KvEvent | UnreadableEvent]]:
+        found = self._since(after, max_events)
+        if after and not found:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not found:
+                        await self._written.wait()
+                        found = self._since(after, max_events)
+        return found
+
+    def _since(
+        self, after: Mapping[WorkerRef, int], max_events: int
+    ) -> dict[WorkerRef, list[KvEvent | UnreadableEvent]]:
+        found = {}
+        for worker, event_seq in after.items():
+            feed = self._feeds.get(_life(worker))
+            newer = (
+                [] if feed is None else list(islice((e for e in feed.events if e.event_seq > event_seq), max_events))
+            )
+            if newer:
+                found[worker] = newer
+        return found
+
+
+def _life(worker: WorkerRef) -> tuple[str, int]:
+    return worker.worker_id, worker.worker_epoch
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

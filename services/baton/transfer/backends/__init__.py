@@ -1,0 +1,1 @@
+"""Transfer backends: NIXL, shared memory, and staging through host memory."""

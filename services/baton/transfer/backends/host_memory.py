@@ -1,0 +1,211 @@
+"""Host memory of one worker: its KV blocks and, behind them, its generation table.
+
+Private memory for transports that are told addresses (NIXL), shared memory for peers that map it
+(`local_backend`). Neither leaves a name behind: on Linux shared memory is a memfd that peers open through
+`/proc/PID/fd/FD`, so it ends with its last user even after kill -9. Elsewhere it is POSIX shared memory,
+whose name goes with `close`, or else with multiprocessing's resource tracker, a process of its own that
+outlives a killed worker.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import LayoutMismatch
+from baton.runtime.process.anonymous_memory import allocate_anonymous
+from baton.transfer.backends.prefault import prefault_in_background
+from baton.transfer.integrity.generation_table import ENTRY_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+HOST = "host"
+_PAGE = mmap.PAGESIZE
+_HAS_MEMFD = sys.platform == "linux"
+_NEVER_RESIZED = 0x2 | 0x4 | 0x1
+"""F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL: a peer that maps the memory cannot get SIGBUS from it."""
+_F_ADD_SEALS = 1033
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRegion:
+    """Where a worker's KV blocks lie, one after the other, as a transport registers it. `memory_kind`: `host`
+    or `cuda`."""
+
+    address: int
+    num_bytes: int
+    memory_kind: str = HOST
+    device_id: int = 0
+
+
+class HostMemory:
+    """`num_blocks` blocks of `block_bytes` and their generation table, in one page-aligned segment: blocks
+    first.
+
+    `handle` tells a process of this host how to `attach_shared`; empty for private memory. The memory goes
+    when `close` was called and nobody holds an array of it any more. Its pages come into being when they are
+    first written, or by `touch`.
+    """
+
+    def __init__(
+        self, segment: mmap.mmap, *, num_blocks: int, block_bytes: int, handle: str = "", fd: int = -1, name: str = ""
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.handle = handle
+        self._fd = fd
+        self._name = name
+        self._stop_touching: Callable[[], None] = lambda: None
+        everything = np.frombuffer(segment, dtype=np.uint8)
+        self._kv = everything[: num_blocks * block_bytes]
+        begin = generation_table_offset(num_blocks, block_bytes)
+        self._life = everything[begin : begin + num_blocks * ENTRY_BYTES]
+
+    @property
+    def kv(self) -> Bytes:
+        """[num_blocks, block_bytes], shared with whoever else uses this memory."""
+        return self._kv.reshape(self.num_blocks, self.block_bytes)
+
+    @property
+    def generation_table(self) -> Bytes:
+        """[num_blocks * 32], what a `GenerationTable` is laid over."""
+        return self._life
+
+    @property
+    def region(self) -> KvRegion:
+        return KvRegion(address=self._kv.ctypes.data, num_bytes=self._kv.nbytes)
+
+    def touch(self) -> None:
+        """Make every page real, in the background."""
+        self._stop_touching = prefault_in_background(self._kv.ctypes.data, self._kv.nbytes)
+
+    def close(self) -> None:
+        """Take back the name and descriptor by which others could attach. Safe to call twice."""
+        self._stop_touching()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._name:
+            _unlink(self._name)
+            self._name = ""
+        self._kv = self._life = np.empty(0, dtype=np.uint8)
+        self.num_blocks = 0
+
+
+def generation_table_offset(num_blocks: int, block_bytes: int) -> int:
+    """Where the generation table begins in a segment, in bytes."""
+    return -(-num_blocks * block_bytes // _PAGE) * _PAGE
+
+
+def segment_bytes(num_blocks: int, block_bytes: int) -> int:
+    return generation_table_offset(num_blocks, block_bytes) + -(-num_blocks * ENTRY_BYTES // _PAGE) * _PAGE
+
+
+def allocate_private(num_blocks: int, block_bytes: int) -> HostMemory:
+    """Memory that only this process maps. Raises OSError when there is not enough."""
+    return HostMemory(
+        allocate_anonymous(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes
+    )
+
+
+def anonymous(num_bytes: int) -> mmap.mmap:
+    """Private, page-aligned, zeroed, every page of it real."""
+    segment = allocate_anonymous(num_bytes)
+    np.frombuffer(segment, dtype=np.uint8).fill(0)
+    return segment
+
+
+def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEMFD) -> HostMemory:
+    """Memory that processes of this host can attach. Raises OSError when there is not enough."""
+    size = segment_bytes(num_blocks, block_bytes)
+    if memfd:
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _NEVER_RESIZED)
+        segment = mmap.mmap(fd, size)
+        handle, name = f"memfd:{host_id()}:{os.getpid()}:{fd}", ""
+    else:
+        named = shared_memory.SharedMemory(create=True, size=size)  # the resource tracker has its name from here on
+        fd, name = -1, named.name
+        named.close()
+        segment = _map_named(name, size)
+        handle = f"shm:{host_id()}:0:{name}"
+    return HostMemory(segment, num_blocks=num_blocks, block_bytes=block_bytes, handle=handle, fd=fd, name=name)
+
+
+def attach_shared(handle: str, *, num_blocks: int, block_bytes: int) -> HostMemory:
+    """Another process's shared memory, by its `handle`.
+
+    Raises LayoutMismatch if it lies on another host or has another size, OSError if that process is gone.
+    """
+    kind, host, pid, where = _parse(handle)
+    if host != host_id():
+        raise LayoutMismatch(
+            "memory_kind: the peer's shared memory is on another host; start the workers with --transfer nixl"
+        )
+    size = segment_bytes(num_blocks, block_bytes)
+    segment = _map_memfd(int(pid), int(where), size) if kind == "memfd" else _map_named(where, size)
+    return HostMemory(segment, num_blocks=num_blocks, block_bytes=block_bytes, handle=handle)
+
+
+def _parse(handle: str) -> tuple[str, str, str, str]:
+    parts = handle.split(":")
+    if len(parts) != 4 or parts[0] not in ("memfd", "shm") or not parts[2].isdigit() or "/" in parts[3]:
+        raise LayoutMismatch(
+            "memory_kind: the peer's memory is not shared memory; give both workers the same --transfer"
+        )
+    if parts[0] == "memfd" and not parts[3].isdigit():
+        raise LayoutMismatch("memory_kind: the peer's shared memory has no descriptor")
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+def _map_memfd(pid: int, fd: int, size: int) -> mmap.mmap:
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    return _map(opened, size)
+
+
+def _map_named(name: str, size: int) -> mmap.mmap:
+    # Not SharedMemory(name): before Python 3.13 the attaching process's resource tracker unlinks the name
+    # when that process ends.
+    import _posixshmem  # type: ignore[import-not-found]
+
+    return _map(_posixshmem.shm_open(f"/{name.lstrip('/')}", os.O_RDWR, mode=0o600), size)
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    try:
+        found = os.fstat(fd)
+        # macOS rounds a segment up to whole pages of its own; a size that is too small would fault on access.
+        if not stat.S_ISREG(found.st_mode) and sys.platform == "linux":
+            raise LayoutMismatch("memory_kind: the peer's descriptor is not shared memory")
+        if found.st_size < size:
+            raise LayoutMismatch(f"num_blocks: the peer's shared memory has {found.st_size} bytes, not {size}")
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _unlink(name: str) -> None:
+    tracked: Any = None
+    try:
+        tracked = shared_memory.SharedMemory(name)
+    except FileNotFoundError:
+        return
+    tracked.close()
+    tracked.unlink()
+
+
+def host_id() -> str:
+    """The same for processes that can map each other's memory, as far as one can know: this boot of this
+    machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node().replace(":", "_")

@@ -1,0 +1,180 @@
+"""KV between processes of one host over shared memory: each maps the other's and copies, in a thread of its
+own."""
+
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from baton.core.errors import LayoutMismatch
+from baton.core.ids import ReadId, WorkerRef
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.runtime.logging import get_logger
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.backends.host_memory import HOST, HostMemory, attach_shared, generation_table_offset
+from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
+
+log = get_logger(__name__)
+
+TRANSPORT = "shared-memory"
+_PROBE_BYTES = 8 * 2**20
+Work = Callable[[], tuple[ReadState, tuple[GenerationEntry, ...]]]
+
+
+class LocalBackend:
+    """Implements `TransferBackend` over memory from `allocate_shared`. Reads cannot get stuck: the owner
+    takes no part in them, and what a process leaves behind when it dies stays readable until the last reader
+    lets go."""
+
+    two_sided = False
+
+    def __init__(self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> None:
+        """Raises LayoutMismatch if `memory` has other blocks than `layout`; the caller closes `memory` after
+        the backend."""
+        if memory.block_bytes != layout.block_bytes:
+            raise LayoutMismatch(f"block_bytes: the memory has {memory.block_bytes}, the layout {layout.block_bytes}")
+        self._layout = layout
+        self._own = memory
+        self._kv = memory.kv
+        self._memory = KvMemory(
+            owner=worker,
+            agent_name=f"{worker}-{secrets.token_hex(4)}",
+            agent_metadata=memory.handle.encode(),
+            memory_kind=HOST,
+            device_id=0,
+            base_address=0,
+            block_stride_bytes=layout.block_bytes,
+            num_blocks=memory.num_blocks,
+            generation_table_address=generation_table_offset(memory.num_blocks, layout.block_bytes),
+            generation_entry_bytes=ENTRY_BYTES,
+            num_layers=layout.num_layers,
+        )
+        self.max_probe_blocks = max(1, min(memory.num_blocks, _PROBE_BYTES // layout.block_bytes))
+        self._scratch = np.empty((self.max_probe_blocks, layout.block_bytes), dtype=np.uint8)
+        self._peers: dict[str, HostMemory] = {}
+        self._reads = ReadTable()
+        self._work: queue.SimpleQueue[tuple[ReadId, Work] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-local", daemon=True)
+        self._thread.start()
+
+    @property
+    def memory(self) -> tuple[KvMemory, ...]:
+        return (self._memory,)
+
+    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+        """A peer whose memory is gone already is connected all the same: reads of it fail."""
+        mismatch = self._layout.mismatch(layout)
+        if mismatch is not None:
+            raise LayoutMismatch(mismatch)
+        if peer.block_stride_bytes != layout.block_bytes or peer.generation_entry_bytes != ENTRY_BYTES:
+            raise LayoutMismatch(f"block_stride_bytes: {peer.block_stride_bytes} there, {layout.block_bytes} here")
+        if peer.agent_name in self._peers:
+            return
+        handle = peer.agent_metadata.decode(errors="replace")
+        try:
+            attached = attach_shared(handle, num_blocks=peer.num_blocks, block_bytes=layout.block_bytes)
+        except OSError as error:
+            log.warning("kv_peer_memory_gone", owner=str(peer.owner), error=str(error))
+            return
+        if decode_entries(attached.generation_table[:ENTRY_BYTES].tobytes())[0].worker_epoch != peer.owner.worker_epoch:
+            log.warning("kv_peer_memory_gone", owner=str(peer.owner), error="the process of that id is another one")
+            return
+        self._peers[peer.agent_name] = attached
+
+    def forget(self, peer: KvMemory) -> None:
+        attached = self._peers.pop(peer.agent_name, None)
+        if attached is not None:
+            attached.close()
+
+    def transport_to(self, peer: KvMemory) -> str:
+        return TRANSPORT if peer.agent_name in self._peers else ""
+
+    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
+        check_ids(block_ids, self._memory.num_blocks, "own")
+        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Peers read the blocks themselves."""
+
+    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
+        """Reads are one-sided."""
+
+    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        check_ids(block_ids, self._memory.num_blocks, "own")
+        self._start_copy(read_id, source, self._kv, block_ids)
+
+    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
+        if len(source.block_ids) > self.max_probe_blocks:
+            raise ValueError(f"a probe of {len(source.block_ids)} blocks; at most {self.max_probe_blocks}")
+        self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
+
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
+        self._reads.begin(read_id)
+        peer = self._peers.get(source.memory.agent_name)
+        if peer is None:
+            self._reads.end(read_id, ReadState.FAILED)
+            return
+        table = peer.generation_table.reshape(-1, ENTRY_BYTES)
+
+        def read() -> tuple[ReadState, tuple[GenerationEntry, ...]]:
+            return ReadState.DONE, decode_entries(table[list(source.block_ids)].tobytes())
+
+        self._work.put((read_id, read))
+
+    def poll(self, read_id: ReadId) -> ReadState:
+        return self._reads.poll(read_id)
+
+    async def wait(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait(read_id)
+
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return self._reads.generations(read_id)
+
+    def release(self, read_id: ReadId) -> None:
+        self._reads.release(read_id)
+
+    async def aclose(self) -> None:
+        for read_id in self._reads.running:
+            await self._reads.wait(read_id)
+        self._work.put(None)
+        self._thread.join()
+        for attached in self._peers.values():
+            attached.close()
+        self._peers.clear()
+
+    def _start_copy(
+        self, read_id: ReadId, source: KvDescriptor, into: np.typing.NDArray[np.uint8], block_ids: Sequence[int]
+    ) -> None:
+        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
+        pieces = list(runs(source.block_ids, block_ids))
+        self._reads.begin(read_id)
+        peer = self._peers.get(source.memory.agent_name)
+        if peer is None:
+            self._reads.end(read_id, ReadState.FAILED)
+            return
+        theirs = peer.kv
+
+        def copy() -> tuple[ReadState, tuple[GenerationEntry, ...]]:
+            for piece in pieces:  # numpy lets go of the interpreter for each
+                np.copyto(
+                    into[piece.own : piece.own + piece.num_blocks],
+                    theirs[piece.source : piece.source + piece.num_blocks],
+                )
+            return ReadState.DONE, ()
+
+        self._work.put((read_id, copy))
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            read_id, work = item
+            try:
+                state, generations = work()
+            except Exception:
+                log.exception("kv_copy_failed", read_id=read_id)
+                state, generations = ReadState.FAILED, ()
+            self._reads.report(read_id, state, generations)

@@ -1,0 +1,221 @@
+"""KV over NIXL (UCX): reads out of another process's registered memory, on one host or between hosts.
+
+Agent metadata travels as NIXL's own bytes, places as integers; nothing is pickled. Everything that touches
+the agent happens in `NixlThread`.
+"""
+
+import asyncio
+import atexit
+import logging
+import secrets
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from baton.core.errors import LayoutMismatch
+from baton.core.ids import ReadId, WorkerRef
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.runtime.logging import get_logger
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backends import ucx
+from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.backends.host_memory import HostMemory, KvRegion, anonymous
+from baton.transfer.backends.nixl_thread import SEGMENTS, NixlPeer, NixlThread
+from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.integrity.generation_table import ENTRY_BYTES
+
+log = get_logger(__name__)
+
+_PROBE_BYTES = 8 * 2**20
+_CLOSE_S, _EXIT_S = 5.0, 2.0
+
+
+class NixlBackend:
+    """Implements `TransferBackend`. `kv` and `life` are registered for the life of the backend; the caller
+    keeps that memory until after `aclose`."""
+
+    two_sided = False
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef,
+        layout: KvLayout,
+        kv: KvRegion,
+        generation: KvRegion,
+        loopback_only: bool = False,
+        port_range: str | None = None,
+        ucx_log: Path | None = None,
+    ) -> None:
+        """Takes about a second: call it before the event loop has work. The last three arguments count only
+        for the first backend of a process (see `ucx.prepare_environment`). Raises LayoutMismatch if the
+        regions do not fit the layout."""
+        num_blocks = generation.num_bytes // ENTRY_BYTES
+        if kv.num_bytes != num_blocks * layout.block_bytes:
+            raise LayoutMismatch(
+                f"num_blocks: {num_blocks} life entries for {kv.num_bytes / layout.block_bytes:g} blocks"
+            )
+        self._layout, self._kv = layout, kv
+        self.max_probe_blocks = max(1, min(num_blocks, _PROBE_BYTES // layout.block_bytes))
+        self._scratch_bytes = np.frombuffer(anonymous(self.max_probe_blocks * layout.block_bytes), dtype=np.uint8)
+        self._scratch = KvRegion(address=int(self._scratch_bytes.ctypes.data), num_bytes=self._scratch_bytes.nbytes)
+        ucx.prepare_environment(loopback_only=loopback_only, port_range=port_range, log_path=ucx_log)
+        name = f"{worker}-{secrets.token_hex(4)}"
+        events_before = ucx.open_event_fds()
+        agent = _new_agent(name)
+        events = ucx.new_event_fds(events_before)
+        for region in (kv, generation, self._scratch):
+            agent.register_memory(
+                [(region.address, region.num_bytes, region.device_id, "")], SEGMENTS[region.memory_kind]
+            )
+        self._memory = KvMemory(
+            owner=worker,
+            agent_name=name,
+            agent_metadata=bytes(agent.get_agent_metadata()),
+            memory_kind=kv.memory_kind,
+            device_id=kv.device_id,
+            base_address=kv.address,
+            block_stride_bytes=layout.block_bytes,
+            num_blocks=num_blocks,
+            generation_table_address=generation.address,
+            generation_entry_bytes=ENTRY_BYTES,
+            num_layers=layout.num_layers,
+        )
+        self._peers: dict[str, NixlPeer] = {}
+        self._reads = ReadTable()
+        self._thread = NixlThread(agent, events, self._reads.report)
+        # Where nobody calls `aclose`: an interpreter that ends while the thread is inside NIXL would abort
+        # the process.
+        self._at_exit = partial(_stop_at_exit, weakref.ref(self._thread))
+        atexit.register(self._at_exit)
+
+    @classmethod
+    def over(cls, memory: HostMemory, *, worker: WorkerRef, layout: KvLayout, **settings: Any) -> "NixlBackend":
+        """Over host memory from `allocate_private`."""
+        generation = KvRegion(
+            address=int(memory.generation_table.ctypes.data), num_bytes=memory.generation_table.nbytes
+        )
+        return cls(worker=worker, layout=layout, kv=memory.region, generation=generation, **settings)
+
+    @property
+    def memory(self) -> tuple[KvMemory, ...]:
+        return (self._memory,)
+
+    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+        mismatch = self._layout.mismatch(layout)
+        if mismatch is not None:
+            raise LayoutMismatch(mismatch)
+        if (
+            peer.block_stride_bytes != layout.block_bytes
+            or peer.generation_entry_bytes != ENTRY_BYTES
+            or peer.memory_kind not in SEGMENTS
+        ):
+            raise LayoutMismatch(
+                f"block_stride_bytes or memory_kind: {peer.block_stride_bytes}, {peer.memory_kind!r} there"
+            )
+        if peer.agent_name not in self._peers:
+            self._peers[peer.agent_name] = entry = NixlPeer(peer)
+            self._thread.load(entry)
+
+    def forget(self, peer: KvMemory) -> None:
+        entry = self._peers.pop(peer.agent_name, None)
+        if entry is not None:
+            self._thread.forget(entry)
+
+    def transport_to(self, peer: KvMemory) -> str:
+        entry = self._peers.get(peer.agent_name)
+        return entry.transport if entry is not None else ""
+
+    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
+        check_ids(block_ids, self._memory.num_blocks, "own")
+        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Peers read the blocks themselves."""
+
+    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
+        """Reads are one-sided."""
+
+    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        check_ids(block_ids, self._memory.num_blocks, "own")
+        self._start_copy(read_id, source, self._kv, block_ids)
+
+    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
+        if len(source.block_ids) > self.max_probe_blocks:
+            raise ValueError(f"a probe of {len(source.block_ids)} blocks; at most {self.max_probe_blocks}")
+        self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
+
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+        peer = self._begin(read_id, source)
+        if peer is not None:
+            self._thread.read_generations(read_id, peer, source.block_ids)
+
+    def poll(self, read_id: ReadId) -> ReadState:
+        return self._reads.poll(read_id)
+
+    async def wait(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait(read_id)
+
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return self._reads.generations(read_id)
+
+    def release(self, read_id: ReadId) -> None:
+        self._reads.release(read_id)
+
+    async def aclose(self) -> None:
+        """Waits a little for running reads. If some stay, the agent is kept until the process ends, and so
+        should be the memory."""
+        running = [asyncio.ensure_future(self._reads.wait(read_id)) for read_id in self._reads.running]
+        if running:
+            _done, late = await asyncio.wait(running, timeout=_CLOSE_S)
+            for wait in late:
+                wait.cancel()
+        self._thread.close()
+        await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._at_exit)
+
+    def _begin(self, read_id: ReadId, source: KvDescriptor) -> NixlPeer | None:
+        """None, and the read has failed, when the peer is not connected."""
+        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
+        self._reads.begin(read_id)
+        peer = self._peers.get(source.memory.agent_name)
+        if peer is None:
+            self._reads.end(read_id, ReadState.FAILED)
+        return peer
+
+    def _start_copy(self, read_id: ReadId, source: KvDescriptor, into: KvRegion, block_ids: Sequence[int]) -> None:
+        size, theirs = self._layout.block_bytes, source.memory
+        pieces = [
+            (theirs.base_address + run.source * size, into.address + run.own * size, run.num_blocks * size)
+            for run in runs(source.block_ids, block_ids)
+        ]
+        peer = self._begin(read_id, source)
+        if peer is not None:
+            local, remote = (
+                (SEGMENTS[into.memory_kind], into.device_id),
+                (SEGMENTS[theirs.memory_kind], theirs.device_id),
+            )
+            self._thread.read(read_id, peer, pieces, local, remote)
+
+
+def _stop_at_exit(thread: "weakref.ref[NixlThread]") -> None:
+    alive = thread()
+    if alive is not None:
+        alive.close()
+        alive.join(_EXIT_S)
+
+
+def _new_agent(name: str) -> Any:
+    """An agent without a progress thread. NIXL is imported here: it takes a second, and exists on Linux
+    only."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    nixl_log = logging.getLogger("nixl")  # it has put a handler of its own on standard output
+    nixl_log.handlers.clear()
+    nixl_log.setLevel(logging.WARNING)
+    nixl_log.propagate = True
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))

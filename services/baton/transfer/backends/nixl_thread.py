@@ -1,0 +1,280 @@
+"""The thread that owns a NIXL agent: it alone posts, polls, and makes the progress that peers which read from
+us may need.
+
+A post may last as long as the whole copy, and NIXL's own progress thread would burn a core. This thread
+sleeps on the descriptors that UCX itself waits on, so it costs nothing while nothing happens.
+"""
+
+import ctypes
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from baton.core.ids import ReadId
+from baton.core.kv.kv_layout import KvMemory
+from baton.runtime.logging import get_logger
+from baton.transfer.backend import GenerationEntry, ReadState
+from baton.transfer.backends.block_ranges import runs
+from baton.transfer.backends.host_memory import HOST, KvRegion, anonymous
+from baton.transfer.backends.ucx import UcxLog
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
+
+log = get_logger(__name__)
+
+SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
+_GENERATION_CELLS = 32_768
+"""Life-table entries that can be on their way at a time, 1 MiB of them."""
+_SPINS = 200
+"""Looks at running reads before the thread sleeps between them."""
+_BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
+"""How long it sleeps at most: while reads run; while none runs; the same where UCX's descriptors were not
+found."""
+Piece = tuple[int, int, int]
+"""(remote address, local address, bytes)."""
+Place = tuple[str, int]
+"""(NIXL's memory segment, device)."""
+
+
+@dataclass(slots=True)
+class NixlPeer:
+    """One life of one peer, as the thread keeps it. The event loop only reads `transport`."""
+
+    memory: KvMemory
+    transport: str = ""
+    is_loaded: bool = False
+    is_forgotten: bool = False
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    """One posted read. The handle's finalizer would release it, so it is kept until the read is terminal."""
+
+    handle: Any
+    peer: NixlPeer
+    cells: list[int] = field(default_factory=list)
+
+
+class NixlThread:
+    """Runs commands in the order given; `report` is called from the thread with each read's end. Starts at
+    once."""
+
+    def __init__(
+        self,
+        agent: Any,
+        ucx_events: Sequence[int],
+        report: Callable[[ReadId, ReadState, tuple[GenerationEntry, ...]], None],
+    ) -> None:
+        """`agent` belongs to the thread from here on. `ucx_events`: descriptors that become readable when
+        there is work to progress."""
+        self._agent, self._ucx_events, self._report = agent, ucx_events, report
+        self._ucx_log = UcxLog()
+        self._known_transports: list[str] = []
+        self._cells = np.frombuffer(anonymous(_GENERATION_CELLS * ENTRY_BYTES), dtype=np.uint8).reshape(
+            _GENERATION_CELLS, ENTRY_BYTES
+        )
+        self._free_cells = deque(range(_GENERATION_CELLS))
+        self._register(KvRegion(address=int(self._cells.ctypes.data), num_bytes=self._cells.nbytes))
+        self._running: dict[ReadId, _Running] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._is_closing = self._has_left = False
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    # From the event loop.
+
+    def load(self, peer: NixlPeer) -> None:
+        """Make the peer known and begin to connect."""
+        self._command(lambda: self._load(peer))
+
+    def forget(self, peer: NixlPeer) -> None:
+        """Drop the peer once no read of it runs."""
+        self._command(lambda: self._forget(peer))
+
+    def read(self, read_id: ReadId, peer: NixlPeer, pieces: Sequence[Piece], local: Place, remote: Place) -> None:
+        self._command(lambda: self._post(read_id, peer, pieces, local, remote, []))
+
+    def read_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
+        """Into memory of the thread's own; the entries come with the read's end."""
+        self._command(lambda: self._post_generations(read_id, peer, block_ids))
+
+    def close(self) -> None:
+        """Have the thread end. If reads still run, the agent and its handles are kept until the process ends:
+        destroying them would abort the process whose memory they read, once it comes back."""
+        self._is_closing = True
+        self._wake()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"!")
+        except BlockingIOError:
+            pass  # it is awake already
+        except OSError:
+            if not self._has_left:
+                raise
+
+    # In the thread.
+
+    def _run(self) -> None:
+        poller = select.poll()
+        for fd in (self._wake_read, *self._ucx_events):
+            poller.register(fd, select.POLLIN)
+        idle_ms = _IDLE_MS if self._ucx_events else _BLIND_IDLE_MS
+        spins = 0
+        while not self._is_closing:
+            worked = bool(self._commands)
+            while self._commands:
+                self._commands.popleft()()
+            self._agent.get_new_notifs()  # serves peers that read from us
+            worked |= self._check_running()
+            spins = 0 if worked else spins + 1
+            sleep_ms = idle_ms if not self._running else 0 if spins < _SPINS else _BUSY_MS
+            for fd, _event in poller.poll(sleep_ms):
+                if fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._running:
+            log.warning("kv_agent_kept", running=len(self._running))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        else:
+            del self._agent
+        self._has_left = True
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _load(self, peer: NixlPeer) -> None:
+        try:
+            self._agent.add_remote_agent(peer.memory.agent_metadata)
+            self._agent.make_connection(peer.memory.agent_name)
+            peer.is_loaded = True
+        except Exception as error:  # NIXL's exceptions have no common base
+            log.warning("kv_connect_failed", owner=str(peer.memory.owner), error=f"{type(error).__name__}: {error}")
+
+    def _forget(self, peer: NixlPeer) -> None:
+        peer.is_forgotten = True
+        self._unload(peer)
+
+    def _unload(self, peer: NixlPeer) -> None:
+        if peer.is_loaded and not peer.num_running:
+            peer.is_loaded = False
+            self._try("remove_remote_agent", lambda: self._agent.remove_remote_agent(peer.memory.agent_name))
+
+    def _post_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
+        if len(self._free_cells) < len(block_ids):
+            log.warning("kv_life_cells_exhausted", running=len(self._running))
+            self._report(read_id, ReadState.FAILED, ())
+            return
+        cells = sorted(self._free_cells.popleft() for _ in block_ids)
+        theirs, ours = peer.memory.generation_table_address, int(self._cells.ctypes.data)
+        pieces = [
+            (theirs + run.source * ENTRY_BYTES, ours + run.own * ENTRY_BYTES, run.num_blocks * ENTRY_BYTES)
+            for run in runs(block_ids, cells)
+        ]
+        self._post(read_id, peer, pieces, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells)
+
+    def _post(
+        self, read_id: ReadId, peer: NixlPeer, pieces: Sequence[Piece], local: Place, remote: Place, cells: list[int]
+    ) -> None:
+        if not peer.is_loaded and not peer.is_forgotten:
+            self._load(peer)  # a connection that broke is made anew
+        agent = self._agent
+        try:
+            ours = agent.get_xfer_descs(
+                np.array([(own, size, local[1]) for _their, own, size in pieces], dtype=np.uint64), local[0]
+            )
+            theirs = agent.get_xfer_descs(
+                np.array([(their, size, remote[1]) for their, _own, size in pieces], dtype=np.uint64), remote[0]
+            )
+            handle = agent.initialize_xfer("READ", ours, theirs, peer.memory.agent_name)
+        except Exception as error:
+            self._not_posted(read_id, peer, cells, error)
+            return
+        try:
+            state = agent.transfer(handle)
+        except Exception as error:
+            self._release(handle)
+            self._not_posted(read_id, peer, cells, error)
+            return
+        peer.num_running += 1
+        self._running[read_id] = _Running(handle, peer, cells)
+        if state != "PROC":
+            self._terminal(read_id, state)
+
+    def _check_running(self) -> bool:
+        """Whether a read has ended."""
+        ended = False
+        for read_id, read in list(self._running.items()):
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception as error:
+                log.info("kv_read_failed", owner=str(read.peer.memory.owner), error=f"{type(error).__name__}: {error}")
+                state = "ERR"
+            if state != "PROC":
+                self._terminal(read_id, state)
+                ended = True
+        return ended
+
+    def _terminal(self, read_id: ReadId, state: str) -> None:
+        read = self._running.pop(read_id)
+        peer = read.peer
+        peer.num_running -= 1
+        self._release(read.handle)
+        entries: tuple[GenerationEntry, ...] = ()
+        if state == "DONE":
+            entries = decode_entries(self._cells[read.cells].tobytes()) if read.cells else ()
+            if not peer.transport:
+                self._find_transport(peer)
+        else:
+            self._connection_failed(peer)
+        self._free_cells.extend(read.cells)
+        if peer.is_forgotten:
+            self._unload(peer)
+        self._report(read_id, ReadState.DONE if state == "DONE" else ReadState.FAILED, entries)
+
+    def _not_posted(self, read_id: ReadId, peer: NixlPeer, cells: Iterable[int], error: Exception) -> None:
+        log.info("kv_read_failed", owner=str(peer.memory.owner), error=f"{type(error).__name__}: {error}")
+        self._free_cells.extend(cells)
+        self._connection_failed(peer)
+        self._report(read_id, ReadState.FAILED, ())
+
+    def _connection_failed(self, peer: NixlPeer) -> None:
+        """The next read loads the peer's metadata again."""
+        self._unload(peer)
+        for problem in self._ucx_log.problems()[:10]:
+            log.warning("ucx", text=problem)
+
+    def _find_transport(self, peer: NixlPeer) -> None:
+        """UCX tells once for each kind of peer which transport it reads with; a peer of a kind already told
+        of uses what was told last."""
+        self._known_transports += self._ucx_log.read_transports()
+        peer.transport = self._known_transports[-1] if self._known_transports else ""
+
+    def _release(self, handle: Any) -> None:
+        self._try("release_xfer_handle", lambda: self._agent.release_xfer_handle(handle))
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            log.info("nixl_refused", what=what, error=f"{type(error).__name__}: {error}")
+
+    def _register(self, region: KvRegion) -> None:
+        self._agent.register_memory(
+            [(region.address, region.num_bytes, region.device_id, "")], SEGMENTS[region.memory_kind]
+        )

@@ -1,0 +1,1 @@
+"""Generations of blocks, and the check that a read saw one generation."""

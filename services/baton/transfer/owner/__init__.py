@@ -1,0 +1,1 @@
+"""The side that owns KV blocks: leases and the service that peers read from."""

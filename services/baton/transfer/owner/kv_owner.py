@@ -1,0 +1,423 @@
+"""Which blocks of ours are promised to whom, until when: the owner's side of every transfer, as a state
+machine over `now_s`.
+
+A transfer is BORN with its job (or with the Follow of a prefix pull), FOLLOWED from its reader's Follow on,
+ENDED by Release, Abandon, the end of its lease or of `claim_s`; a Follow that overtakes its job is EARLY.
+Blocks are pinned from their allocation until the transfer has ended, whatever becomes of the sequence. No
+message can do harm twice: what is unknown, late or repeated is counted and dropped (R7).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.core.errors import Reason
+from baton.core.ids import JobId, TransferId, WorkerRef
+from baton.core.interfaces import PinPool
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.messages.peer_messages import (
+    Abandon,
+    FirstToken,
+    Follow,
+    HashRange,
+    KvReady,
+    Lost,
+    OwnerMessage,
+    Release,
+    Renew,
+    Renewed,
+)
+from baton.core.request import LegTimeline
+from baton.core.state_machines import OWNED_TRANSFER_TRANSITIONS, Lifecycle
+from baton.core.state_machines import OwnedTransferState as State
+from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
+from baton.transfer.owner.lease_deadlines import Deadlines
+
+Life = tuple[str, int]
+"""(worker_id, worker_epoch) of a reader."""
+PullKey = tuple[Life, TransferId]
+Key = JobId | PullKey
+PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
+"""Block ids of the longest run of leading hashes that this worker's cache holds."""
+
+MAX_TOMBSTONES = 65_536
+
+
+def life_of(worker: WorkerRef) -> Life:
+    return worker.worker_id, worker.worker_epoch
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnerCounts:
+    """What the owner met since it started; for metrics and tests."""
+
+    followed: int = 0
+    released: int = 0
+    abandoned: int = 0
+    leases_ended: int = 0
+    never_claimed: int = 0
+    early_follows: int = 0
+    dropped_notices: int = 0
+    refused_follows: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnedTransfer:
+    """One transfer. `block_table` [num_blocks of the prompt] stands from its allocation on; of it `pinned` is
+    pinned; `num_ready` blocks are computed; `next_block` is the first one not yet announced to the reader.
+    `generation`: the stream on which it was followed last. `span`: from the Follow to the end, below the
+    reader's pull."""
+
+    key: Key
+    lifecycle: Lifecycle[State]
+    reader: WorkerRef | None = None
+    job: JobId | None = None
+    transfer_id: TransferId | None = None
+    block_table: tuple[int, ...] = ()
+    hashes: tuple[BlockHash, ...] = ()
+    pinned: tuple[int, ...] = ()
+    num_ready: int = 0
+    next_block: int = 0
+    num_computed_tokens: int = 0
+    is_final: bool = False
+    final_sent: bool = False
+    first_tokens: tuple[FirstToken, ...] = ()
+    timeline: LegTimeline | None = None
+    lost: Reason | None = None
+    generation: int = 0
+    span: Span = NO_SPAN
+
+
+@dataclass(slots=True)
+class _Readers:
+    """Per reader's life: what it follows, and what ended without it and is still remembered."""
+
+    open: dict[Life, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
+    ended: dict[Life, dict[TransferId, None]] = field(default_factory=dict)
+
+
+class KvOwner:
+    """All transfers of one worker's blocks. `send` takes each message for a reader's life; one that cannot be
+    delivered is lost, which the reader's next Follow repairs. Raises nothing for what a peer sends."""
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        num_blocks: int,
+        pins: PinPool,
+        send: Callable[[WorkerRef, OwnerMessage], None],
+        lookup: PrefixLookup,
+        lease_s: float,
+        claim_s: float,
+        early_s: float,
+        tracing: Tracing = OFF,
+    ) -> None:
+        self._tracing = tracing
+        self._block_size = layout.block_size_tokens
+        self._num_blocks = num_blocks
+        self._pins = pins
+        self._send = send
+        self._lookup = lookup
+        self._lease_s, self._claim_s, self._early_s = lease_s, claim_s, early_s
+        self._transfers: dict[Key, OwnedTransfer] = {}
+        self._early: dict[JobId, tuple[WorkerRef, Follow, int]] = {}
+        self._early_until: Deadlines[JobId] = Deadlines()
+        self._until: Deadlines[Key] = Deadlines()
+        self._tombstones: dict[Key, Reason] = {}
+        self._tombstones_until: Deadlines[Key] = Deadlines()
+        self._readers = _Readers()
+        self._streams = 0
+        self.counts = OwnerCounts()
+
+    @property
+    def open_leases(self) -> int:
+        """Transfers that have not ended, followed or not."""
+        return len(self._transfers)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do next; None while nothing runs."""
+        times = [d.next_s for d in (self._until, self._early_until, self._tombstones_until)]
+        return min((t for t in times if t is not None), default=None)
+
+    # What the worker says about its own jobs.
+
+    def born(self, job: JobId, reader: WorkerRef, now_s: float) -> None:
+        """A job whose KV `reader` will pull has been accepted; it may wait for its blocks. Nothing if the job
+        is known."""
+        if job in self._transfers:
+            return
+        transfer = OwnedTransfer(
+            key=job, lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.BORN), reader=reader, job=job
+        )
+        self._transfers[job] = transfer
+        self._tombstones.pop(job, None)
+        early = self._early.pop(job, None)
+        self._early_until.drop(job)
+        if early is not None:
+            self._follow_job(early[0], early[1], job, early[2], now_s)
+
+    def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], now_s: float) -> None:
+        """The job has all blocks of its prompt; they are pinned from now on. `hashes`: those of its full
+        blocks, in order. Nothing if the transfer has ended meanwhile (its sequence goes on without it)."""
+        transfer = self._transfers.get(job)
+        if transfer is None or transfer.pinned or transfer.lost is not None:
+            return
+        transfer.block_table, transfer.hashes = tuple(block_table), tuple(hashes)
+        transfer.pinned = transfer.block_table
+        self._pins.pin(transfer.pinned)
+
+    def announce(
+        self,
+        job: JobId,
+        num_computed_tokens: int,
+        now_s: float,
+        *,
+        final: bool = False,
+        first_tokens: Sequence[FirstToken] = (),
+        timeline: LegTimeline | None = None,
+    ) -> None:
+        """A step has completed: the first `num_computed_tokens` tokens of the job have their KV. `final`:
+        these are all, `first_tokens` were sampled, and `timeline` is what the job took. Nothing if the
+        transfer has ended."""
+        transfer = self._transfers.get(job)
+        if transfer is None or transfer.lost is not None or transfer.is_final:
+            return
+        transfer.num_computed_tokens = num_computed_tokens
+        transfer.num_ready = (
+            len(transfer.block_table) if final else min(num_computed_tokens // self._block_size, len(transfer.hashes))
+        )
+        transfer.is_final = final
+        transfer.first_tokens, transfer.timeline = tuple(first_tokens), timeline
+        if final and transfer.lifecycle.state is State.BORN:
+            self._until.set(job, now_s + self._claim_s)
+        self._announce_new(transfer)
+
+    def lost(self, job: JobId, reason: Reason, now_s: float) -> None:
+        """The job's sequence has ended before its prompt did. What its reader was told of stays pinned until
+        the reader releases it or its lease ends; the rest is given back now."""
+        self._early.pop(job, None)
+        self._early_until.drop(job)
+        transfer = self._transfers.get(job)
+        if transfer is None or transfer.is_final or transfer.lost is not None:
+            return
+        transfer.lost = reason
+        if transfer.lifecycle.state is State.BORN or transfer.reader is None or transfer.transfer_id is None:
+            self._end(transfer, reason, now_s)
+            return
+        announced = transfer.pinned[: transfer.next_block]
+        self._pins.unpin(transfer.pinned[transfer.next_block :])
+        transfer.pinned = announced
+        self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
+
+    # What readers say.
+
+    def stream_opened(self) -> int:
+        """A reader has opened a stream: its number, to be given with what arrives on it. Renewals on a stream
+        extend only what was followed on it, so a transfer that its reader lost track of ends with its present
+        lease."""
+        self._streams += 1
+        return self._streams
+
+    def follow(self, reader: WorkerRef, message: Follow, generation: int, now_s: float) -> None:
+        life = life_of(reader)
+        key: PullKey = (life, message.transfer_id)
+        if not 0 <= message.have_blocks <= message.resume_from_block or not message.transfer_id:
+            self._refuse(reader, message.transfer_id, Reason.INVALID_REQUEST)
+            return
+        known = self._readers.open.get(life, {}).get(message.transfer_id)
+        if known is not None:
+            self._follow_again(known, message, generation, now_s)
+        elif key in self._tombstones:
+            self._refuse(reader, message.transfer_id, self._tombstones[key])
+        elif isinstance(message.subject, HashRange):
+            self._follow_prefix(reader, message, message.subject, generation, now_s)
+        else:
+            self._follow_job(reader, message, message.subject, generation, now_s)
+
+    def renew(self, reader: WorkerRef, message: Renew, generation: int, now_s: float) -> None:
+        """Extend what this reader follows on this stream, and answer by number with what it no longer has."""
+        life = life_of(reader)
+        for transfer in self._readers.open.get(life, {}).values():
+            if transfer.generation == generation:
+                self._until.set(transfer.key, now_s + self._lease_s)
+        ended = tuple(self._readers.ended.get(life, ()))
+        self._send(reader, Renewed(renewal=message.renewal, lost=ended))
+
+    def release(self, reader: WorkerRef, message: Release | Abandon, now_s: float) -> None:
+        """The reader is done, or gave up: the pins end. Repeated, late or unknown: counted and dropped."""
+        transfer = self._readers.open.get(life_of(reader), {}).get(message.transfer_id)
+        if transfer is None:
+            dropped = self._drop_early(reader, message.transfer_id)
+            self.counts.dropped_notices += not dropped
+            return
+        if isinstance(message, Release):
+            self.counts.released += 1
+        else:
+            self.counts.abandoned += 1
+        self._end(transfer, Reason.LEASE_LOST, now_s, by_reader=True)
+
+    def may_read(self, reader: WorkerRef, transfer_id: TransferId, block_ids: Sequence[int]) -> bool:
+        """Whether a two-sided read of these blocks may be served: announced to this reader, or a probe
+        (transfer 0)."""
+        if not transfer_id:
+            return all(0 <= block_id < self._num_blocks for block_id in block_ids)
+        transfer = self._readers.open.get(life_of(reader), {}).get(transfer_id)
+        return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
+
+    def expire(self, now_s: float) -> None:
+        """End every transfer whose lease or claim has passed, drop early Follows and tombstones that are
+        over."""
+        for key in self._until.pop_passed(now_s):
+            transfer = self._transfers[key]
+            if transfer.lifecycle.state is State.FOLLOWED:
+                self.counts.leases_ended += 1
+            else:
+                self.counts.never_claimed += 1
+            self._end(transfer, Reason.LEASE_LOST, now_s)
+        for job in self._early_until.pop_passed(now_s):
+            reader, message, _generation = self._early.pop(job)
+            self._refuse(reader, message.transfer_id, Reason.LEASE_LOST)
+        for key in self._tombstones_until.pop_passed(now_s):
+            self._bury(key)
+
+    def close(self, reason: Reason, now_s: float) -> None:
+        """End everything: the worker leaves."""
+        for transfer in list(self._transfers.values()):
+            self._end(transfer, reason, now_s)
+
+    # Inside.
+
+    def _follow_job(self, reader: WorkerRef, message: Follow, job: JobId, generation: int, now_s: float) -> None:
+        transfer = self._transfers.get(job)
+        if transfer is None:
+            if job in self._tombstones:
+                self._refuse(reader, message.transfer_id, self._tombstones[job])
+                return
+            self.counts.early_follows += 1
+            self._early[job] = (reader, message, generation)
+            self._early_until.drop(job)
+            self._early_until.set(job, now_s + self._early_s)
+            return
+        if transfer.reader is None or not transfer.reader.is_same_life(reader):
+            self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)
+            return
+        if transfer.lifecycle.state is not State.BORN:  # another transfer of the same reader has it
+            self._refuse(reader, message.transfer_id, Reason.SUPERSEDED)
+            return
+        self._start_following(transfer, reader, message, generation, now_s)
+
+    def _follow_prefix(
+        self, reader: WorkerRef, message: Follow, subject: HashRange, generation: int, now_s: float
+    ) -> None:
+        found = tuple(self._lookup(subject.hashes))[: len(subject.hashes)]
+        transfer = OwnedTransfer(
+            key=(life_of(reader), message.transfer_id),
+            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.BORN),
+            block_table=found,
+            hashes=subject.hashes[: len(found)],
+            pinned=found,
+            num_ready=len(found),
+            num_computed_tokens=len(found) * self._block_size,
+            is_final=True,
+        )
+        self._pins.pin(found)
+        self._transfers[transfer.key] = transfer
+        self._start_following(transfer, reader, message, generation, now_s)
+
+    def _start_following(
+        self, transfer: OwnedTransfer, reader: WorkerRef, message: Follow, generation: int, now_s: float
+    ) -> None:
+        transfer.reader, transfer.transfer_id = reader, message.transfer_id
+        transfer.lifecycle.move(State.FOLLOWED)
+        self._readers.open.setdefault(life_of(reader), {})[message.transfer_id] = transfer
+        transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
+        self.counts.followed += 1
+        self._until.drop(transfer.key)  # a lease may end before the claim would have
+        self._follow_again(transfer, message, generation, now_s)
+
+    def _follow_again(self, transfer: OwnedTransfer, message: Follow, generation: int, now_s: float) -> None:
+        """Go on from where the reader says it is. The Follow renews the transfer's own lease."""
+        transfer.generation = generation
+        self._until.set(transfer.key, now_s + self._lease_s)
+        if transfer.lost is not None and transfer.reader is not None:
+            self._send(transfer.reader, Lost(transfer_id=message.transfer_id, reason=transfer.lost))
+            return
+        transfer.next_block = message.resume_from_block
+        transfer.final_sent = False
+        self._announce_new(transfer)
+
+    def _announce_new(self, transfer: OwnedTransfer) -> None:
+        if transfer.lifecycle.state is not State.FOLLOWED or transfer.reader is None or transfer.transfer_id is None:
+            return
+        begin = min(transfer.next_block, transfer.num_ready)
+        block_ids = transfer.block_table[begin : transfer.num_ready]
+        if transfer.final_sent or not (block_ids or transfer.is_final):
+            return
+        hashes = transfer.hashes[begin : transfer.num_ready]
+        transfer.next_block = max(transfer.next_block, transfer.num_ready)
+        transfer.final_sent = transfer.is_final
+        ready = KvReady(
+            transfer_id=transfer.transfer_id,
+            first_block_index=begin,
+            block_ids=block_ids,
+            generations=tuple(self._pins.generation(block_id) for block_id in block_ids),
+            hashes=hashes + (NO_HASH,) * (len(block_ids) - len(hashes)),
+            num_computed_tokens=transfer.num_computed_tokens,
+            final=transfer.is_final,
+            first_tokens=transfer.first_tokens if transfer.is_final else (),
+            timeline=transfer.timeline if transfer.is_final else None,
+        )
+        self._send(transfer.reader, ready)
+
+    def _refuse(self, reader: WorkerRef, transfer_id: TransferId, reason: Reason) -> None:
+        self.counts.refused_follows += 1
+        self._send(reader, Lost(transfer_id=transfer_id, reason=reason))
+
+    def _drop_early(self, reader: WorkerRef, transfer_id: TransferId) -> bool:
+        for job, (waiting, message, _generation) in self._early.items():
+            if message.transfer_id == transfer_id and waiting.is_same_life(reader):
+                del self._early[job]
+                self._early_until.drop(job)
+                return True
+        return False
+
+    def _end(self, transfer: OwnedTransfer, reason: Reason, now_s: float, *, by_reader: bool = False) -> None:
+        transfer.lifecycle.move(State.ENDED)
+        if transfer.span.is_recorded:
+            attributes = {
+                "baton.outcome": "released" if by_reader else reason.value,
+                "baton.blocks": len(transfer.pinned),
+            }
+            transfer.span.end(attributes, problem="" if by_reader else reason.value, at_s=now_s)
+        self._pins.unpin(transfer.pinned)
+        transfer.pinned = ()
+        del self._transfers[transfer.key]
+        self._until.drop(transfer.key)
+        keys: list[Key] = [transfer.key]
+        if transfer.reader is not None and transfer.transfer_id is not None:
+            life = life_of(transfer.reader)
+            self._readers.open[life].pop(transfer.transfer_id, None)
+            if not self._readers.open[life]:
+                del self._readers.open[life]
+            if not by_reader:
+                self._readers.ended.setdefault(life, {})[transfer.transfer_id] = None
+            keys.append((life, transfer.transfer_id))
+        for key in dict.fromkeys(keys):
+            self._tombstones[key] = reason
+            self._tombstones_until.drop(key)
+            self._tombstones_until.set(key, now_s + self._early_s)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            oldest = next(iter(self._tombstones))
+            self._tombstones_until.drop(oldest)
+            self._bury(oldest)
+
+    def _bury(self, key: Key) -> None:
+        self._tombstones.pop(key, None)
+        if isinstance(key, tuple):
+            life, transfer_id = key
+            ended = self._readers.ended.get(life, {})
+            ended.pop(transfer_id, None)
+            if not ended:
+                self._readers.ended.pop(life, None)

@@ -1,0 +1,73 @@
+"""Deadlines that move, and which of them have passed (rule R6: a renewed one never hides one that has
+ended)."""
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """A deadline for each key. Moving one later costs a dictionary write: its heap entry is looked at again
+    when its old time comes, so each key has at most one live entry and every passed deadline is found
+    whatever happens to the others."""
+
+    __slots__ = ("_due", "_heap", "_serial")
+
+    def __init__(self) -> None:
+        self._due: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._due
+
+    def set(self, key: K, deadline_s: float) -> None:
+        known = self._due.get(key)
+        if known is not None and deadline_s >= known[0]:
+            self._due[key] = (deadline_s, known[1])
+            return
+        self._serial += 1
+        self._due[key] = (deadline_s, self._serial)
+        heapq.heappush(self._heap, (deadline_s, self._serial, key))
+
+    def drop(self, key: K) -> None:
+        """Forget a key; nothing if it is unknown."""
+        self._due.pop(key, None)
+
+    def of(self, key: K) -> float | None:
+        known = self._due.get(key)
+        return None if known is None else known[0]
+
+    @property
+    def next_s(self) -> float | None:
+        """The earliest deadline, or None."""
+        self._settle()
+        return self._heap[0][0] if self._heap else None
+
+    def pop_passed(self, now_s: float) -> list[K]:
+        """Forget and return every key whose deadline is at or before `now_s`, earliest first."""
+        passed: list[K] = []
+        while True:
+            self._settle()
+            if not self._heap or self._heap[0][0] > now_s:
+                return passed
+            key = heapq.heappop(self._heap)[2]
+            del self._due[key]
+            passed.append(key)
+
+    def _settle(self) -> None:
+        """Make the heap's first entry a true one."""
+        while self._heap:
+            deadline_s, serial, key = self._heap[0]
+            known = self._due.get(key)
+            if known is None or known[1] != serial:
+                heapq.heappop(self._heap)
+            elif known[0] > deadline_s:
+                heapq.heapreplace(self._heap, (known[0], serial, key))
+            else:
+                return

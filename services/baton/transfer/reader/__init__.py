@@ -1,0 +1,1 @@
+"""The side that pulls KV blocks from a peer."""

@@ -1,0 +1,164 @@
+"""The reader's side of all transfers of one worker: a link to each life it reads from, and the pulls on
+them."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from baton.core.cluster.worker_report import LinkReport
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
+from baton.core.interfaces import Network, ReceivingPool
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.messages.peer_messages import HashRange
+from baton.runtime.observability.tracing import OFF, Tracing
+from baton.transfer.backend import TransferBackend
+from baton.transfer.reader.peer_link import PeerLink
+from baton.transfer.reader.peer_reads import ReaderTimes, Reading
+from baton.transfer.reader.pull import Pull
+from baton.transfer.reader.quarantine import Quarantine
+from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
+
+MAX_QUARANTINED_SHARE = 0.10
+Life = tuple[str, int]
+
+
+class KvReader:
+    """Pulls KV blocks out of other workers' memory. Used from one event loop; nothing blocks."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef,
+        layout: KvLayout,
+        backend: TransferBackend,
+        network: Network,
+        pool: ReceivingPool,
+        rng: random.Random,
+        times: ReaderTimes,
+        observer: TransferObserver | None = None,
+        tracing: Tracing = OFF,
+    ) -> None:
+        self._last_read_id = 0
+        self._rng = rng
+        self._num_blocks = backend.memory[0].num_blocks
+        self._links: dict[Life, PeerLink] = {}
+        self._quarantine = Quarantine(backend, pool)
+        self._is_closed = False
+        self._closing: dict[asyncio.Task[None], None] = {}
+        self._reading = Reading(
+            worker=worker,
+            layout=layout,
+            backend=backend,
+            network=network,
+            pool=pool,
+            rng=rng,
+            observer=observer or NoObserver(),
+            times=times,
+            quarantine=self._quarantine,
+            next_read_id=self._next_read_id,
+            tracing=tracing,
+        )
+
+    def pull(
+        self,
+        owner: WorkerRef,
+        subject: JobId | HashRange,
+        *,
+        have_blocks: int,
+        expected: Sequence[BlockHash] = (),
+        deadline_s: float | None = None,
+        trace_context: str = "",
+    ) -> Pull:
+        """Follow a job's KV, or a cached prefix, at its owner. `have_blocks` leading blocks are here already;
+        `expected`: hashes of the prompt's full blocks as computed here, which the owner's must equal. The
+        pull ends with Reason.DEADLINE after `deadline_s`. `trace_context`: of what the KV is for.
+
+        Raises Refused (retriable, blames the owner) while the pair is broken.
+        """
+        link = self._link_to(owner)
+        if link.broken_by is not None:
+            message = f"reads of {owner} get stuck or fail; it is being probed"
+            raise Refused(
+                Failure(code=Code.UNAVAILABLE, reason=link.broken_by, message=message, retriable=True, blamed=owner)
+            )
+        pull = Pull(
+            link,
+            transfer_id=TransferId(self._rng.randrange(1, 2**64)),
+            subject=subject,
+            have_blocks=have_blocks,
+            expected=expected,
+            pool=self._reading.pool,
+            deadline_s=deadline_s,
+            span=self._reading.tracing.start("kv pull", trace_context, kind="client"),
+        )
+        link.follow(pull)
+        return pull
+
+    def warm(self, owner: WorkerRef) -> None:
+        """Begin to make the pair usable before its first pull, and to measure it. Nothing if that was
+        done."""
+        self._link_to(owner)
+
+    async def warmed(self, owner: WorkerRef) -> bool:
+        """`warm`, and wait until it is done: whether the pair can be used."""
+        return await self._link_to(owner).warmed()
+
+    def probe(self, owner: WorkerRef) -> None:
+        """Begin to read a little from a pair once more: is it alive, and how fast?"""
+        self._link_to(owner).probe()
+
+    def forget(self, owner: WorkerRef) -> None:
+        """That life of a worker is over: its pulls fail, its link ends."""
+        link = self._links.get(_life(owner))
+        if link is not None:
+            link.close(Reason.WORKER_LOST, "that worker is gone")
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """Every pair in use, sorted by worker."""
+        return tuple(link.report() for _life, link in sorted(self._links.items()))
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Own blocks that a given-up read may still write."""
+        return self._quarantine.num_blocks
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether so much is quarantined that this worker should take no more jobs, finish, and be replaced;
+        not all of a role at once."""
+        return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks
+
+    async def aclose(self) -> None:
+        """End all pulls and links, and begin no other; returns when every running read is terminal or past
+        its deadline."""
+        self._is_closed = True
+        for link in list(self._links.values()):
+            link.close(Reason.WORKER_LOST, "the reader leaves")
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._quarantine.aclose()
+
+    def _link_to(self, owner: WorkerRef) -> PeerLink:
+        if self._is_closed:
+            message = "this worker is leaving; it reads nobody's KV any more"
+            raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retriable=True))
+        link = self._links.get(_life(owner))
+        if link is None:
+            link = self._links[_life(owner)] = PeerLink(owner, self._reading, self._link_ended)
+        return link
+
+    def _link_ended(self, link: PeerLink) -> None:
+        if self._links.get(_life(link.owner)) is link:
+            del self._links[_life(link.owner)]
+        closing = asyncio.get_running_loop().create_task(link.aclose())
+        self._closing[closing] = None
+        closing.add_done_callback(self._closing.pop)
+
+    def _next_read_id(self) -> ReadId:
+        self._last_read_id += 1
+        return ReadId(self._last_read_id)
+
+
+def _life(owner: WorkerRef) -> Life:
+    return owner.worker_id, owner.worker_epoch

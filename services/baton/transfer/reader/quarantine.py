@@ -1,0 +1,50 @@
+"""Reads that were given up and still run: watched until they are terminal, their blocks out of use meanwhile
+(rule R3)."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from baton.core.ids import ReadId
+from baton.core.interfaces import ReceivingPool
+from baton.runtime.logging import get_logger
+from baton.transfer.backend import ReadState, TransferBackend
+
+log = get_logger(__name__)
+
+
+class Quarantine:
+    """All given-up reads of one reader. They outlive the pull and the link that began them."""
+
+    def __init__(self, backend: TransferBackend, pool: ReceivingPool) -> None:
+        self._backend, self._pool = backend, pool
+        self._watchers: dict[asyncio.Task[None], None] = {}
+        self.num_blocks = 0
+        self.num_reads = 0
+
+    def watch(self, read_id: ReadId, own: Sequence[int], then: Callable[[ReadState], None]) -> None:
+        """Keep `own` (none for a read that lands where nobody looks) quarantined until the read is terminal;
+        then release the read, give the blocks back and call `then`."""
+        if own:
+            self._pool.quarantine(own)
+        self.num_blocks += len(own)
+        self.num_reads += 1
+        watcher = asyncio.get_running_loop().create_task(self._watch(read_id, list(own), then))
+        self._watchers[watcher] = None
+        watcher.add_done_callback(self._watchers.pop)
+
+    async def _watch(self, read_id: ReadId, own: list[int], then: Callable[[ReadState], None]) -> None:
+        state = await self._backend.wait(read_id)
+        self._backend.release(read_id)
+        self.num_blocks -= len(own)
+        self.num_reads -= 1
+        if own:
+            self._pool.end_quarantine(own)
+            log.info("kv_quarantine_ended", read_id=read_id, num_blocks=len(own), state=state.value)
+        then(state)
+
+    async def aclose(self) -> None:
+        """Stop watching; what is quarantined stays so."""
+        watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)

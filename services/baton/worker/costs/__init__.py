@@ -1,0 +1,1 @@
+"""Measures and tracks what this worker's steps cost."""

@@ -1,0 +1,227 @@
+"""A worker measures at start what its steps cost: a handful of steps of several sizes, on the real device,
+through its executor alone."""
+
+import asyncio
+import fcntl
+import math
+import os
+import tempfile
+from array import array
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from baton.core.errors import BatonError
+from baton.core.kv.block_hash import num_blocks_for
+from baton.core.request import Sampling
+from baton.core.step_cost import StepCostModel, StepWork, fit_costs
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.engine_config import EngineConfig
+from baton.engine.state.step import DeviceFault, Executor, SampleRequest, StepPlan, StepSequence
+from baton.runtime.logging import get_logger
+from baton.worker.costs.step_cost_keeper import work_of
+
+log = get_logger(__name__)
+
+BUDGET_S = 2.0
+"""For all sizes together. One step with prefill and one with decode are run however long they take: without
+them there are no costs."""
+NUM_ROUNDS = 3
+"""Over all sizes. Of each size the least counts: the first one allocates, and whatever else disturbs a step
+makes it longer, all those of one moment."""
+TURN_WAIT_S = 20.0
+"""For workers that measure on this host now. After that this one measures beside them."""
+TURN_POLL_S = 0.05
+
+LONG_CONTEXT_TOKENS = 2_048
+NUM_TOKEN_IDS = 32
+"""Of every vocabulary. Which tokens they are costs nothing."""
+
+
+class CannotMeasure(BatonError):
+    """A measuring step failed, or took no time: this worker has no costs of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """A step of `num_seqs` sequences with `num_tokens` each, behind `context_tokens` that are there."""
+
+    num_seqs: int = 1
+    num_tokens: int = 1
+    context_tokens: int = 0
+
+    def blocks_each(self, block_size_tokens: int) -> int:
+        return num_blocks_for(self.context_tokens + self.num_tokens, block_size_tokens)
+
+    def num_blocks(self, block_size_tokens: int) -> int:
+        return self.num_seqs * self.blocks_each(block_size_tokens)
+
+
+async def measure_costs(
+    executor: Executor, config: EngineConfig, pool: BlockPool, *, budget_s: float = BUDGET_S
+) -> StepCostModel | None:
+    """Run steps over blocks of a pool that nobody uses yet. None, said in the log, if that gives no costs.
+    Raises DeviceFault."""
+    began_s = asyncio.get_running_loop().time()
+    sizes = step_sizes(config, pool.num_allocatable)
+    block_ids = pool.allocate(max((size.num_blocks(config.block_size_tokens) for size in sizes), default=0)) or []
+    try:
+        measured = await _measure(executor, sizes, config.block_size_tokens, block_ids, began_s + budget_s)
+        costs = fit_costs(measured)
+    except DeviceFault:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever a device that was just opened does: requests will show it, too, and are dealt with
+        log.warning("costs_not_measured", problem=f"{type(error).__name__}: {error}")
+        return None
+    finally:
+        pool.unref(block_ids)
+    log.info(
+        "costs_measured",
+        num_sizes=len(measured),
+        duration_s=asyncio.get_running_loop().time() - began_s,
+        step_s=costs.step_s,
+        prefill_token_s=costs.prefill_token_s,
+        decode_seq_s=costs.decode_seq_s,
+    )
+    return costs
+
+
+def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
+    """What to measure, each size once, what matters most first: all that fits in the engine's limits and in
+    so many blocks."""
+    chunk = min(config.max_num_batched_tokens, config.max_model_len, num_blocks * config.block_size_tokens)
+    most = min(config.max_model_len, num_blocks * config.block_size_tokens)
+    wanted = [
+        _prefill(min(64, chunk), 0, most),
+        _decode(1, 256, most),
+        _prefill(min(256, chunk), 0, most),
+        _decode(8, 256, most),
+        _prefill(min(1_024, chunk), 0, most),
+        _prefill(min(64, chunk), LONG_CONTEXT_TOKENS, most),
+        _decode(8, 1_024, most),
+        _prefill(chunk, 0, most),
+        _decode(32, 256, most),
+        _prefill(chunk, LONG_CONTEXT_TOKENS, most),
+        _decode(1, 1_024, most),
+        _decode(32, 1_024, most),
+    ]
+
+    def is_possible(size: StepSize) -> bool:
+        fits_pool = size.num_blocks(config.block_size_tokens) <= num_blocks
+        return (
+            fits_pool
+            and size.num_seqs <= config.max_num_seqs
+            and size.num_seqs * size.num_tokens <= config.max_num_batched_tokens
+        )
+
+    return [size for size in dict.fromkeys(wanted) if is_possible(size)]
+
+
+@asynccontextmanager
+async def turn(path: Path, *, wait_s: float = TURN_WAIT_S) -> AsyncIterator[bool]:
+    """Measure alone among the processes that take turns at `path`; False if that could not be had in
+    `wait_s`, and one goes on all the same. A process that dies gives its turn back."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.warning("no_turn_to_measure", path=str(path), problem=str(error))
+        yield False
+        return
+    try:
+        yield await _locked(file, asyncio.get_running_loop().time() + wait_s)
+    finally:
+        os.close(file)
+
+
+def turn_path() -> Path:
+    """Of this user's workers on this host."""
+    return Path(tempfile.gettempdir()) / f"baton-measuring-{os.getuid()}.lock"
+
+
+async def _locked(file: int, until_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if loop.time() >= until_s:
+                return False
+        else:
+            return True
+        await asyncio.sleep(TURN_POLL_S)
+
+
+def _prefill(num_tokens: int, context_tokens: int, most: int) -> StepSize:
+    return StepSize(num_tokens=num_tokens, context_tokens=max(0, min(context_tokens, most - num_tokens)))
+
+
+def _decode(num_seqs: int, context_tokens: int, most: int) -> StepSize:
+    return StepSize(num_seqs=num_seqs, context_tokens=max(0, min(context_tokens, most - 1)))
+
+
+async def _measure(
+    executor: Executor, sizes: Sequence[StepSize], block_size_tokens: int, block_ids: Sequence[int], until_s: float
+) -> list[tuple[StepWork, float]]:
+    """Sizes that would take longer than is left are passed over. Raises CannotMeasure, or whatever the
+    executor does."""
+    loop, step_ids = asyncio.get_running_loop(), count(1)
+    least_s: dict[StepWork, float] = {}
+    for size in NUM_ROUNDS * tuple(sizes):
+        plan = _plan(next(step_ids), size, block_size_tokens, block_ids)
+        work = work_of(plan)
+        expected_s = least_s.get(work) or _guess_s(work, least_s)
+        if expected_s is None or loop.time() + expected_s <= until_s:
+            step_s = await _timed(executor, plan)
+            least_s[work] = min(step_s, least_s.get(work, step_s))
+    return list(least_s.items())
+
+
+def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None:
+    """By the nearest that was measured: between what its work grows least and most in. None if there is
+    nothing of its kind."""
+    guesses = []
+    for known, step_s in measured.items():
+        if known.kind is work.kind:
+            growths = [new / old for new, old in zip(work.features[1:], known.features[1:], strict=True) if new and old]
+            guesses.append(step_s * math.sqrt(min(growths) * max(growths)))
+    return min(guesses, default=None)
+
+
+async def _timed(executor: Executor, plan: StepPlan) -> float:
+    """Raises CannotMeasure for a step that failed."""
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    result = await executor.execute(plan)
+    if result.failures:
+        raise CannotMeasure(next(iter(result.failures.values())).message)
+    return loop.time() - started_s
+
+
+def _plan(step_id: int, size: StepSize, block_size_tokens: int, block_ids: Sequence[int]) -> StepPlan:
+    blocks_each = size.blocks_each(block_size_tokens)
+    tables = (tuple(block_ids[i * blocks_each : (i + 1) * blocks_each]) for i in range(size.num_seqs))
+    return StepPlan(step_id=step_id, sequences=tuple(_sequences(size, tables)))
+
+
+def _sequences(size: StepSize, tables: Iterator[tuple[int, ...]]) -> Iterator[StepSequence]:
+    """Each samples, as a prompt's last chunk and every decoding sequence does."""
+    token_ids = array("I", (i % NUM_TOKEN_IDS for i in range(size.context_tokens + size.num_tokens)))
+    for seq_id, table in enumerate(tables, 1):
+        yield StepSequence(
+            seq_id=seq_id,
+            token_ids=token_ids[size.context_tokens :],
+            position_begin=size.context_tokens,
+            kv_begin=size.context_tokens,
+            block_table=table,
+            sample=SampleRequest(
+                sampling=Sampling(seed=0, max_tokens=1),
+                sample_indices=(0,),
+                position=len(token_ids),
+                history=token_ids,
+                num_prompt_tokens=len(token_ids),
+            ),
+        )

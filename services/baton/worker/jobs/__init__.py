@@ -1,0 +1,1 @@
+"""Jobs of one worker: prefill legs, decode legs, prefix pulls."""

@@ -1,0 +1,84 @@
+"""A decode leg that computes the prompt here, too; and what every decode leg does once there is a first
+token."""
+
+from abc import abstractmethod
+
+from baton.core.messages.jobs import DecodeJob
+from baton.core.request import LegTimeline, Usage
+from baton.engine.state.outcome import AdmittedSequence, SequenceOutput
+from baton.engine.state.sequence import SequenceRequest
+from baton.worker.jobs.leg import ComputingLeg, Leg, LegOutput, LegParts
+
+
+class DecodeLeg(Leg):
+    """Generates for all samples of a job. The last sample's `finish` ends it, and carries the leg's timeline;
+    the first delta carries that of the worker whose KV was pulled, and carries it alone if it ends the
+    job."""
+
+    def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        self._generating_since_s: float | None = None
+        self._first_decode_s: float | None = None
+
+    def _owner_timeline(self) -> LegTimeline | None:
+        """What the prompt took another worker; None if it was computed here."""
+        return None
+
+    @abstractmethod
+    def _usage_of(self, output: SequenceOutput) -> Usage | None:
+        """What the job's first delta says of the prompt."""
+
+    @abstractmethod
+    def _timeline(self, decode_s: float) -> LegTimeline: ...
+
+    def _ends_sample(self, output: SequenceOutput) -> bool:
+        return output.finish is not None
+
+    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+        now_s = self._loop.time()
+        if self._first_decode_s is None and self._is_of_a_decode_step(output):
+            engine = self._parts.engine
+            self._first_decode_s = engine.last_step_ended_s - engine.last_step_started_s
+        if self._generating_since_s is None:
+            self._generating_since_s = now_s
+            usage, timeline = self._usage_of(output), self._owner_timeline()
+        else:
+            usage, timeline = None, None
+        if is_last and timeline is None:
+            timeline = self._timeline(now_s - self._generating_since_s)
+        self._say(output, usage=usage, timeline=timeline)
+
+    def _is_of_a_decode_step(self, output: SequenceOutput) -> bool:
+        """The first token is the prompt's; the step that made the next one has just ended."""
+        return output.output_index > len(self._job.token_ids) - self._job.num_prompt_tokens
+
+
+class LocalDecodeLeg(ComputingLeg, DecodeLeg):
+    """No handoff: prompt and answer are computed here."""
+
+    def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
+        super().__init__(job, seq_id, parts, output)
+        self._num_cached_tokens = 0
+
+    def _engine_request(self) -> SequenceRequest:
+        return self._request()
+
+    def admitted(self, admission: AdmittedSequence) -> None:
+        super().admitted(admission)
+        self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
+
+    def _usage_of(self, output: SequenceOutput) -> Usage | None:
+        return self._usage(output.num_cached_tokens)
+
+    def _timeline(self, decode_s: float) -> LegTimeline:
+        first_token_s = self._loop.time() - decode_s
+        return LegTimeline(
+            worker_id=self._parts.worker.worker_id,
+            pid=self._parts.pid,
+            queue_s=self._admitted_s - self._started_s,
+            compute_s=first_token_s - self._admitted_s,
+            num_computed_tokens=len(self._job.token_ids) - self._num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            first_decode_s=self._first_decode_s,
+            decode_s=decode_s,
+        )

@@ -1,0 +1,1 @@
+"""What a worker publishes: reports and KV events."""

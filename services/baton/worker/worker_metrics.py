@@ -1,0 +1,148 @@
+"""A worker's metrics: gauges read when they are asked for, counters by difference, steps and transfers as
+they end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.core.errors import Reason
+from baton.core.ids import WorkerRef
+from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.core.kv.kv_layout import KvLayout
+from baton.engine.state.step import Executor, StepPlan, StepResult
+from baton.runtime.observability.metrics import EngineMetrics, TransferMetrics
+
+if TYPE_CHECKING:
+    from baton.worker.worker_service import Worker
+
+
+class MeteredExecutor:
+    """An `Executor` whose steps are timed."""
+
+    def __init__(self, inner: Executor, metrics: EngineMetrics) -> None:
+        self._inner = inner
+        self._metrics = metrics
+        self._ended_s = 0.0
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._inner.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        result = await self._inner.execute(plan)
+        before_s, self._ended_s = self._ended_s, loop.time()
+        self._metrics.step_s.observe(self._ended_s - max(asked_s, before_s))
+        self._metrics.step_tokens.inc(plan.num_tokens)
+        return result
+
+    def withdraw(self, step_id: int) -> bool:
+        return self._inner.withdraw(step_id)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class PullMetrics:
+    """Implements `TransferObserver`."""
+
+    def __init__(self, metrics: TransferMetrics) -> None:
+        self._metrics = metrics
+        self._transports: dict[WorkerRef, str] = {}
+        self._shown: dict[
+            str, tuple[WorkerRef, str]
+        ] = {}  # by the peer's name: which life's speed its one series says, by which transport
+        self._broken: set[WorkerRef] = set()
+
+    def pull_ended(
+        self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
+    ) -> None:
+        transport = self._transports.get(owner, "")
+        self._metrics.transfers.labels(transport, "received" if reason is None else reason.value).inc()
+        self._metrics.bytes.labels(transport).inc(transfer_bytes)
+        self._metrics.read_s.labels(transport).inc(read_s)
+        if reason is None:
+            self._metrics.duration_s.labels(transport).observe(duration_s)
+
+    def validation_failed(self, owner: WorkerRef, what: str) -> None:
+        self._metrics.validation_failures.labels(what).inc()
+
+    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
+        """Seen as quarantined blocks and as a broken link."""
+
+    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+        self._hide(owner.worker_id, unless=transport)
+        self._transports[owner] = transport
+        self._shown[owner.worker_id] = (owner, transport)
+        self._metrics.link_bytes_per_s.labels(owner.worker_id, transport).set(bytes_per_s)
+        (self._broken.add if broken else self._broken.discard)(owner)
+        self._metrics.broken_links.set(len(self._broken))
+
+    def forget_gone(self, known: set[WorkerRef]) -> None:
+        """Links of workers that have left, and of earlier lives of those that have not, count for nothing any
+        more."""
+        self._broken &= known
+        for worker_id in [worker_id for worker_id, (owner, _) in self._shown.items() if owner not in known]:
+            self._hide(worker_id)
+        self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
+        self._metrics.broken_links.set(len(self._broken))
+
+    def _hide(self, worker_id: str, *, unless: str | None = None) -> None:
+        """Take the peer's series away; `unless`: it is of this transport."""
+        shown = self._shown.get(worker_id)
+        if shown is not None and shown[1] != unless:
+            del self._shown[worker_id]
+            self._metrics.link_bytes_per_s.remove(worker_id, shown[1])
+
+
+class WorkerMetrics:
+    """All metrics of one worker in one registry; `refresh` before they are read."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.engine = EngineMetrics(registry)
+        self.transfer = TransferMetrics(registry)
+        self.pulls = PullMetrics(self.transfer)
+        self._seen: dict[Counter, float] = {}
+
+    def identify(self, worker: WorkerRef, role: str) -> None:
+        """Whose metrics these are; one series a process, so that queries can tell roles and lives apart."""
+        self.engine.info.labels(worker.worker_id, role, f"{worker.worker_epoch:016x}").set(1)
+
+    def refresh(self, worker: Worker) -> None:
+        counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
+        for state in ("free", "used", "cached", "receiving", "quarantined"):
+            self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
+        self.engine.blocks_held_for_others.set(counts.held_for_others)
+        self.engine.running_seqs.set(engine.running_seqs)
+        self.engine.waiting_seqs.set(engine.waiting_seqs)
+        self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
+        self._to(self.engine.preemptions, engine.counters.preemptions)
+        if worker.publisher is None:
+            self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
+        else:  # what the pool tells is told once, and to the publisher
+            self._to(self.engine.evictions, worker.publisher.num_evicted)
+            self._to(self.engine.kv_resets, worker.publisher.num_resets)
+            self.engine.kv_publisher_behind.set(worker.publisher.is_behind)
+        self.transfer.open_leases.set(worker.owner.open_leases)
+        for outcome, number in (
+            ("released", owner.released),
+            ("abandoned", owner.abandoned),
+            ("expired", owner.leases_ended),
+            ("never_claimed", owner.never_claimed),
+        ):
+            self._to(self.transfer.leases_ended.labels(outcome), number)
+        for kind in ("dropped_notices", "early_follows", "refused_follows"):
+            self._to(self.transfer.dropped_notices.labels(kind), getattr(owner, kind))
+        self.pulls.forget_gone({link.peer for link in worker.reader.links()})
+
+    def _to(self, counter: Counter, total: float) -> None:
+        counter.inc(total - self._seen.get(counter, 0))
+        self._seen[counter] = total

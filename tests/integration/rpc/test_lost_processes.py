@@ -1,0 +1,133 @@
+"""Streams whose other process is killed, or stands still with its connections open (faults.md 18)."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from baton.core.errors import StreamBroken
+from baton.core.messages.jobs import Ack, Step
+from baton.core.messages.peer_messages import Renew, Renewed
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from tests import builders
+from tests.contract.networks import StubWorker, echo, eventually, until_broken
+
+pytestmark = pytest.mark.integration
+
+HEARTBEAT_S = 0.2
+FOUND_S = 10.0
+"""A machine that is busy with other tests may need longer than the two heartbeats and half a second of an
+idle one; without keepalive it would be for ever."""
+
+SERVER = f"""
+import asyncio
+from baton.core.messages.peer_messages import Renewed
+from baton.rpc.grpc_server import GrpcServer
+from tests import builders
+from tests.contract.networks import StubScheduler, StubWorker, echo
+from tests.integration.rpc.test_lost_processes import step
+
+async def main():
+    server = GrpcServer(heartbeat_s={HEARTBEAT_S})
+    server.add_worker(StubWorker(lambda s: echo(s, step), lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal))))
+    server.add_scheduler(StubScheduler(()))
+    print(await server.start("127.0.0.1", 0), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+CLIENT = f"""
+import asyncio, sys
+from baton.core.messages.jobs import Ack
+from baton.rpc.grpc_network import GrpcNetwork
+
+async def main():
+    network = GrpcNetwork(heartbeat_s={HEARTBEAT_S})
+    session = await network.open_session(sys.argv[1])
+    session.send(Ack(seq=1))
+    await session.receive()
+    print("connected", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def step(ack: Ack) -> Step:
+    return Step(seq=ack.seq, deltas=(builders.token_delta(ack.seq),))
+
+
+@contextmanager
+def process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def first_line(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[GrpcNetwork]:
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=2.0)
+    yield network
+    await network.aclose()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_server_breaks_every_stream_of_its_clients(network: GrpcNetwork, number: signal.Signals) -> None:
+    with process(SERVER) as server:
+        address = f"127.0.0.1:{first_line(server)}"
+        session, peer = await network.open_session(address), await network.open_peer(address)
+        scheduler = network.scheduler(address)
+        assert await scheduler.explain(None) == ()
+        session.send(Ack(seq=1))
+        assert await session.receive() == step(Ack(seq=1))
+        peer.send(Renew(renewal=1))
+        assert await peer.receive() == Renewed(renewal=1)
+        server.send_signal(number)
+        async with asyncio.timeout(FOUND_S):
+            for stream in (session, peer):
+                with pytest.raises(StreamBroken):
+                    await stream.receive()
+            with pytest.raises(StreamBroken):
+                await scheduler.explain(None)
+            with pytest.raises(StreamBroken):
+                await network.open_session(address)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_client_breaks_its_streams_at_the_server(number: signal.Signals) -> None:
+    worker = StubWorker(session=lambda stream: echo(stream, step))
+    server = GrpcServer(heartbeat_s=HEARTBEAT_S)
+    server.add_worker(worker)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    with process(CLIENT, address) as client:
+        assert await asyncio.to_thread(first_line, client) == "connected"
+        client.send_signal(number)
+        await eventually(lambda: worker.ended == 1, FOUND_S)
+    await server.stop(0)
+
+
+async def test_an_idle_stream_lives_on(network: GrpcNetwork) -> None:
+    """Pings at the rate of the heartbeat are no abuse to the other side."""
+    with process(SERVER) as server:
+        session = await network.open_session(f"127.0.0.1:{first_line(server)}")
+        await asyncio.sleep(8 * HEARTBEAT_S)
+        session.send(Ack(seq=1))
+        assert await session.receive() == step(Ack(seq=1))
+        await session.aclose()
+        assert await until_broken(session) == []

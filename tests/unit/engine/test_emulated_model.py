@@ -1,0 +1,91 @@
+"""What a emulated worker takes from a model's directory: as many bytes of KV as the real one, and never its
+name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.errors import ModelError
+from baton.core.tokenizer_fingerprint import EMULATED
+from baton.engine.executors.emulated_model import read_emulated_model
+from baton.model.loading.model_source import DEMO_DIR
+
+CONFIG = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float16",
+}
+
+
+def directory(path: Path, **changes: Any) -> Path:
+    """A model without weights."""
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_its_blocks_are_those_of_the_real_model_under_another_name(dtype: str) -> None:
+    from baton.model.loading.model_loader import load_model
+
+    real, emulated = load_model(DEMO_DIR, dtype=dtype, device="cpu"), read_emulated_model(DEMO_DIR, dtype=dtype)
+    ours, theirs = emulated.layout(16), real.layout(16)
+    assert ours.groups == theirs.groups
+    assert ours.tokenizer_fingerprint == theirs.tokenizer_fingerprint
+    assert (emulated.vocab_size, emulated.max_model_len) == (real.vocab_size, real.max_model_len)
+    assert ours.model_fingerprint.startswith(EMULATED)
+    assert "model_fingerprint" in str(ours.mismatch(theirs))
+
+
+def test_no_weights_are_needed_and_what_is_left_out_follows_from_the_rest(tmp_path: Path) -> None:
+    model = read_emulated_model(directory(tmp_path), max_model_len=300)
+    assert (model.num_kv_heads, model.head_dim, model.dtype, model.max_model_len) == (4, 16, "float16", 300)
+    assert model.layout(16).block_bytes == 3 * 2 * 4 * 16 * 16 * 2
+    model = read_emulated_model(directory(tmp_path, num_key_value_heads=2, head_dim=32, torch_dtype="int8"))
+    assert (model.num_kv_heads, model.head_dim, model.dtype, model.max_model_len) == (2, 32, "float32", 512)
+
+
+def test_models_that_differ_have_different_names(tmp_path: Path) -> None:
+    names = {
+        read_emulated_model(directory(tmp_path, **changes), dtype=dtype).model_fingerprint
+        for changes in ({}, {"rope_theta": 5})
+        for dtype in ("auto", "bfloat16")
+    }
+    assert len(names) == 4
+    assert read_emulated_model(directory(tmp_path)).model_fingerprint in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": None, "hidden_size": 0},
+            "has no number num_hidden_layers, hidden_size, which --device emulated",
+        ),
+        ({"max_position_embeddings": 100}, "--max-model-len 300 is more than the model's own 100"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_emulated_model(directory(tmp_path, **changes), max_model_len=300)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("config.json", "no readable config.json"), ("tokenizer.json", "no readable tokenizer.json")]
+)
+def test_a_missing_file_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (directory(tmp_path) / name).unlink()
+    with pytest.raises(ModelError, match=message):
+        read_emulated_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (directory(tmp_path) / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_emulated_model(tmp_path)

@@ -1,0 +1,409 @@
+"""Steps over a tiny model: what goes wrong stays with the sequence it belongs to."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, PreTrainedConfig
+
+from baton.core.errors import Code, LayoutMismatch, Reason
+from baton.core.kv.block_hash import token_ids
+from baton.core.request import Sampling
+from baton.engine.scheduling.async_scheduling import UNKNOWN
+from baton.engine.state.step import (
+    DeviceFault,
+    Executor,
+    NothingToFollow,
+    SampleRequest,
+    StepPlan,
+    StepResult,
+    StepSequence,
+)
+from baton.model.backends.backend_selection import Backend, choose_backend
+from baton.model.device.compute_thread import compute_thread
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.step import step_launch
+from baton.model.step.forward import ModelForward
+from baton.model.step.step_launch import Launched
+from baton.model.torch_executor import TorchExecutor
+from baton.runtime import failpoints
+from tests.late_device import LateMark, make_late
+from tests.unit.model.conftest import TINY
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_dir: Path) -> LoadedModel:
+    return load_model(tiny_dir, device="cpu")
+
+
+@pytest.fixture(params=["torch", "auto"])
+def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
+    way = choose_backend(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), way=way)
+    yield executor
+    executor.close()
+
+
+def part(
+    seq_id: int, tokens: list[int], *, begin: int = 0, blocks: tuple[int, ...] = (), sampled: bool = True
+) -> StepSequence:
+    """Blocks are `4 * seq_id`, … if none are given. Sampled greedily with logprobs."""
+    end = begin + len(tokens)
+    sample = SampleRequest(
+        sampling=Sampling(max_tokens=9, temperature=0.0, num_logprobs=3),
+        sample_indices=(0,),
+        position=end,
+        history=token_ids(tokens),
+        num_prompt_tokens=len(tokens),
+    )
+    return StepSequence(
+        seq_id=seq_id,
+        token_ids=token_ids(tokens),
+        position_begin=begin,
+        kv_begin=begin,
+        block_table=blocks or tuple(range(4 * seq_id, 4 * seq_id + 4)),
+        sample=sample if sampled else None,
+    )
+
+
+def plan(*sequences: StepSequence, copies: tuple[tuple[int, int], ...] = ()) -> StepPlan:
+    return StepPlan(step_id=1, sequences=sequences, block_copies=copies)
+
+
+GOOD = (part(0, [1, 2, 3]), part(1, [9, 8, 7, 6, 5]), part(2, [4]))
+
+
+def assert_same(found: StepResult, wanted: StepResult, seq_ids: tuple[int, ...]) -> None:
+    """The same tokens, and logprobs up to what another batch changes."""
+    assert set(found.samples) == set(seq_ids)
+    for seq_id in seq_ids:
+        (a,), (b,) = found.samples[seq_id], wanted.samples[seq_id]
+        assert a.token_id == b.token_id
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-5)
+
+
+async def test_is_an_executor(executor: TorchExecutor, loaded: LoadedModel) -> None:
+    protocol: Executor = executor
+    assert protocol.layout == loaded.layout(SIZE)
+    assert protocol.num_blocks == 32
+    result = await protocol.execute(plan(*GOOD))
+    assert set(result.samples) == {0, 1, 2}
+    assert result.step_id == 1
+    await protocol.aclose()
+    with pytest.raises(RuntimeError):
+        await protocol.execute(plan(*GOOD))
+
+
+async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    launch = executor._launcher.launch
+    monkeypatch.setattr(
+        executor._launcher, "launch", lambda p: names.append(threading.current_thread().name) or launch(p)
+    )
+    await executor.execute(plan(GOOD[0]))
+    await executor.execute(plan(GOOD[0]))
+    assert len(set(names)) == 1
+    assert threading.main_thread().name not in names
+
+
+async def test_only_the_step_that_waits_for_another_is_withdrawn(executor: TorchExecutor) -> None:
+    """Though none may have begun yet: the thread is slow to take what it is given."""
+    held = threading.Event()
+    executor._thread.submit(held.wait)
+    steps = [asyncio.create_task(executor.execute(replace(plan(GOOD[0]), step_id=step_id))) for step_id in (1, 2)]
+    await asyncio.sleep(0)
+    assert not executor.withdraw(3), "it is not here yet, and takes no other's place"
+    assert not executor.withdraw(1)
+    assert executor.withdraw(2)
+    held.set()
+    assert set((await steps[0]).samples) == {0}
+    with pytest.raises(asyncio.CancelledError):
+        await steps[1]
+
+
+def test_chunks_equal_the_whole(executor: TorchExecutor) -> None:
+    tokens = [5, 6, 7, 8, 9, 10, 11]
+    whole = executor.run(plan(part(0, tokens)))
+    first = executor.run(plan(part(1, tokens[:5], sampled=False), part(0, [1])))
+    assert set(first.samples) == {0}
+    rest = executor.run(plan(part(1, tokens[5:], begin=5)))
+    assert rest.samples[1][0].token_id == whole.samples[0][0].token_id
+
+
+def test_a_step_without_samples(executor: TorchExecutor) -> None:
+    found = executor.run(plan(part(0, [1, 2], sampled=False)))
+    assert (found.samples, found.failures) == ({}, {})
+
+
+def test_copies_come_first(executor: TorchExecutor) -> None:
+    """A step that copies a block and reads the copy; also one that only copies."""
+    tokens = [5, 6, 7, 8, 9]
+    whole = executor.run(plan(part(0, tokens)))
+    executor.run(plan(part(1, tokens[:4], sampled=False)))
+    copied = executor.run(plan(part(2, tokens[4:], begin=4, blocks=(20, 21)), copies=((4, 20),)))
+    assert copied.samples[2][0].token_id == whole.samples[0][0].token_id
+    executor.run(plan(copies=((20, 22),)))
+    again = executor.run(plan(part(2, tokens[4:], begin=4, blocks=(22, 23))))
+    assert again.samples == copied.samples
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (part(1, [256]), "vocabulary"),
+        (part(1, [1, 2], begin=15), "needs 5"),
+        (part(1, [1], blocks=(32,)), "0 to 31"),
+        (replace(part(1, [1]), token_ids=token_ids()), "0 tokens"),
+    ],
+)
+def test_inputs_that_cannot_be_used_fail_alone(executor: TorchExecutor, bad: StepSequence, named: str) -> None:
+    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    found = executor.run(plan(GOOD[0], bad, GOOD[2]))
+    assert found.failures[1].code is Code.INTERNAL
+    assert named in found.failures[1].message
+    assert_same(found, wanted, (0, 2))
+
+
+def test_only_bad_inputs(executor: TorchExecutor) -> None:
+    found = executor.run(plan(part(1, [999])))
+    assert set(found.failures) == {1}
+    assert not found.samples
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_values_that_are_not_numbers_fail_alone(executor: TorchExecutor, loaded: LoadedModel, sampled: bool) -> None:
+    """A token whose embedding is NaN: its sequence fails, even while no token is sampled from it; the others'
+    answers stand."""
+    embedding = loaded.model.get_input_embeddings().weight
+    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    kept = embedding[77].clone()
+    try:
+        embedding[77] = float("nan")
+        found = executor.run(plan(GOOD[0], part(1, [6, 77, 5], sampled=sampled), GOOD[2]))
+    finally:
+        embedding[77] = kept
+    assert found.failures[1].reason is Reason.NUMERICAL_ERROR
+    assert_same(found, wanted, (0, 2))
+    # What it left in memory harms nobody who gets its blocks next, not even in slots not written yet.
+    again = executor.run(plan(replace(GOOD[0], block_table=(4, 5, 6, 7)), GOOD[2]))
+    assert_same(again, wanted, (0, 2))
+
+
+def test_values_that_are_not_numbers_fail_alone_in_bfloat16_too(tiny_dir: Path) -> None:
+    """Where the processor has it, in the decoder that is one call."""
+    half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    way = choose_backend(half, kernels="auto", num_threads=2, block_size_tokens=SIZE)
+    executor = TorchExecutor(half.model, KvCache.zeros(half.layout(SIZE), 32), thread=compute_thread(2), way=way)
+    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    embedding = half.model.get_input_embeddings().weight
+    kept = embedding[77].clone()
+    embedding[77] = float("nan")
+    for sampled in (True, False):
+        found = executor.run(plan(GOOD[0], part(1, [6, 77, 5], sampled=sampled), GOOD[2]))
+        assert found.failures[1].reason is Reason.NUMERICAL_ERROR
+        assert_same(found, wanted, (0, 2))
+    embedding[77] = kept
+    again = executor.run(plan(replace(GOOD[0], block_table=(4, 5, 6, 7)), GOOD[2]))
+    assert_same(again, wanted, (0, 2))
+    executor.close()
+
+
+def test_values_that_are_not_numbers_are_found_wherever_they_are(save: Callable[[PreTrainedConfig], Path]) -> None:
+    """Through a short window the last token, from which is sampled, sees nothing of them: its logits are
+    numbers, some KV is not."""
+    loaded = load_model(save(MistralConfig(**TINY, sliding_window=2)), device="cpu")
+    loaded.model.get_input_embeddings().weight[77] = float("nan")
+    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 100), thread=compute_thread(1))
+    tokens = [77, *range(1, 77), *range(78, 256), *range(60)]  # further than tiles and layers carry it
+    found = executor.run(plan(GOOD[0], part(1, tokens, blocks=tuple(range(12, 100))), GOOD[2]))
+    executor.close()
+    assert found.failures[1].reason is Reason.NUMERICAL_ERROR
+    assert set(found.samples) == {0, 2}
+
+
+def test_model_and_memory_must_fit(loaded: LoadedModel) -> None:
+    layout = loaded.layout(SIZE)
+    (group,) = layout.groups
+    half_group = replace(group, components=tuple(replace(c, dtype="bfloat16") for c in group.components))
+    half = KvCache.zeros(replace(layout, groups=(half_group,)), 4)
+    with pytest.raises(LayoutMismatch, match="bfloat16"):
+        TorchExecutor(loaded.model, half, thread=compute_thread(1))
+
+
+@pytest.fixture
+def armed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], TorchExecutor]]:
+    """An executor in a process whose failpoints are these."""
+    executors = []
+
+    def arm(rules: str) -> TorchExecutor:
+        monkeypatch.setenv(failpoints.VARIABLE, rules)
+        monkeypatch.setattr(failpoints, "hit", failpoints.Failpoints(rules).hit)
+        executors.append(TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1)))
+        return executors[-1]
+
+    yield arm
+    for executor in executors:
+        executor.close()
+
+
+def test_a_failpoint_in_one_sequence(armed: Callable[[str], TorchExecutor], executor: TorchExecutor) -> None:
+    wanted = executor.run(plan(*GOOD))
+    found = armed("sequence_step[token=8]=raise:poisoned").run(plan(*GOOD))
+    assert "poisoned" in found.failures[1].message
+    assert_same(found, wanted, (0, 2))
+
+
+def test_a_failpoint_in_the_logits(armed: Callable[[str], TorchExecutor], executor: TorchExecutor) -> None:
+    wanted = executor.run(plan(*GOOD))
+    found = armed("logits[token=5]=raise").run(plan(*GOOD))
+    assert found.failures[1].reason is Reason.NUMERICAL_ERROR
+    assert_same(found, wanted, (0, 2))
+
+
+async def test_a_failpoint_in_the_step_is_charged_to_nobody(armed: Callable[[str], TorchExecutor]) -> None:
+    executor = armed("executor_step=raise:device@1")
+    with pytest.raises(failpoints.FailpointError, match="device"):
+        await executor.execute(plan(*GOOD))
+    assert len((await executor.execute(plan(*GOOD))).samples) == 3
+
+
+async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
+    def kernel(*_args: object, **_kwargs: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    executor = TorchExecutor(
+        loaded.model,
+        KvCache.zeros(loaded.layout(SIZE), 32),
+        thread=compute_thread(1),
+        way=Backend(name="counted", forward=ModelForward(loaded.model), kernel=kernel),
+    )
+    with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):
+        await executor.execute(plan(*GOOD))
+    executor.close()
+
+
+class Late:
+    """An executor on a device that is behind. `launched`: (step, the one that the device still computed
+    then)."""
+
+    def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_late(monkeypatch)
+        self.executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1))
+        self.launched: list[tuple[int, int | None]] = []
+        self._launch = self.executor._launcher.launch
+        monkeypatch.setattr(self.executor._launcher, "launch", self._seen)
+        self.fails_at: int | None = None
+
+    def _seen(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        self.launched.append((plan.step_id, after.step_id if after is not None else None))
+        if plan.step_id == self.fails_at:
+            raise RuntimeError("injected")
+        return self._launch(plan, after)
+
+    async def run(self, *plans: StepPlan) -> list[StepResult | BaseException]:
+        return await asyncio.gather(*map(self.executor.execute, plans), return_exceptions=True)
+
+
+@pytest.fixture
+def late(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    late = Late(loaded, monkeypatch)
+    yield late
+    late.executor.close()
+
+
+def following(step: StepPlan, **sampling: Any) -> StepPlan:
+    """Each of its sequences goes on by the token that it draws."""
+    parts = []
+    for one in step.sequences:
+        assert one.sample is not None
+        asked = replace(one.sample, position=one.sample.position + 1, sampling=replace(one.sample.sampling, **sampling))
+        parts.append(
+            replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=asked)
+        )
+    return StepPlan(step_id=step.step_id + 1, sequences=tuple(parts), follows=step.step_id)
+
+
+def tokens_of(result: StepResult | BaseException) -> dict[int, int]:
+    assert isinstance(result, StepResult)
+    return {seq_id: token.token_id for seq_id, (token,) in result.samples.items()}
+
+
+async def test_a_device_is_given_what_follows_while_it_computes(late: Late, executor: TorchExecutor) -> None:
+    """Also what has one sequence less, in another order; the tokens are those of one step after the other."""
+    first = plan(*GOOD)
+    second = following(first)
+    second = replace(second, sequences=(second.sequences[2], second.sequences[0]))
+    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    assert late.launched == [(1, None), (2, 1)]
+    assert not late.executor.withdraw(2)
+
+
+async def test_what_asks_for_the_tokens_before_waits_for_them(late: Late, executor: TorchExecutor) -> None:
+    first = plan(*GOOD)
+    second = following(first, repetition_penalty=3.0)
+    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    assert late.launched == [(1, None), (2, None)]
+
+
+async def test_a_sequence_that_failed_is_passed_over_in_what_the_device_was_given(
+    late: Late, loaded: LoadedModel
+) -> None:
+    embedding = loaded.model.get_input_embeddings().weight
+    kept = embedding[77].clone()
+    first = plan(GOOD[0], part(1, [6, 77, 5]), GOOD[2])
+    try:
+        embedding[77] = float("nan")
+        before, after = await late.run(first, following(first))
+    finally:
+        embedding[77] = kept
+    assert late.launched == [(1, None), (2, 1)]
+    assert isinstance(before, StepResult)
+    assert set(before.failures) == {1}
+    assert isinstance(after, StepResult)
+    assert (set(after.samples), set(after.failures)) == ({0, 2}, set())
+
+
+async def test_what_cannot_be_launched_raises_in_its_own_turn(late: Late) -> None:
+    late.fails_at = 2
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert set(tokens_of(before)) == {0, 1, 2}
+    assert isinstance(after, RuntimeError)
+    late.fails_at = None
+    assert set(tokens_of((await late.run(plan(*GOOD)))[0])) == {0, 1, 2}
+
+
+async def test_nothing_still_computes_when_it_is_said_to_have_failed(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before raises when its result is asked for; whoever gets the blocks of the one behind it must
+    find no one writing."""
+    marks: list[LateMark] = []
+    monkeypatch.setattr(step_launch, "mark", lambda _device: marks.append(LateMark()) or marks[-1])
+    monkeypatch.setattr(Launched, "result", lambda self: 1 / 0)
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert late.launched == [(1, None), (2, 1)]
+    assert isinstance(before, ZeroDivisionError)
+    assert isinstance(after, NothingToFollow)
+    assert marks[1].is_reached()
+
+
+async def test_a_device_that_fails_while_it_computes_says_so(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(_mark: LateMark) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(LateMark, "wait", wait)
+    before, after = await late.run(first := plan(*GOOD), following(first))
+    assert isinstance(before, DeviceFault)
+    assert isinstance(after, DeviceFault)

@@ -1,0 +1,374 @@
+"""Both of our decoders against the model's own code: same numbers, whatever an architecture's window, bias,
+norms; or not taken at all."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from baton.core.errors import LayoutMismatch, ModelError
+from baton.model.attention.attention_inputs import Asked, CausalMasks
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.backends import native_layers
+from baton.model.backends.decoder_layers import can_fuse
+from baton.model.backends.fused_layers import FusedForward
+from baton.model.backends.native_layers import DecoderForward, can_decode
+from baton.model.device.kv_tensors import KvCache
+from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_shapes import shape_config
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.step.forward import Forward, Forwarded, ModelForward
+from baton.model.step.step_inputs import PackedStep, Part, pack
+from baton.model.verification.verify_backend import verify_logits, verify_masks
+from tests.unit.model.conftest import TINY
+
+SIZE = 16
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**TINY),
+    "llama with attention biases": lambda: LlamaConfig(**TINY, attention_bias=True),
+    "llama3 rotary": lambda: LlamaConfig(**TINY, rope_parameters=LLAMA3),
+    "yarn": lambda: LlamaConfig(
+        **TINY,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "mistral with a window": lambda: MistralConfig(**TINY, sliding_window=40),
+    "qwen2, a window on one layer": lambda: Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**TINY, head_dim=32, tie_word_embeddings=True),
+    "160 query heads of one KV head": lambda: Qwen3Config(
+        **TINY | {"num_attention_heads": 160, "num_key_value_heads": 1}, head_dim=8
+    ),
+}
+NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "olmo2": lambda: Olmo2Config(**TINY),
+    "granite": lambda: GraniteConfig(**TINY),
+    "mlp biases": lambda: LlamaConfig(**TINY, mlp_bias=True),
+    "another activation": lambda: LlamaConfig(**TINY, hidden_act="gelu"),
+}
+
+
+class Quantized(nn.Linear):
+    """Computes something of its own."""
+
+
+def _set_dtype(base: Any) -> None:
+    base.norm.weight.data = base.norm.weight.data.bfloat16()
+
+
+def _set_rotary(base: Any) -> None:
+    base.rotary_emb.inv_freq = base.rotary_emb.inv_freq[:4]
+
+
+def _set_eps(base: Any) -> None:
+    base.layers[1].self_attn.k_norm.variance_epsilon = 1e-3
+
+
+def _set_bias(base: Any) -> None:
+    base.layers[1].self_attn.k_proj.bias = nn.Parameter(torch.zeros(64))
+
+
+def _set_kind(base: Any) -> None:
+    base.layers[1].mlp.down_proj.__class__ = Quantized
+
+
+def _set_embedding(base: Any) -> None:
+    base.embed_tokens.__class__ = type("ScaledEmbedding", (nn.Embedding,), {})
+
+
+def _set_width(base: Any) -> None:
+    base.layers[1].mlp.up_proj = nn.Linear(64, 80, bias=False)
+
+
+def _set_depth(base: Any) -> None:
+    base.layers.append(base.layers[0])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return load_kernels(1)
+
+
+@pytest.fixture
+def whole_kernels() -> Kernels:
+    """For two threads."""
+    return load_kernels(2)
+
+
+class Prompts:
+    """Two prompts of so many tokens, computed in chunks that cross blocks and windows, and then one token at
+    a time."""
+
+    def __init__(self, loaded: LoadedModel, length: int) -> None:
+        rng = np.random.default_rng(0)
+        num_blocks = -(-length // SIZE)
+        self._token_ids = rng.integers(0, loaded.vocab_size, (2, length))
+        self.cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks)
+        self.cache.blocks.fill_(float("nan"))
+        self.tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
+        self._masks = CausalMasks(self.cache.dtype, self.cache.device)
+        self.chunks = ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length)))
+
+    def step(self, begin: int, end: int) -> PackedStep:
+        """Both prompts' tokens [begin, end); nobody is sampled from."""
+        parts = [
+            Part(
+                seq_id=i,
+                token_ids=self._token_ids[i, begin:end],
+                position_begin=begin,
+                kv_begin=begin,
+                block_ids=self.tables[i, : -(-end // SIZE)].astype(np.int64),
+                sample=None,
+            )
+            for i in range(2)
+        ]
+        return pack(parts, self.cache, self._masks, paged_attention)
+
+
+def asked_for(step: PackedStep, rows: torch.Tensor, forward: Forward) -> Forwarded:
+    with torch.inference_mode():
+        return forward(replace(step, sample_rows=rows))
+
+
+def answers(loaded: LoadedModel, forward: Forward, length: int = 150) -> torch.Tensor:
+    """Logits of `Prompts`, of every token."""
+    prompts, found = Prompts(loaded, length), []
+    for begin, end in prompts.chunks:
+        step = prompts.step(begin, end)
+        forwarded = asked_for(step, torch.arange(step.token_ids.numel()), forward)
+        assert forwarded.finite.all()
+        found.append(forwarded.logits.view(2, end - begin, -1))
+    return torch.cat(found, dim=1).float()
+
+
+def fused(loaded: LoadedModel, kernels: Kernels) -> Forward:
+    """Of its dtype."""
+    make = DecoderForward if loaded.dtype == torch.bfloat16 else FusedForward
+    return make(loaded.model, verify_masks(loaded, SIZE), kernels)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 70], ids=["all", "a window on one layer"])
+def test_who_is_not_asked_for_changes_nothing_for_who_is(
+    window: int | None, dtype: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    """All tokens, the last of each sequence, none of one, some from their midst, none at all: the same
+    logits, the same KV. Contexts that two threads share out, and shorter ones, which pairs add up in one
+    order, whoever is in a step."""
+    config = Qwen2Config(
+        **TINY | {"hidden_size": 128}, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1
+    )
+    loaded = load_model(save(config), dtype=dtype, device="cpu")
+    forward, prompts = fused(loaded, whole_kernels), Prompts(loaded, 700)
+    for begin, end in prompts.chunks[:4]:
+        step, count = prompts.step(begin, end), end - begin
+        before = prompts.cache.blocks.clone()
+        every = asked_for(step, torch.arange(2 * count), forward)
+        after = prompts.cache.blocks.clone()
+        is_exact = dtype == "bfloat16" and whole_kernels.multiplies_pairs and end < 500
+        for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
+            rows = torch.tensor(sorted(chosen), dtype=torch.int64)
+            prompts.cache.blocks.copy_(before)
+            some = asked_for(step, rows, forward)
+            assert some.finite.all()
+            near = 0.0 if is_exact else 1e-5 if dtype == "float32" else 0.06
+            torch.testing.assert_close(some.logits, every.logits[rows], atol=near, rtol=0)
+            assert torch.equal(prompts.cache.blocks.nan_to_num(7.0), after.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_that_is_not_a_number_is_told_of_whoever_is_asked_for(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    """In any layer, the last one included; of its own sequence alone, and by the tokens that come behind
+    it."""
+    for layer in range(TINY["num_hidden_layers"]):
+        loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
+        forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
+        asked_for(prompts.step(0, 37), torch.tensor([36, 73]), forward)
+        prompts.cache.blocks[int(prompts.tables[1, 0]), layer, 0, 0, 3, 0] = float("nan")
+        is_last = layer + 1 == TINY["num_hidden_layers"]
+        for rows in (torch.tensor([62, 125]), torch.empty(0, dtype=torch.int64)):
+            finite = asked_for(prompts.step(37, 100), rows, forward).finite
+            assert finite[:63].all()
+            wrong = [] if is_last and not rows.numel() else [62] if is_last else list(range(63))
+            assert (~finite[63:]).nonzero().flatten().tolist() == wrong
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
+    loaded = load_model(save(FUSED[name]()), dtype="float32", device="cpu")
+    with closing(ModelForward(loaded.model)) as own:
+        right = answers(loaded, own)
+    assert can_fuse(loaded.model)
+    forward = FusedForward(loaded.model, verify_masks(loaded, SIZE), kernels)
+    verify_logits(loaded, SIZE, forward=forward)
+    assert (answers(loaded, forward) - right).abs().max() < 1e-4
+    with closing(ModelForward(loaded.model)) as own:
+        assert (answers(loaded, own) - right).abs().max() < 1e-4, "the model still runs by itself"
+
+
+def assert_no_further_from_float32_than_the_model(
+    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[Asked, ...]], Forward], length: int = 150
+) -> None:
+    exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
+    with closing(ModelForward(exact.model)) as own:
+        right = answers(exact, own, length)
+    with closing(ModelForward(half.model)) as own:
+        theirs = (answers(half, own, length) - right).abs().flatten().quantile(0.99)
+    ours = (answers(half, make(half.model, verify_masks(half, SIZE)), length) - right).abs().flatten().quantile(0.99)
+    assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_no_further_from_float32_than_the_model_itself(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    path = save(Qwen3Config(**TINY, head_dim=32))
+    assert_no_further_from_float32_than_the_model(path, dtype, lambda model, asked: FusedForward(model, asked, kernels))
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_the_whole_decoder_is_no_further_from_float32_either(
+    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    path = save(FUSED[name]())
+    assert_no_further_from_float32_than_the_model(
+        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels)
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", pytest.param("tiny-42m", marks=pytest.mark.long)])
+def test_the_whole_decoder_is_no_further_with_models_that_are_measured(
+    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    path = DEMO_DIR if name == "demo" else save(shape_config(name))
+    assert_no_further_from_float32_than_the_model(
+        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels)
+    )
+
+
+def test_the_whole_decoder_over_contexts_that_are_split_on_some_layers(
+    save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+) -> None:
+    """Single tokens are attended to in parts; of one layer only what its window shows."""
+    config = Qwen2Config(
+        **TINY | {"hidden_size": 128}, use_sliding_window=True, sliding_window=300, max_window_layers=1
+    )
+    assert config.hidden_size // config.num_attention_heads == 32
+    assert_no_further_from_float32_than_the_model(
+        save(config), "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels), length=900
+    )
+
+
+def test_the_whole_decoder_wants_its_own_models_cache(
+    tiny_dir: Path, whole_kernels: Kernels, save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    other = load_model(save(LlamaConfig(**TINY | {"num_key_value_heads": 1})), dtype="bfloat16", device="cpu")
+    forward = DecoderForward(half.model, verify_masks(half, SIZE), whole_kernels)
+    with pytest.raises(LayoutMismatch, match="do not fit"):
+        answers(other, forward)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiplies_pairs", "has_amx", "has_onednn", "wanted"),
+    [
+        ("bfloat16", True, False, True, True),
+        ("bfloat16", True, True, True, False),
+        ("bfloat16", False, False, True, False),
+        ("bfloat16", False, False, False, True),
+        ("float16", True, False, True, False),
+        ("float32", False, False, False, False),
+    ],
+)
+def test_the_whole_decoder_is_for_bfloat16_where_no_products_are_faster(
+    tiny_dir: Path,
+    whole_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    multiplies_pairs: bool,
+    has_amx: bool,
+    has_onednn: bool,
+    wanted: bool,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(native_layers, "has_onednn_products", lambda dtype: has_onednn)
+    monkeypatch.setattr(whole_kernels, "multiplies_pairs", multiplies_pairs)
+    assert can_decode(load_model(tiny_dir, dtype=dtype, device="cpu").model, whole_kernels) is wanted
+
+
+@pytest.mark.parametrize("name", list(NOT_FUSED))
+def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    assert not can_fuse(load_model(save(NOT_FUSED[name]()), device="cpu").model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_set_dtype, _set_rotary, _set_eps, _set_bias, _set_kind, _set_embedding, _set_width, _set_depth],
+    ids=lambda f: f.__name__[5:],
+)
+def test_a_module_that_is_not_as_it_is_taken_for(
+    change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    model = load_model(save(Qwen3Config(**TINY, head_dim=32)), device="cpu").model
+    assert can_fuse(model)
+    change(model.base_model)
+    assert not can_fuse(model)
+
+
+def test_a_decoder_that_is_not_this_one_is_found_out(
+    save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    """A multiplier that the fused decoder does not know."""
+    loaded = load_model(save(LlamaConfig(**TINY)), device="cpu")
+    forward = FusedForward(loaded.model, verify_masks(loaded, SIZE), kernels)
+    mlp = loaded.model.base_model.layers[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: 2 * before(x)
+    with pytest.raises(ModelError, match="computes something else"):
+        verify_logits(loaded, SIZE, forward=forward)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decoder_that_is_wrong_only_where_not_all_are_asked_for_is_found_out(
+    dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    class Shifted:
+        def __call__(self, step: PackedStep) -> Forwarded:
+            found = right(step)
+            is_part = step.sample_rows.numel() < step.token_ids.numel()
+            return Forwarded(logits=found.logits.roll(1, dims=1), finite=found.finite) if is_part else found
+
+        def close(self) -> None: ...
+
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
+    right = fused(loaded, kernels)
+    verify_logits(loaded, SIZE, forward=right)
+    with pytest.raises(ModelError, match="computes something else"):
+        verify_logits(loaded, SIZE, forward=Shifted())

@@ -1,0 +1,106 @@
+"""Where a model's files come from; the hub itself is not asked."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from baton.core.errors import ModelError
+from baton.model.loading.model_source import DEMO_DIR, resolve_model
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None]]:
+    """What was downloaded, as (id, revision)."""
+    calls: list[tuple[str, str | None]] = []
+
+    def download(repo_id: str, *, revision: str | None, **_: Any) -> str:
+        calls.append((repo_id, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls
+
+
+def test_demo_and_directories(
+    tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_model("demo") == DEMO_DIR
+    assert (DEMO_DIR / "config.json").is_file()
+    assert resolve_model(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert resolve_model("owner/name") == tmp_path / "owner" / "name"  # what lies here goes before the hub
+    assert asked == []
+
+
+def test_hub_ids(tmp_path: Path, asked: list[tuple[str, str | None]]) -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+    resolve_model("gpt2@refs/pr/3")
+    resolve_model("owner/na.me_1@0123abc")
+    assert asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
+
+
+def test_a_gateway_leaves_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted: list[list[str]] = []
+
+    def download(repo_id: str, *, allow_patterns: list[str], **_: Any) -> str:
+        wanted.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("owner/name")
+    resolve_model("owner/name", weights=False)
+    assert wanted == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@"]
+)
+def test_neither_directory_nor_hub_id(model: str, asked: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        resolve_model(model)
+    assert asked == []
+
+
+def test_a_file_is_no_model(
+    tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ModelError, match="no such directory"):
+        resolve_model("model.gguf")
+
+
+def response(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://example.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (GatedRepoError("gated", response=response(403)), "accept its licence"),
+        (RepositoryNotFoundError("missing", response=response(404)), "check the spelling"),
+        (RevisionNotFoundError("missing", response=response(404)), "no revision 'rev'"),
+        (LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (httpx.ConnectError("refused"), "check the network"),
+        (OSError("disk full"), "disk full"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_errors_say_what_to_do(error: Exception, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match=advice) as raised:
+        resolve_model("owner/name@rev")
+    assert raised.value.__cause__ is error

@@ -1,0 +1,86 @@
+"""Models with random weights."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from baton.core.errors import ModelError
+from baton.model.loading.model_loader import load_model
+from baton.model.loading.model_shapes import SHAPES, shape_config
+from baton.model.loading.model_support import causal_lm_class
+from baton.model.loading.random_init import init_like, init_model
+from baton.model.verification.verify_backend import verify_model
+from tests.unit.model.conftest import TINY
+
+
+def digests(path: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        init_model(Qwen3Config(**TINY), tmp_path / name, seed=seed)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    changed = {name for name, digest in digests(tmp_path / "c").items() if digest != digests(tmp_path / "a")[name]}
+    assert changed == {"model.safetensors"}
+
+
+def test_shards_hold_the_same_weights(tmp_path: Path) -> None:
+    seen = []
+    init_model(Qwen3Config(**TINY), tmp_path / "one")
+    init_model(
+        Qwen3Config(**TINY),
+        tmp_path / "many",
+        shard_bytes=40_000,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) == len(seen) > 3
+    assert seen[-1][0] == seen[-1][1]
+    one, many = (load_model(tmp_path / name, device="cpu").model.state_dict() for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_routers_choose_clearly(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **(TINY | {"initializer_range": 0.02}), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    init_model(config, tmp_path / "moe")
+    gate = load_model(tmp_path / "moe", device="cpu").model.model.layers[0].mlp.gate.weight
+    assert (gate @ torch.randn(TINY["hidden_size"])).std() > 0.5
+
+
+def test_an_output_directory_with_files(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(ModelError, match="not empty"):
+        init_model(Qwen3Config(**TINY), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "millions"),
+    [("tiny-42m", 42), ("tiny-moe", 12), ("qwen3-0.6b", 596), ("qwen3-8b", 8191), ("llama3-8b", 8030)],
+)
+def test_shapes_have_their_size(shape: str, millions: int) -> None:
+    config = shape_config(shape)
+    with torch.device("meta"):
+        model = causal_lm_class(config)(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
+    assert config.vocab_size >= 4096
+
+
+def test_an_unknown_shape_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean qwen3-8b"):
+        init_like("qwen3-8", tmp_path / "out")
+    with pytest.raises(ModelError, match=r"there is no shape 'x'\. Known: tiny-42m, "):
+        init_like("x", tmp_path / "out")
+    assert set(SHAPES) == {"tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b"}
+
+
+def test_a_named_shape_is_served(tmp_path: Path) -> None:
+    init_like("tiny-moe", tmp_path / "moe")
+    loaded = load_model(tmp_path / "moe", device="cpu")
+    assert loaded.dtype == torch.bfloat16
+    verify_model(loaded, block_size_tokens=16)

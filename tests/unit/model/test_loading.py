@@ -1,0 +1,257 @@
+"""What is loaded, what is refused, and what the refusal says."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2VLConfig,
+    Qwen3Config,
+    T5Config,
+)
+
+from baton.core.errors import ModelError
+from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.model.loading.model_loader import eos_token_ids, load_model
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.loading.model_support import causal_lm_class
+from baton.model.loading.random_init import init_model
+from tests.unit.model.conftest import TINY
+
+LONG = {
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 1024,
+    "rope_theta": 1e4,
+}
+
+
+@pytest.fixture
+def copy(tiny_dir: Path, tmp_path: Path) -> Path:
+    """A model directory that may be spoilt."""
+    return Path(shutil.copytree(tiny_dir, tmp_path / "copy"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def test_what_is_known_of_a_loaded_model(tiny_dir: Path) -> None:
+    loaded = load_model(tiny_dir, device="cpu", max_model_len=100)
+    layout = loaded.layout(16)
+    assert (loaded.max_model_len, loaded.vocab_size, loaded.dtype) == (100, 256, torch.float32)
+    assert loaded.eos_token_ids == eos_token_ids(DEMO_DIR) != ()
+    assert (layout.num_layers, layout.block_bytes) == (2, 2 * 2 * 2 * 16 * 16 * 4)
+    assert layout.tokenizer_fingerprint == tokenizer_fingerprint(tiny_dir)
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_the_demo_model_is_served() -> None:
+    loaded = load_model(DEMO_DIR, device="cpu")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.max_model_len == 16_384
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_load_dtype(tiny_dir: Path, dtype: str) -> None:
+    loaded = load_model(tiny_dir, dtype=dtype, device="cpu")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert loaded.layout(16).groups[0].components[0].dtype == dtype
+
+
+def test_max_model_len_beyond_the_models(tiny_dir: Path) -> None:
+    with pytest.raises(ModelError, match="4097 is more than the model's own 4096"):
+        load_model(tiny_dir, device="cpu", max_model_len=4097)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (T5Config(), "encoder-decoder"),
+        (Qwen2VLConfig(), "composite"),
+        (MambaConfig(num_hidden_layers=2), "recurrent state"),
+        (Gemma2Config(), "soft cap"),
+        (Llama4TextConfig(), "chunked"),
+        (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (Phi3Config(**TINY, pad_token_id=0, rope_parameters={"rope_type": "longrope", **LONG}), "longrope"),
+        (Qwen3Config(**TINY, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+        (LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_configurations_that_are_refused(config: PreTrainedConfig, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        causal_lm_class(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    ],
+)
+def test_rotary_types_that_are_served(rope: dict[str, object]) -> None:
+    assert (
+        causal_lm_class(LlamaConfig(**TINY, rope_parameters={"rope_theta": 1e4, **rope})).__name__ == "LlamaForCausalLM"
+    )
+
+
+def test_quantized_checkpoints_are_refused_by_name(copy: Path) -> None:
+    edit(copy / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ModelError, match="quantization_config: awq"):
+        load_model(copy, device="cpu")
+
+
+def test_a_missing_tokenizer(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no readable tokenizer\.json"):
+        load_model(copy, device="cpu")
+
+
+def test_missing_weights(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickles"):
+        load_model(copy, device="cpu")
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    init_model(Qwen3Config(**TINY), tmp_path / "many", shard_bytes=40_000)
+    missing = sorted((tmp_path / "many").glob("model-*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(ModelError, match=missing.name):
+        load_model(tmp_path / "many", device="cpu")
+
+
+def test_an_incomplete_checkpoint(copy: Path) -> None:
+    """transformers would make the missing weights up."""
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        load_model(copy, device="cpu")
+
+
+def test_weights_of_another_shape(copy: Path) -> None:
+    edit(copy / "config.json", intermediate_size=128)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(copy, device="cpu")
+
+
+def test_a_truncated_file(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="copy it again"):
+        load_model(copy, device="cpu")
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "no-such-model"}, {"model_type": None, "architectures": None}])
+def test_an_unknown_architecture(copy: Path, changes: dict[str, object]) -> None:
+    edit(copy / "config.json", **changes)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model(copy, device="cpu")
+
+
+def test_code_of_the_checkpoint_is_not_run(copy: Path) -> None:
+    (copy / "evil.py").write_text(f"open({str(copy / 'canary')!r}, 'w')\nclass Evil: pass\n")
+    edit(
+        copy / "config.json",
+        model_type="evil",
+        auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+    )
+    with pytest.raises(ModelError):
+        load_model(copy, device="cpu")
+    assert not (copy / "canary").exists()
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_cuda_where_there_is_none(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match="--device cpu"):
+        load_model(tiny_dir, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [([5, 6], 7, (5, 6)), (5, 7, (5,)), (None, [7, 8], (7, 8)), (None, None, ()), (0, 7, (0,))],
+)
+def test_ends_of_text(tmp_path: Path, generation: object, config: object, wanted: tuple[int, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert eos_token_ids(tmp_path) == wanted
+    (tmp_path / "generation_config.json").unlink()
+    assert eos_token_ids(tmp_path) == (
+        tuple(config) if isinstance(config, list) else () if config is None else (config,)
+    )
+
+
+def fingerprint(path: Path, **arguments: object) -> str:
+    return load_model(path, device="cpu", **arguments).model_fingerprint  # type: ignore[arg-type]
+
+
+def test_fingerprint_is_of_the_content(tiny_dir: Path, copy: Path, save: Callable[[PreTrainedConfig], Path]) -> None:
+    same = fingerprint(tiny_dir)
+    edit(copy / "config.json", transformers_version="5.0.0", architectures=["Renamed"], use_cache=False)
+    assert fingerprint(copy) == same
+    assert fingerprint(copy, dtype="bfloat16") != same
+    edit(copy / "config.json", rms_norm_eps=1e-5)
+    assert fingerprint(copy) != same
+    assert fingerprint(save(Qwen3Config(**TINY, head_dim=16))) == same
+
+
+def test_fingerprint_of_other_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    """Another seed, and one value of one norm."""
+    init_model(Qwen3Config(**TINY, head_dim=16), tmp_path / "other", seed=2)
+    tensors = load_file(tiny_dir / "model.safetensors")
+    shutil.copytree(tiny_dir, tmp_path / "tuned")
+    tensors["model.norm.weight"][3] += 1e-3
+    save_file(tensors, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    assert len({fingerprint(tiny_dir), fingerprint(tmp_path / "other"), fingerprint(tmp_path / "tuned")}) == 3
+
+
+def test_tokenizer_fingerprint_is_of_the_content(copy: Path, tiny_dir: Path) -> None:
+    assert tokenizer_fingerprint(copy) == tokenizer_fingerprint(tiny_dir)
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    assert tokenizer_fingerprint(copy) != tokenizer_fingerprint(tiny_dir)
+
+
+def test_refused_models_cannot_be_made_either(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="soft cap"):
+        init_model(Gemma2Config(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bidirectional_and_sink_attention_pass_the_configuration_only() -> None:
+    """These are found by the self-proof, which sees what attention is asked for."""
+    for config in (
+        BertConfig(is_decoder=True, **{k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
+        GptOssConfig(**TINY),
+    ):
+        causal_lm_class(config)

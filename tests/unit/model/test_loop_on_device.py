@@ -1,0 +1,114 @@
+"""The engine's loop over a real device, whose thread begins a step whenever it likes: no order of events may
+lose a step or a token."""
+
+import asyncio
+import time
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.engine.engine import Engine, EngineConfig
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.loop import EngineLoop
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.step import StepPlan
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import load_model
+from baton.model.torch_executor import TorchExecutor
+from tests.builders import sequence_request
+from tests.fake_executor import FakeGenerationTable
+from tests.late_device import make_late
+from tests.scale import sized
+
+SIZE, NUM_BLOCKS = 4, 128
+
+
+class LateThread(ThreadPoolExecutor):
+    """Begins nothing at once."""
+
+    def submit(self, *call: Any, **arguments: Any) -> Future[Any]:
+        super().submit(time.sleep, 0.001)
+        return super().submit(*call, **arguments)
+
+
+class Rig:
+    def __init__(self, model_dir: Path) -> None:
+        loaded = load_model(model_dir, device="cpu")
+        pool = BlockPool(NUM_BLOCKS, SIZE, FakeGenerationTable(NUM_BLOCKS))
+        limits = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=60, block_size_tokens=SIZE)
+        self.engine = Engine(limits, pool)
+        self.executor = TorchExecutor(
+            loaded.model, KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS), thread=LateThread(1)
+        )
+        self.outputs: dict[int, list[int]] = defaultdict(list)
+        self.ended: set[int] = set()
+        self.came = asyncio.Event()
+        self.loop = EngineLoop(self.engine, self.executor, self.deliver)
+
+    def deliver(self, outcome: EngineOutcome) -> None:
+        self.came.set()
+        for output in outcome.outputs:
+            assert output.failure is None, output.failure
+            assert output.output_index == len(self.outputs[output.seq_id])
+            self.outputs[output.seq_id] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                self.ended.add(output.seq_id)
+
+    async def until_ended(self, seq_ids: set[int]) -> None:
+        async with asyncio.timeout(20):
+            while not seq_ids <= self.ended:
+                self.came.clear()
+                await self.came.wait()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("seed", range(sized(2, 30)))
+async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_late: bool
+) -> None:
+    """Also on a device that is given a step while the one before still computes."""
+    if is_late:
+        make_late(monkeypatch)
+    rng, rig = Random(seed), Rig(tiny_dir)
+    requests = {
+        i: sequence_request(
+            i,
+            [rng.randrange(30) for _ in range(rng.randint(1, 9))],
+            max_tokens=rng.randint(1, 25),
+            block_size_tokens=SIZE,
+        )
+        for i in range(1, 41)
+    }
+    running = asyncio.create_task(rig.loop.run())
+    alone: dict[int, list[int]] = {}
+    for i, request in requests.items():
+        rig.loop.add(request)
+        await rig.until_ended({i})
+        alone[i] = rig.outputs.pop(i)
+    rig.ended.clear()
+
+    plan_ahead = rig.engine.plan_ahead
+
+    def disturbed(plan: StepPlan) -> StepPlan:
+        """While the next step is planned something comes in that takes it back, before or after it is at the
+        device."""
+        if rng.random() < 0.3:
+            asyncio.get_running_loop().call_soon(rig.loop.cancel, 999)
+        return plan_ahead(plan)
+
+    monkeypatch.setattr(rig.engine, "plan_ahead", disturbed)
+    for request in requests.values():
+        rig.loop.add(request)
+        for _ in range(rng.choice((0, 1, 50, 500))):
+            await asyncio.sleep(0)
+    await rig.until_ended(set(requests))
+    assert not running.done()
+    rig.loop.drain()
+    await asyncio.wait_for(running, 10)
+    assert rig.outputs == alone
+    rig.engine.check()
+    await rig.executor.aclose()

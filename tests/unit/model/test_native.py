@@ -1,0 +1,230 @@
+"""Our kernels against torch."""
+
+import platform
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from baton.core.errors import LayoutMismatch
+from baton.model.attention.attention_inputs import Asked, AttentionStep, CausalMasks, Segment
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.backends.native_decoder import Product
+from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
+from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, kernel_of, load_kernels
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
+"""(tokens of the step, context) of each."""
+SHAPES = (
+    (4, 2, 64, 16),
+    (8, 1, 128, 16),
+    (8, 8, 32, 8),
+    (4, 2, 80, 16),
+    (14, 2, 64, 32),
+    (4, 4, 7, 1),
+    (160, 1, 8, 16),  # more query heads of a KV head than a tile takes, as in the next one; then just as many
+    (258, 2, 32, 16),
+    (128, 1, 32, 16),
+    (2, 1, 96, 16),
+    (3, 1, 1024, 16),
+)
+"""(query heads, KV heads, head size, block size)."""
+LEAST, AVX2 = "-march=x86-64", "-march=x86-64-v3"
+
+
+def processors() -> list[str]:
+    """This one, the least of its kind, whose vectors are as short as ARM's, and one between."""
+    if platform.machine() != "x86_64":
+        return [NATIVE]
+    return [NATIVE, LEAST, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
+
+
+@pytest.fixture(scope="module", params=processors())
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For a processor. All but this one's have names of their own: what is inline is one for a whole
+    process."""
+    if request.param == NATIVE:
+        return build()
+    path = tmp_path_factory.mktemp("library") / "kernels.so"
+    options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
+    own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
+    subprocess.run(
+        [find_compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True
+    )
+    return path
+
+
+def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int) -> KvCache:
+    layout = uniform_layout(
+        model_fingerprint="m",
+        tokenizer_fingerprint="t",
+        block_size_tokens=size,
+        num_layers=2,
+        num_kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+    )
+    cache = KvCache.zeros(layout, num_blocks)
+    cache.blocks.copy_(torch.randn(cache.blocks.shape, generator=torch.Generator().manual_seed(1)))
+    return cache
+
+
+def step_of(cache: KvCache) -> AttentionStep:
+    """Scattered blocks; slots past a sequence's end are NaN."""
+    size = cache.block_size_tokens
+    free = list(np.random.default_rng(2).permutation(cache.num_blocks))
+    segments, row = [], 0
+    for count, context in SEQUENCES:
+        blocks = np.array([free.pop() for _ in range(-(-context // size))], dtype=np.int64)
+        if context % size:
+            cache.blocks[int(blocks[-1]), :, :, :, context % size :] = float("nan")
+        segments.append(Segment(token_begin=row, num_tokens=count, kv_begin=context - count, block_ids=blocks))
+        row += count
+    return AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
+def test_attention_is_that_of_the_reference(
+    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size)
+    step = step_of(cache)
+    query = torch.randn(
+        heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim, generator=torch.Generator().manual_seed(3)
+    ).to(dtype)
+    for window in (None, 5, 100):
+        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
+        for num_threads in (1, 2, 5):
+            got = kernel_of(Kernels(library, num_threads))(query, 1, step, dim**-0.5, window)
+            assert (got.float() - right).abs().max().item() < TOLERANCE[dtype] * max(1, dim // 256), (
+                window,
+                num_threads,
+            )
+
+
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 128), (1, 1, 96)])
+def test_a_row_of_pairs_does_not_depend_on_those_beside_it(
+    heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """To the last bit: few rows, many rows, tiles of all sizes; one thread, so that no context is shared out.
+    Without pairs a lone row is added up in another order."""
+    kernels = load_kernels(1)
+    if not kernels.multiplies_pairs:
+        return
+    cache = cache_of(kv_heads, dim, 16, torch.bfloat16, 2200 // 16)
+    step = step_of(cache)
+    num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
+    query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).bfloat16()
+    together = kernel_of(kernels)(query, 1, step, dim**-0.5, window)
+    for rows in (np.arange(0, num_tokens, 7), np.arange(3, num_tokens, 50)):
+        alone = torch.empty(len(rows), heads, dim, dtype=torch.bfloat16)
+        kernels.attend(
+            query.transpose(0, 1)[rows].contiguous(), alone, cache, 1, step.tables_of(rows), Asked(dim**-0.5, window)
+        )
+        assert torch.equal(alone, together[rows])
+
+
+def float_step(step: AttentionStep) -> AttentionStep:
+    """The same step over the same numbers in float32."""
+    cache = step.cache
+    wide = cache_of(cache.num_kv_heads, cache.head_dim, cache.block_size_tokens, torch.float32, cache.num_blocks)
+    wide.blocks.copy_(cache.blocks)
+    return AttentionStep(wide, step.segments, CausalMasks(torch.float32, cache.device), paged_attention)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part: int) -> None:
+    cache = cache_of(2, 64, 16, torch.bfloat16, 140)
+    step = step_of(cache)
+    query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
+    poisoned = step.segments[2]
+    cache.blocks[int(poisoned.block_ids[3]), 1, part, 0, 5, 7] = float("nan")
+    got = kernel_of(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
+    ends = [segment.token_begin for segment in step.segments] + [len(got)]
+    assert [bool(got[begin:end].any()) for begin, end in pairwise(ends)] == [
+        segment is poisoned for segment in step.segments
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_and_gate_are_those_of_torch(library: Path, dtype: torch.dtype) -> None:
+    kernels = Kernels(library, 2)
+    x, added, weight = torch.randn(70, 520).to(dtype), torch.randn(70, 520).to(dtype), torch.randn(520).to(dtype)
+    both = (x.float() + added.float()).to(dtype)
+    hidden = x.clone()
+    got = kernels.rms_norm(hidden, added, weight, 1e-6)
+    right = both.float() * torch.rsqrt(both.float().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
+    assert torch.equal(hidden, both)
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got.float(), right, rtol=near, atol=near)
+    pair = (torch.randn(70, 520) * 20).to(dtype)
+    gated = torch.nn.functional.silu(pair[:, :260].float()) * pair[:, 260:].float()
+    torch.testing.assert_close(kernels.silu_gate(pair).float(), gated, rtol=near, atol=1e-3)
+
+
+def test_heads_that_are_not_those_of_the_cache_are_refused(library: Path) -> None:
+    cache = cache_of(2, 64, 16, torch.float32, 140)
+    step = step_of(cache)
+    for heads, dim in ((5, 64), (4, 32)):
+        with pytest.raises(LayoutMismatch, match="2 KV heads of 64"):
+            kernel_of(Kernels(library, 1))(torch.zeros(heads, 5, dim), 1, step, 1.0, None)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [
+        (1, 64, 64),
+        (4, 1030, 70),
+        (5, 2, 7),
+        (6, 256, 130),
+        (9, 66, 70),
+        (13, 4100, 65),
+        (97, 66, 200),
+        (110, 4100, 130),
+        (200, 2048, 64),
+    ],
+)
+def test_products(library: Path, rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
+    """Outputs and rows that fill no panel or block, more inputs than one stretch."""
+    kernels = Kernels(library, num_threads)
+    torch.manual_seed(0)
+    modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
+    x = torch.randn(rows, k).bfloat16()
+    found = Product(kernels, *modules)(x)
+    wanted = torch.cat(
+        [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules],
+        dim=1,
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=2**-8)
+    unrounded = Product(kernels, *modules, dtype=torch.float32)(x)
+    torch.testing.assert_close(unrounded.double(), wanted, atol=2e-4, rtol=1e-5)
+    assert torch.equal(unrounded.bfloat16(), found)
+    alone = torch.cat([Product(kernels, *modules)(row[None]) for row in x[:7]])
+    assert torch.equal(found[:7], alone), "a row does not depend on those beside it"
+
+
+def test_words_lie_one_after_the_other_and_outlive_whoever_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightArena, "_CHUNK_WORDS", 1024)
+    words = WeightArena()
+    taken = [words.take(count) for count in (100, 1, 900, 5, 3000, 16)]
+    assert [part.numel() for part in taken] == [100, 1, 900, 5, 3000, 16]
+    assert all(part.data_ptr() % 64 == 0 for part in taken)
+    del words
+    for number, part in enumerate(taken):
+        part.fill_(number)
+    assert all((part == number).all() for number, part in enumerate(taken)), "none overlaps another"
+
+
+def test_a_product_needs_pairs() -> None:
+    with pytest.raises(LayoutMismatch, match="no pairs"):
+        Product(load_kernels(1), nn.Linear(7, 8).bfloat16())

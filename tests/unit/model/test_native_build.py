@@ -1,0 +1,83 @@
+"""How our kernels come to be: compiled for what is there, once, or not at all."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.model.kernels.cpu.kernel_build import (
+    HERE,
+    MAX_KEPT,
+    NATIVE,
+    OPTIONS,
+    SOURCES,
+    NoKernels,
+    build,
+    find_compiler,
+)
+
+FOREIGN = ("-march=skylake-avx512", "-march=cooperlake") if platform.machine() == "x86_64" else (NATIVE,)
+"""With AVX-512 in floats, and with its pairs of bfloat16."""
+NOTING_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo 1 && exit 0
+echo x >> "$CALLS"
+sleep 0.3
+while [ "$1" != -o ]; do shift; done
+touch "$2"
+"""
+
+
+@pytest.mark.parametrize("processor", FOREIGN)
+def test_what_other_processors_run_compiles(processor: str) -> None:
+    options = [processor if option == NATIVE else option for option in OPTIONS]
+    for source in SOURCES:
+        subprocess.run([find_compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
+
+
+def test_without_a_compiler_it_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+        build(tmp_path / "cache")
+
+
+def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "bin" / "c++"
+    broken.parent.mkdir()
+    broken.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}:/usr/bin:/bin")
+    with pytest.raises(NoKernels, match="no such header"):
+        build(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.so"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NoKernels, match="cannot be written"):
+        build(tmp_path / "file" / "cache")
+
+
+def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_path: Path) -> None:
+    """The compiler is a script that notes each call and makes an empty library."""
+    script = tmp_path / "bin" / "c++"
+    script.parent.mkdir()
+    script.write_text(NOTING_COMPILER)
+    script.chmod(0o755)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for number in range(MAX_KEPT + 2):
+        (cache / f"kernels-{number}.so").touch()
+    (cache / "building-killed").mkdir()
+    (cache / "building-killed" / "kernels.so").touch()
+    code = (
+        f"from pathlib import Path; from baton.model.kernels.cpu.kernel_build import build; build(Path({str(cache)!r}))"
+    )
+    env = {"PATH": f"{script.parent}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+    for process in [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]:
+        assert process.wait(60) == 0
+    assert (tmp_path / "calls").read_text() == "x\n"
+    assert len(list(cache.glob("kernels-*.so"))) == MAX_KEPT
+    assert not list(cache.glob("building-*")), "what a process left that was killed"

@@ -1,0 +1,108 @@
+"""Our halves and powers of two against numpy and the C library."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.model.kernels.cpu.kernel_build import HERE, OPTIONS, find_compiler
+
+HALVES = """
+#include "numbers.h"
+extern "C" void widen(const baton::Fp16* from, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = baton::to_float(from[i]);
+}
+extern "C" void narrow(const float* from, baton::Fp16* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = baton::from_float<baton::Fp16>(from[i]);
+}
+"""
+EXP2 = """
+#include <cmath>
+#include "numbers.h"
+int main() {
+    using baton::exp2_near;
+    for (float x = -126.0f; x <= 127.0f; x += 0.01f)
+        if (!(std::abs(exp2_near(x) / std::exp2(double(x)) - 1.0) < 3e-7)) return 1;
+    if (exp2_near(-1e30f) != std::exp2(-126.0f) || exp2_near(INFINITY) != std::exp2(127.0f)) return 2;
+    return std::isnan(exp2_near(NAN)) ? 0 : 3;
+}
+"""
+EXP2_OF_PAIRS = """
+#include <cmath>
+#include "attention_bf16_dot.h"
+int main() {
+#ifdef BATON_PAIRS
+    using namespace baton;
+    alignas(64) float found[LANES];
+    for (float x = -126.0f; x <= 0.0f; x += 0.01f) {
+        _mm512_store_ps(found, exp2_lanes(_mm512_set1_ps(x)));
+        if (!(std::abs(found[3] / std::exp2(double(x)) - 1.0) < 3e-6)) return 1;
+    }
+    for (float x : {0.0f, -1.0f, -20.0f, NEVER, NAN}) {
+        _mm512_store_ps(found, exp2_lanes(_mm512_set1_ps(x)));
+        if (found[5] != std::exp2(x) && x == x) return 2;
+        if (std::isnan(found[5]) != std::isnan(x)) return 3;
+    }
+#endif
+    return 0;
+}
+"""
+TRAPS = ("-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error")
+"""What C++ leaves undefined ends the program."""
+
+
+@pytest.mark.parametrize(
+    "options", [OPTIONS, ("-O1", "-std=c++17", "-fPIC", "-shared")], ids=["in vectors", "one by one"]
+)
+@pytest.mark.parametrize("flush", [False, True])
+def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
+    """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours,
+    and any bits at all. A thread that flushes subnormal floats gets the same."""
+    (tmp_path / "halves.cpp").write_text(HALVES)
+    subprocess.run([find_compiler(), *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
+    halves = ctypes.CDLL(str(tmp_path / "halves.so"))
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = bits.view(np.float16).astype(np.float32)
+        below, above = (
+            exact[:0x7C00],
+            np.append(exact[1:0x7C00], np.float32(65536)),
+        )  # the last middle is where infinity begins
+        middle = (below + above) / 2
+        near = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))])
+        anything = np.random.default_rng(0).integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
+        floats = np.ascontiguousarray(np.concatenate([exact, near, -near, anything]))
+        right = floats.astype(np.float16)
+    widened, narrowed = np.empty(bits.size, np.float32), np.empty(floats.size, np.float16)
+    torch.set_flush_denormal(flush)
+    try:
+        halves.widen(ctypes.c_void_p(bits.ctypes.data), ctypes.c_void_p(widened.ctypes.data), ctypes.c_int64(bits.size))
+        halves.narrow(
+            ctypes.c_void_p(floats.ctypes.data), ctypes.c_void_p(narrowed.ctypes.data), ctypes.c_int64(floats.size)
+        )
+    finally:
+        torch.set_flush_denormal(False)
+    for got, wanted, kind in ((widened, exact, np.uint32), (narrowed, right, np.uint16)):
+        assert np.array_equal(np.isnan(got), np.isnan(wanted))
+        numbers = ~np.isnan(wanted)
+        assert np.array_equal(got.view(kind)[numbers], wanted.view(kind)[numbers])
+
+
+def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path) -> None:
+    """In range, beyond it, and of what is not a number."""
+    (tmp_path / "exp2.cpp").write_text(EXP2)
+    subprocess.run(
+        [find_compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True
+    )
+    assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
+
+
+def test_powers_of_two_of_scores_are_near(tmp_path: Path) -> None:
+    """Of bfloat16 in pairs, where this processor has them; whole ones, and of what is not seen, are exact."""
+    (tmp_path / "exp2.cpp").write_text(EXP2_OF_PAIRS)
+    options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
+    subprocess.run([find_compiler(), *options, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0

@@ -1,0 +1,95 @@
+"""Whether what a step takes is measured, and what does not fit is refused with the numbers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen3Config
+
+from baton.core.errors import ModelError
+from baton.model.backends import backend_selection
+from baton.model.backends.backend_selection import choose_backend
+from baton.model.device.device_memory import free_bytes
+from baton.model.loading import model_loader
+from baton.model.loading.model_fingerprint import num_weights
+from baton.model.loading.model_loader import load_model
+from baton.model.peak_memory import measured_step_bytes
+from baton.model.step.forward import Forward, Forwarded
+from tests.unit.model.conftest import TINY
+
+SIZE = 16
+WIDE = TINY | {"vocab_size": 60_000}
+
+
+def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(Qwen3Config(**WIDE, head_dim=16)), device="cpu")
+    way = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+
+    def step_bytes(num_tokens: int, num_seqs: int) -> int:
+        return measured_step_bytes(
+            loaded, way, block_size_tokens=SIZE, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs
+        )
+
+    logits = 64 * WIDE["vocab_size"] * 4
+    assert logits < step_bytes(64, 64) < 20 * logits
+    assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
+
+
+def test_a_step_that_finds_no_memory_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
+    way = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+
+    def full(*_: object) -> Forwarded:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    refusal = r"no memory for a step of 64 tokens of 4 sequences on cpu: .*Tried to allocate 1 GiB\)"
+    with pytest.raises(ModelError, match=refusal):
+        measured_step_bytes(
+            loaded,
+            replace(way, forward=cast(Forward, full)),
+            block_size_tokens=SIZE,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+        )
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    assert num_weights(tiny_dir) == sum(parameter.numel() for parameter in loaded.model.parameters())
+    monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000)
+    with pytest.raises(
+        ModelError, match=r"weights in float32 take \d+ MiB, and 0 MiB are free on cpu: give a smaller model"
+    ):
+        load_model(tiny_dir, device="cpu")
+
+
+def test_weights_for_a_gpu_go_through_the_host(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loader, "_device", lambda device: torch.device("meta"))
+    monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000 if device.type == "cpu" else 2**40)
+    with pytest.raises(ModelError, match="0 MiB are free on this host, through which they go to meta"):
+        load_model(tiny_dir)
+
+
+@pytest.mark.parametrize(("free", "taken", "left"), [(60, 20, 20), (15, 20, 15), (60, 45, 0)])
+def test_workers_that_share_a_gpu_have_equal_parts(
+    free: int, taken: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80; `taken`: by this one. The first of two leaves the other its half, and takes what that one holds
+    for lost."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken)
+    assert free_bytes(torch.device("cuda"), 2) == left
+    assert free_bytes(torch.device("cuda")) == min(free, 80 - taken)
+
+
+def test_weights_that_do_not_fit_twice_are_not_packed(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    monkeypatch.setattr(backend_selection, "free_bytes", lambda device: 1000)
+    with torch.inference_mode():
+        assert choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE).name in (
+            "our attention",
+            "torch",
+        )

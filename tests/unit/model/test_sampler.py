@@ -1,0 +1,390 @@
+"""The keyed sampler, on the host and on a device, against the definition, written down again without any
+shortcut, and each other."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from baton.core.errors import Reason
+from baton.core.kv.block_hash import token_ids
+from baton.core.kv.kv_layout import SAMPLER_VERSION
+from baton.core.request import Sampling
+from baton.engine.state.step import SampleRequest
+from baton.model.sampling import device_sampler, host_sampler, sampler
+from baton.model.sampling.device_sampler import least_kept
+from baton.model.sampling.logits_processors import process_logits
+from baton.model.sampling.sampler import SampledStep, sample
+from baton.model.sampling.sampling_noise import noise_key
+
+VOCAB = 300
+CPU = torch.device("cpu")
+
+
+def request(
+    *,
+    history: tuple[int, ...] = (1, 2, 3),
+    num_prompt_tokens: int = 2,
+    samples: int = 1,
+    banned: tuple[int, ...] = (),
+    **sampling: object,
+) -> SampleRequest:
+    return SampleRequest(
+        sampling=Sampling(**({"max_tokens": 10} | sampling)),  # type: ignore[arg-type]
+        sample_indices=tuple(range(samples)),
+        position=len(history),
+        history=token_ids(history),
+        num_prompt_tokens=num_prompt_tokens,
+        banned_token_ids=banned,
+    )
+
+
+def logits(seed: int = 0, rows: int = 1, vocab_size: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sampled(rows: torch.Tensor, asked: list[tuple[int, SampleRequest]]) -> SampledStep:
+    return sample(rows, asked).result()
+
+
+def draw(row: np.ndarray, asked: SampleRequest) -> tuple[int, ...]:
+    return tuple(token.token_id for token in sampled(torch.from_numpy(row)[None], [(0, asked)]).samples[0])
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tokens are drawn: the device here is the CPU, too."""
+    if request.param == "device":
+        monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
+    name: str = request.param
+    return name
+
+
+def noise_on_device(seed: int, sample_index: int, position: int, vocab_size: int) -> np.ndarray:
+    """Beside another one."""
+    found: np.ndarray = device_sampler.noise([7, noise_key(seed, sample_index, position)], vocab_size, CPU)[1].numpy()
+    return found
+
+
+def adjusted_on_device(row: np.ndarray, asked: SampleRequest) -> np.ndarray:
+    """Between two other rows, which stay as they are."""
+    rows = torch.from_numpy(row).double().repeat(3, 1)
+    found: np.ndarray = process_logits(rows, [request(temperature=0.0), asked, request()]).numpy()
+    assert found[0].tolist() == found[2].tolist() == row.tolist()
+    return found[1]
+
+
+def kept_on_device(scaled: np.ndarray, asked: SampleRequest) -> np.ndarray:
+    """Beside a row that keeps one token, and one that keeps nearly all."""
+    rows = torch.from_numpy(np.stack([scaled, np.flip(scaled), scaled]))
+    least = least_kept(rows, [request(top_k=1), request(min_p=1e-30), asked])
+    found: np.ndarray = (rows[2] >= least[2]).nonzero()[:, 0].numpy()
+    return found
+
+
+NOISES = pytest.mark.parametrize("noise", [host_sampler.noise, noise_on_device])
+ADJUSTERS = pytest.mark.parametrize("adjusted_logits", [host_sampler.adjusted_logits, adjusted_on_device])
+KEEPERS = pytest.mark.parametrize("kept_token_ids", [host_sampler.kept_token_ids, kept_on_device])
+Noise = Callable[[int, int, int, int], np.ndarray]
+Adjuster = Callable[[np.ndarray, SampleRequest], np.ndarray]
+Keeper = Callable[[np.ndarray, SampleRequest], np.ndarray | None]
+
+
+def splitmix64(state: int) -> int:
+    """Steele et al. 2014, as published: add, then mix."""
+    mask = (1 << 64) - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def defined_noise(seed: int, sample_index: int, position: int, token: int) -> float:
+    key = splitmix64(splitmix64(splitmix64(seed) ^ sample_index) ^ position)
+    bits = splitmix64((key + token * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
+    return -math.log(-math.log(((bits >> 11) + 0.5) / 2**53))
+
+
+@NOISES
+def test_noise_is_what_the_definition_says(noise: Noise) -> None:
+    found = noise(2**63 + 5, 3, 1000, VOCAB)
+    assert found == pytest.approx([defined_noise(2**63 + 5, 3, 1000, token) for token in range(VOCAB)], rel=1e-12)
+
+
+@NOISES
+def test_noise_of_this_sampler_version(noise: Noise) -> None:
+    """Workers of one version must draw the same tokens: if this changes, SAMPLER_VERSION does."""
+    assert SAMPLER_VERSION == 1
+    assert noise(42, 0, 7, 3) == pytest.approx(
+        [-0.5596318250210441, -0.3883344451060634, 0.5804098408220633], abs=1e-12
+    )
+
+
+@NOISES
+def test_noise_differs_by_each_part_of_its_key(noise: Noise) -> None:
+    base = noise(1, 0, 5, VOCAB)
+    for other in (noise(2, 0, 5, VOCAB), noise(1, 1, 5, VOCAB), noise(1, 0, 6, VOCAB)):
+        assert abs(np.corrcoef(base, other)[0, 1]) < 0.2
+    assert not set(noise(0, 1, 5, VOCAB)) & set(noise(1, 0, 5, VOCAB))
+
+
+@pytest.mark.usefixtures("where")
+def test_draws_follow_the_distribution() -> None:
+    """Frequencies over many seeds against softmax(logits / temperature)."""
+    row = np.array([2.0, 1.0, 0.0, -1.0], dtype=np.float32)
+    count = 4000
+    drawn = Counter(draw(row, request(seed=seed, temperature=0.8))[0] for seed in range(count))
+    wanted = np.exp(row / 0.8) / np.exp(row / 0.8).sum()
+    for token, share in enumerate(wanted):
+        assert drawn[token] / count == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
+
+
+def naive_kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    if top_k:
+        order = order[:top_k]
+    weights = np.exp(scaled[order] - scaled.max())
+    weights /= weights.sum()
+    before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
+    order = [i for i, mass in zip(order, before, strict=True) if mass < top_p]
+    return {i for i in order if np.exp(scaled[i] - scaled.max()) >= min_p}
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, VOCAB, VOCAB + 5])
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-9])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 1.0])
+@KEEPERS
+def test_truncation(kept_token_ids: Keeper, top_k: int, top_p: float, min_p: float) -> None:
+    for seed in range(3):
+        scaled = logits(seed)[0].double().numpy() * (0.05 if seed == 2 else 1.0)  # nearly flat: top-p has to look far
+        found = kept_token_ids(scaled, request(top_k=top_k, top_p=top_p, min_p=min_p))
+        expected = naive_kept(scaled, top_k if top_k <= VOCAB else 0, top_p, min_p)
+        assert set(range(VOCAB) if found is None else found.tolist()) == expected
+
+
+@KEEPERS
+def test_top_p_over_a_large_flat_vocabulary(kept_token_ids: Keeper) -> None:
+    scaled = np.linspace(0.0, 0.1, 5000)
+    found = kept_token_ids(scaled, request(top_p=0.95))
+    assert found is not None
+    assert set(found.tolist()) == naive_kept(scaled, 0, 0.95, 0.0)
+
+
+@KEEPERS
+@pytest.mark.parametrize("size", [5, 1000])
+def test_equal_logits_are_kept_together(kept_token_ids: Keeper, size: int) -> None:
+    """However many: none of them is the one that is cut off."""
+    scaled = np.array([1.0, *[3.0] * (size - 2), 0.0])
+    assert kept_token_ids(scaled, request(top_k=2)).tolist() == list(range(1, size - 1))  # type: ignore[union-attr]
+
+
+@ADJUSTERS
+def test_penalties(adjusted_logits: Adjuster) -> None:
+    row = np.array([1.0, -1.0, 2.0, 2.0, 2.0], dtype=np.float32)
+    history = (0, 1, 3, 3, 4)  # prompt 0, 1, 3; outputs 3, 4
+    found = adjusted_logits(row, request(history=history, num_prompt_tokens=3, repetition_penalty=2.0))
+    assert found.tolist() == [0.5, -2.0, 2.0, 1.0, 1.0]
+    found = adjusted_logits(
+        row, request(history=(0, 3, 3, 4), num_prompt_tokens=1, presence_penalty=0.5, frequency_penalty=0.25)
+    )
+    assert found.tolist() == [1.0, -1.0, 2.0, 2.0 - 0.5 - 0.5, 2.0 - 0.5 - 0.25]
+
+
+@ADJUSTERS
+def test_bias_comes_before_penalties_and_bans_after(adjusted_logits: Adjuster) -> None:
+    row = np.array([1.0, 1.0, 1.0], dtype=np.float32)
+    bias = ((0, 1.0), (2, 9.0), (0, 2.0))
+    found = adjusted_logits(row, request(history=(0, 1), repetition_penalty=2.0, logit_bias=bias, banned=(2,)))
+    assert found.tolist() == [2.0, 0.5, -np.inf]
+
+
+@ADJUSTERS
+def test_history_can_grow_afterwards(adjusted_logits: Adjuster) -> None:
+    """No view of the engine's array is left behind: it could not grow."""
+    asked = request(repetition_penalty=2.0)
+    kept = adjusted_logits(logits()[0].numpy(), asked)
+    asked.history.append(4)
+    assert kept.shape == (VOCAB,)
+
+
+def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarray:
+    """What the drawn token is the argmax of, from the definition: -inf for what is not kept."""
+    adjusted, sampling = host_sampler.adjusted_logits(row, asked), asked.sampling
+    if sampling.is_greedy:
+        return adjusted
+    scaled = adjusted / sampling.temperature
+    kept = naive_kept(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    hidden = [token not in kept for token in range(VOCAB)]
+    return np.where(hidden, -np.inf, scaled + host_sampler.noise(sampling.seed, sample_index, asked.position, VOCAB))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 1.7, "repetition_penalty": 1.5},
+    ],
+)
+@pytest.mark.usefixtures("where")
+def test_what_is_drawn_is_the_best_by_the_definition(sampling: dict[str, float]) -> None:
+    for seed in range(5):
+        row, asked = logits(seed)[0].numpy(), request(samples=4, seed=seed, **sampling)
+        assert draw(row, asked) == tuple(int(keyed(row, asked, i).argmax()) for i in range(4))
+
+
+@pytest.mark.usefixtures("where")
+def test_samples_of_one_request_differ_and_do_not_depend_on_each_other() -> None:
+    row = torch.zeros(VOCAB).numpy()
+    together = draw(row, request(samples=5, seed=1))
+    assert len(set(together)) > 1
+    alone = SampleRequest(
+        sampling=Sampling(max_tokens=1, seed=1),
+        sample_indices=(3,),
+        position=3,
+        history=token_ids(),
+        num_prompt_tokens=0,
+    )
+    assert draw(row, alone) == (together[3],)
+
+
+@pytest.mark.usefixtures("where")
+def test_batch_of_everything() -> None:
+    """Rows do not mix: each as if it were alone."""
+    asked = [
+        request(temperature=0.0),
+        request(seed=5, num_logprobs=2),
+        request(temperature=0.0, banned=(int(logits(1, 6)[2].argmax()),), num_logprobs=0),
+        request(samples=3, seed=8, top_p=0.5, num_logprobs=4),
+        request(temperature=0.0, samples=2),
+        request(seed=6),
+    ]
+    rows = logits(1, 6)
+    found = sampled(rows, list(enumerate(asked)))
+    assert not found.failures
+    for seq_id, one in enumerate(asked):
+        alone = sampled(rows[seq_id : seq_id + 1], [(seq_id, one)]).samples[seq_id]
+        assert (
+            [s.token_id for s in found.samples[seq_id]]
+            == list(draw(rows[seq_id].numpy(), one))
+            == [s.token_id for s in alone]
+        )
+        assert [s.sample_index for s in found.samples[seq_id]] == list(one.sample_indices)
+    assert found.samples[2][0].token_id != int(rows[2].argmax())
+
+
+@pytest.mark.usefixtures("where")
+def test_logprobs_are_the_models_own() -> None:
+    """Before temperature, penalties and truncation; the chosen token's own also where it is not among the
+    top."""
+    rows = logits(2)
+    asked = request(seed=5, temperature=2.0, top_k=0, repetition_penalty=1.7, logit_bias=((17, 50.0),), num_logprobs=3)
+    (token,) = sampled(rows, [(0, asked)]).samples[0]
+    reference = torch.log_softmax(rows[0], dim=-1)
+    assert token.token_id == 17
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(float(reference[17]), abs=1e-6)
+    values, ids = reference.topk(3)
+    assert [i for i, _ in token.logprobs.top] == ids.tolist()
+    assert [v for _, v in token.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.usefixtures("where")
+def test_a_row_that_is_not_numbers_fails_alone(bad: float, temperature: float) -> None:
+    rows = logits(4, 3)
+    rows[1, 7] = bad
+    asked = [(seq_id, request(temperature=temperature, num_logprobs=2)) for seq_id in (10, 11, 12)]
+    found = sampled(rows, asked)
+    assert found.failures[11].reason is Reason.NUMERICAL_ERROR
+    assert set(found.samples) == {10, 12}
+    assert found.samples[12] == sampled(rows[2:], asked[2:]).samples[12]
+
+
+@pytest.mark.usefixtures("where")
+def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
+    everything = request(temperature=0.0, banned=tuple(range(VOCAB)))
+    unknown = (
+        request(logit_bias=((VOCAB, 1.0),)),
+        request(banned=(VOCAB,)),
+        request(history=(1, VOCAB), presence_penalty=1.0),
+    )
+    rows = logits(5, 5)
+    found = sampled(rows, list(enumerate([everything, *unknown, request()])))
+    assert set(found.failures) == {0, 1, 2, 3}
+    assert "no token" in found.failures[0].message
+    assert all(f"token id {VOCAB} is outside" in found.failures[seq_id].message for seq_id in (1, 2, 3))
+    assert found.samples[4] == sampled(rows[4:], [(4, request())]).samples[4]
+
+
+@pytest.mark.usefixtures("where")
+def test_minus_infinity_is_only_unlikely() -> None:
+    rows = logits(6)
+    rows[0, :100] = -torch.inf
+    found = sampled(rows, [(0, request(top_p=0.9, num_logprobs=1))])
+    assert found.samples[0][0].token_id >= 100
+
+
+@pytest.mark.usefixtures("where")
+def test_no_rows() -> None:
+    assert sampled(torch.empty(0, VOCAB), []).samples == {}
+
+
+def any_request(rng: Random, vocab_size: int) -> SampleRequest:
+    return request(
+        history=tuple(rng.randrange(vocab_size) for _ in range(rng.randint(0, 20))),
+        num_prompt_tokens=rng.randint(0, 10),
+        samples=rng.choice((1, 1, 1, 3)),
+        banned=tuple(rng.randrange(vocab_size) for _ in range(rng.choice((0, 0, 3)))),
+        temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 1.9)),
+        top_k=rng.choice((0, 0, 1, 40, vocab_size - 1, vocab_size)),
+        top_p=rng.choice((1.0, 1.0, 0.95, 0.5, 1e-9)),
+        min_p=rng.choice((0.0, 0.0, 0.05, 1.0)),
+        repetition_penalty=rng.choice((1.0, 1.0, 0.7, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.0, 1.5)),
+        frequency_penalty=rng.choice((0.0, 0.0, -0.5)),
+        seed=rng.getrandbits(64),
+        num_logprobs=rng.choice((None, 0, 3)),
+        logit_bias=tuple((rng.randrange(vocab_size), rng.uniform(-9, 9)) for _ in range(rng.choice((0, 0, 4)))),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 5000])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_device_draws_what_the_host_does(monkeypatch: pytest.MonkeyPatch, vocab_size: int, seed: int) -> None:
+    """Also where the rows of a kind are more than are worked on at a time."""
+    rng = Random(seed)
+    monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
+    monkeypatch.setattr(device_sampler, "_MAX_VALUES", vocab_size * rng.choice((1, 3, 100)))
+    rows = logits(seed, 40, vocab_size) * rng.choice((0.05, 1.0))
+    asked = [any_request(rng, vocab_size) for _ in rows]
+    found = sampled(rows, list(enumerate(asked)))
+    assert not found.failures
+    for i, one in enumerate(asked):
+        assert tuple(token.token_id for token in found.samples[i]) == host_sampler.draw(rows[i].numpy(), one), one
+        assert all((token.logprobs is None) == (one.sampling.num_logprobs is None) for token in found.samples[i])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_of_a_large_vocabulary_the_best_is_drawn_though_most_noise_is_never_worked_out(
+    spread: float, temperature: float
+) -> None:
+    size = 20_000
+    row = (logits(1, vocab_size=size)[0] * spread).bfloat16().float().numpy()  # with equals
+    banned = tuple(np.argsort(row)[-3:].tolist())
+    for seed in range(40):
+        asked = request(temperature=temperature, seed=seed, samples=2, banned=banned)
+        scaled = host_sampler.adjusted_logits(row, asked) / temperature
+        best = tuple(
+            int((scaled + host_sampler.noise(seed, index, asked.position, size)).argmax()) for index in range(2)
+        )
+        assert host_sampler.draw(row, asked) == best

@@ -1,0 +1,167 @@
+"""The proof accepts what is right and refuses what is wrong, with any architecture and any kernel."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+from baton.core.errors import ModelError
+from baton.model.attention.attention_inputs import AttentionStep
+from baton.model.attention.paged_attention import PAGED, paged_attention
+from baton.model.loading.model_loader import load_model
+from baton.model.verification import verify_backend
+from baton.model.verification.verify_backend import verify_logits, verify_model
+from tests.unit.model.conftest import TINY
+
+ENDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2": lambda: Qwen2Config(**TINY, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "llama": lambda: LlamaConfig(**TINY),
+    "mistral": lambda: MistralConfig(**TINY, sliding_window=24),
+    "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4),
+    "olmo2": lambda: Olmo2Config(**TINY),
+    "phi3": lambda: Phi3Config(**TINY, **ENDS, sliding_window=24),
+    "granite": lambda: GraniteConfig(**TINY, logits_scaling=8.0, attention_multiplier=0.1),
+    "starcoder2": lambda: Starcoder2Config(**TINY, sliding_window=24),
+    "cohere2": lambda: Cohere2Config(**TINY, **ENDS, sliding_window=24),
+    "gemma3": lambda: Gemma3TextConfig(**TINY, **ENDS, head_dim=16, sliding_window=24),
+}
+BERT = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "gpt_oss": (lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4), "attention sinks"),
+    "bert": (lambda: BertConfig(**BERT), "not causal"),
+    "deepseek_v3": (
+        lambda: DeepseekV3Config(
+            **(TINY | {"num_key_value_heads": 4}),
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+        ),
+        "one head size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SERVED))
+def test_architectures_that_are_served(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(SERVED[name]()), device="cpu")
+    verify_model(loaded, block_size_tokens=16)
+    assert loaded.config._attn_implementation == PAGED
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_architectures_that_are_refused(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    config, named = REFUSED[name]
+    loaded = load_model(save(config()), device="cpu")
+    with pytest.raises(ModelError, match=named):
+        verify_model(loaded, block_size_tokens=16)
+    assert loaded.config._attn_implementation == PAGED
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block_size_tokens", [1, 16, 64])
+def test_half_precision_and_any_block_size(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
+    verify_model(load_model(tiny_dir, dtype=dtype, device="cpu"), block_size_tokens=block_size_tokens)
+
+
+def sees_one_token_less(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling, 20 if window is None else window - 1)
+
+
+def wrong_scaling(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling * 1.05, window)
+
+
+def reads_what_nobody_wrote(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    plan = step.plan(window)
+    decodes = tuple(replace(group, stale_seqs=None, stale_slots=None) for group in plan.decodes)
+    step._plans[window] = replace(plan, decodes=decodes)
+    return paged_attention(query, layer, step, scaling, window)
+
+
+@pytest.mark.parametrize("kernel", [sees_one_token_less, wrong_scaling, reads_what_nobody_wrote])
+def test_a_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
+    with pytest.raises(ModelError, match="computes something else"):
+        verify_model(load_model(tiny_dir, device="cpu"), block_size_tokens=16, kernel=kernel)
+
+
+def wrong_far_out(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling * (1.0 if step.tables.context_len.max() <= 100 else 1.5), window)
+
+
+def test_a_kernel_that_takes_long_contexts_otherwise_is_shown_one(tiny_dir: Path) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    verify_logits(loaded, 16, kernel=wrong_far_out)
+    verify_logits(loaded, 16, longest=130)
+    with pytest.raises(ModelError, match="computes something else"):
+        verify_logits(loaded, 16, kernel=wrong_far_out, longest=130)
+
+
+def test_a_window_that_is_longer_than_the_proofs_prompts(
+    save: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that is told a window other than its mask's: no short prompt shows it, the masks do."""
+    loaded = load_model(
+        save(Qwen3Config(**TINY, head_dim=16, use_sliding_window=True, sliding_window=1000, max_window_layers=1)),
+        device="cpu",
+    )
+    verify_model(loaded, block_size_tokens=16)
+    loaded.model.model.layers[1].self_attn.sliding_window = 999
+    with pytest.raises(ModelError, match=r"layer 1 .* sliding_window 999 does not tell"):
+        verify_model(loaded, block_size_tokens=16)
+    loaded.model.model.layers[1].self_attn.sliding_window = None
+    with pytest.raises(ModelError, match="sliding_window None does not tell"):
+        verify_model(loaded, block_size_tokens=16)
+
+
+def test_a_model_that_skips_a_layer(tiny_dir: Path) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    loaded.model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(ModelError, match="exactly once in each of its 2 layers"):
+        verify_model(loaded, block_size_tokens=16)
+
+
+def test_foreign_errors_become_model_errors(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_dir, device="cpu")
+    monkeypatch.setattr(verify_backend, "_prove_numbers", lambda *_: 1 / 0)
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
+        verify_model(loaded, block_size_tokens=16)
+
+
+def test_a_context_shorter_than_the_proofs_prompts(tiny_dir: Path) -> None:
+    verify_model(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)

@@ -1,0 +1,256 @@
+"""The prefix index: against a naive one under any interleaving, and its costs where they are a promise."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.ids import WorkerRef
+from baton.core.kv.kv_events import Tier
+from baton.prefix_index.index import PrefixIndex, PrefixOverlap
+from tests.builders import hashes_of, worker_ref
+from tests.scale import sized
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+W0, W1 = worker_ref("w0"), worker_ref("w1")
+CHAIN = hashes_of(range(24))  # 6 blocks
+
+
+def index_of(*workers: WorkerRef) -> PrefixIndex:
+    index = PrefixIndex()
+    for worker in workers:
+        index.join(worker)
+    return index
+
+
+def overlap(num_blocks: int, held: int | None = None, device: int | None = None) -> PrefixOverlap:
+    held = num_blocks if held is None else held
+    return PrefixOverlap(
+        num_blocks=num_blocks, num_held_blocks=held, num_device_blocks=held if device is None else device
+    )
+
+
+def test_each_worker_is_told_its_own_leading_run() -> None:
+    index = index_of(W0, W1, worker_ref("w2"))
+    index.stored(W0, DEVICE, CHAIN[:4])
+    index.stored(W1, DEVICE, (*CHAIN[:2], *CHAIN[3:]))
+    index.stored(worker_ref("w2"), DEVICE, CHAIN[1:])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4), "w1": overlap(2)}
+    assert index.overlaps(CHAIN[:3], 0.0) == {"w0": overlap(3), "w1": overlap(2)}
+    assert index.overlaps((), 0.0) == {}
+
+
+def test_a_block_in_two_tiers_is_held_until_it_has_left_both() -> None:
+    index = index_of(W0)
+    index.stored(W0, DEVICE, CHAIN[:2])
+    index.stored(W0, HOST, CHAIN[1:4])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4, device=2)}
+    index.evicted(W0, DEVICE, CHAIN[1:2])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4, device=1)}
+    index.evicted(W0, HOST, CHAIN[1:4])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(1)}
+
+
+def test_a_new_life_begins_with_nothing_and_the_old_one_cannot_speak_any_more() -> None:
+    index, reborn = index_of(W0), worker_ref("w0", epoch=2)
+    index.stored(W0, DEVICE, CHAIN)
+    index.join(reborn)
+    assert index.overlaps(CHAIN, 0.0) == {}
+    index.stored(W0, DEVICE, CHAIN)
+    index.drop(W0)
+    index.stored(reborn, DEVICE, CHAIN[:1])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(1)}
+
+
+def test_what_is_expected_counts_until_it_is_stored_or_its_time_is_over() -> None:
+    index = index_of(W0, W1)
+    index.expect(W0, CHAIN[:4], until_s=10.0)
+    index.expect(W1, CHAIN[:4], until_s=10.0)
+    index.stored(W0, DEVICE, CHAIN[:1])
+    assert index.overlaps(CHAIN, 9.0) == {"w0": overlap(4, 1), "w1": overlap(4, 0)}
+    index.stored(W0, DEVICE, CHAIN[1:4])
+    index.evicted(W0, DEVICE, CHAIN[3:4])
+    assert index.overlaps(CHAIN, 9.0) == {"w0": overlap(3), "w1": overlap(4, 0)}
+    assert index.overlaps(CHAIN, 10.0) == {"w0": overlap(3)}
+
+
+def test_what_is_held_behind_what_is_expected_counts_on() -> None:
+    index = index_of(W0)
+    index.stored(W0, DEVICE, CHAIN[3:5])
+    index.expect(W0, CHAIN[:3], until_s=10.0)
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(5, 0)}
+
+
+def test_what_one_has_evicted_another_may_still_hold() -> None:
+    index = index_of(W0, W1)
+    for worker in (W0, W1):
+        index.stored(worker, DEVICE, CHAIN)
+    index.evicted(W0, DEVICE, CHAIN[2:])
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(2), "w1": overlap(6)}
+
+
+def test_no_more_is_believed_than_the_pool_has_blocks() -> None:
+    index = PrefixIndex()
+    index.join(W0, max_blocks=4)
+    index.stored(W0, DEVICE, (*CHAIN, *CHAIN))
+    assert (index.num_held(W0), index.num_refused) == (4, 4)
+    index.evicted(W0, DEVICE, CHAIN[:1])
+    index.stored(W0, DEVICE, CHAIN[4:5])
+    assert index.num_held(W0) == 4
+
+
+def test_an_ended_life_is_cleared_away_little_by_little_and_its_place_used_again() -> None:
+    index, hashes = index_of(W0, W1), hashes_of(range(4_000))
+    index.stored(W0, DEVICE, hashes)
+    index.stored(W1, DEVICE, hashes[:10])
+    index.drop(W0)
+    assert index.overlaps(hashes, 0.0) == {"w1": overlap(10)}
+    assert (index.num_claims, index.num_ended_claims, index.num_blocks) == (10, 1_000, 1_000)
+    assert index.sweep(600) == 600
+    assert index.num_ended_claims == 400
+    index.stored(W1, DEVICE, hashes[:200])  # each change helps
+    assert (index.sweep(600), index.num_blocks) == (0, 200)
+    for epoch in range(50):
+        index.join(worker_ref("w0", epoch=epoch))
+        index.stored(worker_ref("w0", epoch=epoch), DEVICE, hashes[:10])
+        index.sweep(100)
+    assert len(index._by_slot) <= 4  # masks stay short
+
+
+def test_neighbours_with_the_same_holders_have_one_mask() -> None:
+    index = index_of(*(worker_ref(f"w{i}") for i in range(100)))
+    for i in (7, 99):
+        index.stored(worker_ref(f"w{i}"), DEVICE, CHAIN)
+    extents = [extent for table in index._tiers[DEVICE]._tables for extent in table.values()]
+    assert (len(extents), len({id(extent) for extent in extents})) == (len(CHAIN), 1)
+    assert sys.getsizeof(extents[0].mask) <= 40
+
+
+# -- against a naive index ----------------------------------------------------------------------------------------------------------------
+
+
+def tree_of_chains() -> list[tuple[bytes, ...]]:
+    """Twelve prompts of up to 9 blocks that share their beginnings in many ways."""
+    turns = [[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]]
+    ways = [
+        (0,),
+        (1,),
+        (0, 0),
+        (0, 1),
+        (0, 0, 1),
+        (0, 1, 2, 0),
+        (1, 1, 1),
+        (0, 0, 1, 2, 1),
+        (0,) * 9,
+        (0, 0, 1, 2, 2, 0, 1),
+        (1, 2),
+        (2,),
+    ]
+    return [hashes_of([token for turn in way for token in turns[turn]]) for way in ways]
+
+
+CHAINS = tree_of_chains()
+BLOCKS = sorted({block for chain in CHAINS for block in chain})
+WORKERS = [worker_ref(worker_id, epoch) for worker_id in ("w0", "w1", "w2") for epoch in (1, 2)]
+
+
+@dataclass
+class NaiveLife:
+    worker: WorkerRef
+    held: dict[Tier, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in Tier})
+    expected: dict[tuple[bytes, ...], float] = field(default_factory=dict)
+
+
+class NaiveIndex:
+    """Sets of hashes, everything looked up at each question."""
+
+    def __init__(self) -> None:
+        self.generations: dict[str, NaiveLife] = {}
+
+    def life(self, worker: WorkerRef) -> NaiveLife | None:
+        life = self.generations.get(worker.worker_id)
+        return life if life is not None and life.worker == worker else None
+
+    def join(self, worker: WorkerRef) -> None:
+        if self.life(worker) is None:
+            self.generations[worker.worker_id] = NaiveLife(worker)
+
+    def drop(self, worker: WorkerRef) -> None:
+        if self.life(worker):
+            del self.generations[worker.worker_id]
+
+    def reset(self, worker: WorkerRef) -> None:
+        life = self.life(worker)
+        if life and any(life.held.values()):
+            self.generations[worker.worker_id] = NaiveLife(worker)
+
+    def stored(self, worker: WorkerRef, tier: Tier, hashes: Iterable[bytes]) -> None:
+        if life := self.life(worker):
+            life.held[tier].update(hashes)
+            life.expected = {chain: until for chain, until in life.expected.items() if chain[-1] not in set(hashes)}
+
+    def evicted(self, worker: WorkerRef, tier: Tier, hashes: Iterable[bytes]) -> None:
+        if life := self.life(worker):
+            life.held[tier].difference_update(hashes)
+
+    def expect(self, worker: WorkerRef, hashes: tuple[bytes, ...], until_s: float) -> None:
+        if life := self.life(worker):
+            life.expected[hashes] = max(until_s, life.expected.get(hashes, 0.0))
+
+    def overlaps(self, hashes: tuple[bytes, ...], now_s: float) -> dict[str, PrefixOverlap]:
+        found = {}
+        for worker_id, life in self.generations.items():
+            life.expected = {chain: until for chain, until in life.expected.items() if until > now_s}
+            device, held = life.held[DEVICE], set().union(*life.held.values())
+            soon = held.union(*life.expected)
+            if run(hashes, soon):
+                found[worker_id] = overlap(run(hashes, soon), run(hashes, held), run(hashes, device))
+        return found
+
+
+def run(hashes: tuple[bytes, ...], among: set[bytes]) -> int:
+    return next((i for i, block in enumerate(hashes) if block not in among), len(hashes))
+
+
+some_blocks = st.lists(st.sampled_from(BLOCKS), max_size=12).map(tuple)
+leading = st.builds(lambda chain, length: chain[: 1 + length % len(chain)], st.sampled_from(CHAINS), st.integers(0, 8))
+workers, tiers, moments = st.sampled_from(WORKERS), st.sampled_from([DEVICE, DEVICE, HOST]), st.integers(0, 9)
+acts = st.one_of(
+    st.tuples(st.just("join"), workers),
+    st.tuples(st.just("stored"), workers, tiers, st.one_of(leading, some_blocks)),
+    st.tuples(st.just("stored"), workers, tiers, st.one_of(leading, some_blocks)),
+    st.tuples(st.just("evicted"), workers, tiers, some_blocks),
+    st.tuples(st.just("expect"), workers, leading, moments),
+    st.tuples(st.just("expect"), workers, leading, moments),
+    st.tuples(st.just("evicted"), workers, tiers, leading),
+    st.tuples(st.sampled_from(["drop", "reset"]), workers),
+    st.tuples(st.just("sweep"), st.integers(1, 5)),
+    st.tuples(st.just("wait")),
+)
+
+
+@settings(max_examples=sized(300, 10_000), deadline=None)
+@given(st.lists(acts, min_size=5, max_size=60))
+def test_the_index_equals_a_naive_one(script: list[tuple]) -> None:
+    index, naive, now_s = index_of(WORKERS[0], WORKERS[2]), NaiveIndex(), 0.0
+    for worker in (WORKERS[0], WORKERS[2]):
+        naive.join(worker)
+    for name, *arguments in script:
+        if name == "wait":
+            now_s += 1.0
+        elif name == "sweep":
+            index.sweep(*arguments)
+        else:
+            if name == "expect":
+                arguments[2] = now_s + arguments[2]
+            getattr(index, name)(*arguments)
+            getattr(naive, name)(*arguments)
+        for chain in CHAINS:
+            assert index.overlaps(chain, now_s) == naive.overlaps(chain, now_s), (name, arguments)
+    assert index.num_claims == sum(len(held) for life in naive.generations.values() for held in life.held.values())
+    while index.sweep(10):
+        pass
+    held = {tier: set().union(*(life.held[tier] for life in naive.generations.values())) for tier in Tier}
+    assert index.num_blocks == sum(len(of_tier) for of_tier in held.values())

@@ -1,0 +1,87 @@
+"""The front door's APIs, answering as told."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.client_api import Caller, ClusterStatus, GenerateChunk, ModelInfo
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.kv.block_hash import TokenIds, token_ids
+from baton.runtime.network.mailbox import Mailbox
+
+
+class StubGeneration:
+    """A generation that a test fills; `fail` ends it with an error."""
+
+    def __init__(self, request_id: str = "req-1") -> None:
+        self.request_id = request_id
+        self.is_closed = False
+        self._mailbox: Mailbox[GenerateChunk | Exception] = Mailbox(10_000)
+
+    def put(self, *chunks: GenerateChunk | Exception) -> None:
+        for chunk in chunks:
+            self._mailbox.put(chunk)
+
+    async def receive(self) -> GenerateChunk:
+        chunk = await self._mailbox.get()
+        if isinstance(chunk, Exception):
+            raise chunk
+        return chunk
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        self._mailbox.close("closed")
+
+
+class StubInference:
+    """`answer`, where it is an error, is raised by every method."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.asked: list[tuple[Mapping[str, Any], Caller]] = []
+
+    async def generate(self, body: Mapping[str, Any], caller: Caller) -> StubGeneration:
+        return self._answer(body, caller)  # type: ignore[no-any-return]
+
+    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
+        self._answer(body, caller)
+        return token_ids(map(ord, body["prompt"]))
+
+    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
+        self._answer(body, caller)
+        return "".join(map(chr, body["tokens"]))
+
+    async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
+        self._answer({}, caller)
+        return (ModelInfo(model_id="demo", max_model_len=1024), ModelInfo(model_id="other"))
+
+    def _answer(self, body: Mapping[str, Any], caller: Caller) -> Any:
+        self.asked.append((body, caller))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class StubAdmin:
+    """Knows one worker, w0."""
+
+    def __init__(self, status: ClusterStatus, records: tuple[DecisionRecord, ...] = ()) -> None:
+        self._status = status
+        self._records = records
+        self.asked: list[Any] = []
+        self.callers: list[Caller] = []
+
+    async def status(self, caller: Caller) -> ClusterStatus:
+        self.callers.append(caller)
+        return self._status
+
+    async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
+        self.asked.append(request_id)
+        return self._records
+
+    async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
+        self.asked.append((worker_id, node_shutting_down))
+        if worker_id != "w0":
+            raise Refused(
+                Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"there is no worker {worker_id}")
+            )

@@ -1,0 +1,72 @@
+"""A emulated worker's device: its costs are those that it was told, and nobody takes it for a real one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from baton.core.client_api import WorkerStatus
+from baton.core.errors import ConfigError, LayoutMismatch
+from baton.engine.executors.emulated import EmulatedExecutor
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.worker.device import Device, open_device
+from tests import builders
+
+Open = Callable[..., Device]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens devices that are closed after the test."""
+    devices: list[Device] = []
+
+    def open_one(worker_id: str = "w", **changes: Any) -> Device:
+        shared: dict[str, Any] = {
+            "device": "emulated",
+            "transfer": "local",
+            "kv_memory": 8 * 2**20,
+            "max_model_len": 256,
+            "dtype": "float32",
+        }
+        devices.append(open_device(WorkerConfig(**{**shared, **changes}), builders.worker_ref(worker_id)))
+        return devices[-1]
+
+    yield open_one
+    for device in devices:
+        device.close_memory()
+
+
+def test_its_costs_are_what_it_was_told_and_are_kept_nowhere(opened: Open) -> None:
+    text = "step=4ms,prefill_token=50us,decode_seq=0.5ms"
+    device = opened(emulated_costs=text)
+    assert isinstance(device.executor, EmulatedExecutor)
+    assert (device.costs, device.costs_key) == (parse_step_costs(text), "")
+    assert device.summary == (
+        "emulated, 4ms a step, 50us a prompt token, 500us a decoding sequence, KV 85 blocks of 16 tokens (8 MiB), local"
+    )
+
+
+def test_an_answer_ends_by_its_length_alone(opened: Open) -> None:
+    config = opened(max_num_seqs=7, max_queue=9).engine.config
+    assert config.eos_token_ids == ()
+    assert (config.max_num_seqs, config.max_model_len, config.max_waiting_seqs) == (7, 256, 9)
+
+
+def test_paced_workers_exchange_kv_and_a_real_one_does_not_with_them(opened: Open) -> None:
+    emulated, slower = opened("a"), opened("b", emulated_costs="step=1s")
+    emulated.backend.connect(slower.backend.memory[0], slower.executor.layout)
+    real = opened("c", device="cpu", kernels="torch", threads_per_worker=1)
+    for ours, theirs in ((emulated, real), (real, emulated)):
+        with pytest.raises(LayoutMismatch, match="model_fingerprint"):
+            ours.backend.connect(theirs.backend.memory[0], theirs.executor.layout)
+
+
+def test_a_status_says_what_it_is(opened: Open) -> None:
+    assert WorkerStatus.of(builders.worker_report("w")).model == "demo"
+    assert WorkerStatus.of(builders.worker_report("w", layout=opened().executor.layout)).model == "demo (emulated)"
+
+
+def test_too_little_memory_is_refused(opened: Open) -> None:
+    with pytest.raises(ConfigError, match="less than one sequence of 256"):
+        opened(kv_memory=2**20)
