@@ -417,7 +417,7 @@ async def _until_gone(gateway: Gateway, leaving: tuple[WorkerStatus, ...], limit
         if found.scheduler is None or heard_s < complete_s:
             continue
         for worker_id, life in tuple(left.items()):
-            if not any(life.is_same_life(worker.worker) for worker in found.workers):
+            if not any(life.is_same_incarnation(worker.worker) for worker in found.workers):
                 click.echo(f"{worker_id} has left")
                 del left[worker_id]
     return list(left)

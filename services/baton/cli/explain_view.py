@@ -154,7 +154,7 @@ def _mark(candidate: Candidate, placement: Placement | None) -> str:
     if placement is None:
         return candidate.excluded
     chosen = placement.prefill if candidate.side == "prefill" else placement.decode
-    is_chosen = chosen is not None and chosen.is_same_life(candidate.worker)
+    is_chosen = chosen is not None and chosen.is_same_incarnation(candidate.worker)
     return "◀ chosen" if is_chosen else candidate.excluded
 
 

@@ -40,7 +40,7 @@ class EventOrder:
 
     def take_event(self, event: KvEvent | UnreadableEvent) -> EventAction:
         """The next entry of the log."""
-        if not event.worker.is_same_life(self.worker):
+        if not event.worker.is_same_incarnation(self.worker):
             return EventAction.OTHER_LIFE
         if self.needs_snapshot:
             return EventAction.WAITING
@@ -60,7 +60,7 @@ class EventOrder:
         shows: how far back a gap reaches is told by an entry that may be anybody's, and a number that no
         snapshot reaches must not stop us for good.
         """
-        if not snapshot.worker.is_same_life(self.worker):
+        if not snapshot.worker.is_same_incarnation(self.worker):
             return EventAction.OTHER_LIFE
         if not self.needs_snapshot:
             return EventAction.DUPLICATE

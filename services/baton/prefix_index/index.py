@@ -79,7 +79,7 @@ class PrefixIndex:
         believed no more in one tier."""
         known = self._lives.get(worker.worker_id)
         if known is not None:
-            if known.worker.is_same_life(worker):
+            if known.worker.is_same_incarnation(worker):
                 known.max_blocks = max_blocks
                 return
             self.drop(known.worker)
@@ -216,7 +216,7 @@ class PrefixIndex:
 
     def _life(self, worker: WorkerRef) -> _Life | None:
         life = self._lives.get(worker.worker_id)
-        return life if life is not None and life.worker.is_same_life(worker) else None
+        return life if life is not None and life.worker.is_same_incarnation(worker) else None
 
     def _begin(self, worker: WorkerRef, max_blocks: int) -> None:
         """On the lowest free slot: masks stay as short as they can."""

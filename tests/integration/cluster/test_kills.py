@@ -86,7 +86,9 @@ async def whole(cluster: ProcessCluster) -> None:
 def all_pairs_are_warm(status: ClusterStatus) -> bool:
     owners = [w.worker for w in status.workers if w.role is WorkerRole.PREFILL]
     readers = [w for w in status.workers if w.role is WorkerRole.DECODE]
-    return all(any(link.peer.is_same_life(owner) for link in reader.links) for reader in readers for owner in owners)
+    return all(
+        any(link.peer.is_same_incarnation(owner) for link in reader.links) for reader in readers for owner in owners
+    )
 
 
 def check(checker: ExactnessChecker, got: list[Got]) -> None:

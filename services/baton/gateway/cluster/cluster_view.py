@@ -78,7 +78,11 @@ class ClusterView:
     def layout_of(self, worker: WorkerRef | None) -> KvLayout | None:
         """None where no scheduler has told of that life (any more)."""
         return next(
-            (report.layout for report in self.reports if worker is not None and report.worker.is_same_life(worker)),
+            (
+                report.layout
+                for report in self.reports
+                if worker is not None and report.worker.is_same_incarnation(worker)
+            ),
             None,
         )
 

@@ -230,7 +230,7 @@ class WorkerSession:
                 Reason.PROTOCOL_VERSION,
                 f"speaks protocol version {reply.protocol_version}, this gateway {PROTOCOL_VERSION}",
             )
-        elif not reply.worker.is_same_life(self.worker):
+        elif not reply.worker.is_same_incarnation(self.worker):
             raise WorkerLost(self.worker, Reason.WRONG_EPOCH, f"{reply.worker} is there now", has_died=True)
         elif reply.layout.tokenizer_fingerprint != self._tokenizer_fingerprint:
             reason = Reason.LAYOUT_MISMATCH

@@ -64,7 +64,7 @@ class Attempt:
     def jobs(self, placement: Placement, now_s: float) -> tuple[PrefillJob | None, DecodeJob | None]:
         """What leaves for the two sides; None for a side that the placement leaves empty."""
         prefill, decode = placement.prefill, placement.decode
-        if prefill is not None and decode is not None and prefill.is_same_life(decode):
+        if prefill is not None and decode is not None and prefill.is_same_incarnation(decode):
             prefill = None  # never so in a valid placement: one worker computes the prompt where it decodes
         request = self.request
         common: dict[str, Any] = {

@@ -131,7 +131,7 @@ def _left_out(query: PlacementQuery, cluster: ClusterSnapshot, side: str, ranked
             continue
         if why := unusable(w, query):
             pass
-        elif any(w.worker.is_same_life(avoided) for avoided in query.avoid):
+        elif any(w.worker.is_same_incarnation(avoided) for avoided in query.avoid):
             why = FAILED_BEFORE
         elif not has_room(w, query, decodes=side == "decode"):
             why = FULL

@@ -134,7 +134,7 @@ class Field:
             and w.worker_id not in broken
             and w.report.layout.mismatch(decode.report.layout) is None
         ]
-        warm = [w for w in able if w.worker_id in links and links[w.worker_id].peer.is_same_life(w.worker)]
+        warm = [w for w in able if w.worker_id in links and links[w.worker_id].peer.is_same_incarnation(w.worker)]
         return warm or able
 
 
@@ -154,7 +154,7 @@ def candidates_for(query: PlacementQuery, cluster: ClusterSnapshot, turn: Policy
             why = unusable(w, query)
             if why:
                 excluded.append(Candidate(worker=w.worker, side=side, excluded=why))
-            elif any(w.worker.is_same_life(a) for a in query.avoid):
+            elif any(w.worker.is_same_incarnation(a) for a in query.avoid):
                 avoided.append(w)
             elif not has_room(w, query, decodes=can_decode):
                 full.append(w)

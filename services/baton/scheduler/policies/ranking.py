@@ -156,7 +156,7 @@ def _preferred(
         wanted = able.copy()
         for worker in query.avoid:
             i = c.index.get(worker.worker_id)
-            if i is not None and c.views[i].worker.is_same_life(worker):
+            if i is not None and c.views[i].worker.is_same_incarnation(worker):
                 wanted[i] = False
     best = wanted & fits
     if _any(best):

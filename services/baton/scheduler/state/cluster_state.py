@@ -103,7 +103,7 @@ class ClusterState:
         """Remember a report. False if a newer one of that life is known already (streams may cross)."""
         worker_id = report.worker.worker_id
         known = self._reports.get(worker_id)
-        is_new = known is None or not known.worker.is_same_life(report.worker)
+        is_new = known is None or not known.worker.is_same_incarnation(report.worker)
         if known is not None:
             if is_new:
                 self._drop(known.worker)
@@ -126,7 +126,7 @@ class ClusterState:
     def lose(self, worker: WorkerRef) -> bool:
         """That life's report stream ended. False if another life has taken its place."""
         known = self._reports.get(worker.worker_id)
-        if known is None or not known.worker.is_same_life(worker):
+        if known is None or not known.worker.is_same_incarnation(worker):
             return False
         del self._reports[worker.worker_id], self._heard_s[worker.worker_id]
         self._drop(worker)
@@ -224,10 +224,10 @@ class ClusterState:
 
     def _drop(self, worker: WorkerRef) -> None:
         """That life is over, and with it all that was placed on it."""
-        for key in [key for key, r in self._reservations.items() if r.worker.is_same_life(worker)]:
+        for key in [key for key, r in self._reservations.items() if r.worker.is_same_incarnation(worker)]:
             del self._reservations[key]
         for decision_id in [
-            decision_id for decision_id, (at, _, _) in self._promises.items() if at.is_same_life(worker)
+            decision_id for decision_id, (at, _, _) in self._promises.items() if at.is_same_incarnation(worker)
         ]:
             del self._promises[decision_id]
         self._reserved.pop(worker.worker_id, None)

@@ -214,7 +214,7 @@ class KvEventFollowing:
 
     def _life(self, worker: WorkerRef) -> _Followed | None:
         life = self._lives.get(worker.worker_id)
-        return life if life is not None and life.follower.worker.is_same_life(worker) else None
+        return life if life is not None and life.follower.worker.is_same_incarnation(worker) else None
 
     def _degrade(self, problem: str) -> None:
         if not self.is_degraded:

@@ -45,7 +45,7 @@ class WorkerReplacement:
         """`reports`: all of the role's."""
         let_go = self._let_go.get(role)
         if let_go is not None:
-            same = next((report for report in reports if report.worker.is_same_life(let_go.worker)), None)
+            same = next((report for report in reports if report.worker.is_same_incarnation(let_go.worker)), None)
             if same is not None and _asks(same):
                 return same.worker
             if not self._is_over(let_go, same, reports, now_s):

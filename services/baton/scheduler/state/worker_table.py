@@ -385,7 +385,9 @@ class _LinkTable:
                 link.inflight_bytes * each for (_, link), each in zip(known, s_per_byte, strict=True)
             ]
             links.is_broken[i, at] = [link.broken for _, link in known]
-            links.is_warm[i, at] = [not link.broken and link.peer.is_same_life(self._lives[j]) for j, link in known]
+            links.is_warm[i, at] = [
+                not link.broken and link.peer.is_same_incarnation(self._lives[j]) for j, link in known
+            ]
         links.queued_s[i] = self._reported_s[i]
         self._reserve(i, view.reserved_link_bytes)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.errors import Reason
-from baton.core.ids import JobId, TransferId, WorkerRef
+from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
 from baton.core.interfaces import PinPool
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_layout import KvLayout
@@ -33,18 +33,12 @@ from baton.core.state_machines import OwnedTransferState as State
 from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
 from baton.transfer.owner.lease_deadlines import Deadlines
 
-Life = tuple[str, int]
-"""(worker_id, worker_epoch) of a reader."""
-PullKey = tuple[Life, TransferId]
+PullKey = tuple[Incarnation, TransferId]
 Key = JobId | PullKey
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
 """Block ids of the longest run of leading hashes that this worker's cache holds."""
 
 MAX_TOMBSTONES = 65_536
-
-
-def life_of(worker: WorkerRef) -> Life:
-    return worker.worker_id, worker.worker_epoch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,8 +86,8 @@ class OwnedTransfer:
 class _Readers:
     """Per reader's life: what it follows, and what ended without it and is still remembered."""
 
-    open: dict[Life, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
-    ended: dict[Life, dict[TransferId, None]] = field(default_factory=dict)
+    open: dict[Incarnation, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
+    ended: dict[Incarnation, dict[TransferId, None]] = field(default_factory=dict)
 
 
 class KvOwner:
@@ -221,12 +215,12 @@ class KvOwner:
         return self._streams
 
     def follow(self, reader: WorkerRef, message: Follow, generation: int, now_s: float) -> None:
-        life = life_of(reader)
-        key: PullKey = (life, message.transfer_id)
+        incarnation = reader.incarnation
+        key: PullKey = (incarnation, message.transfer_id)
         if not 0 <= message.have_blocks <= message.resume_from_block or not message.transfer_id:
             self._refuse(reader, message.transfer_id, Reason.INVALID_REQUEST)
             return
-        known = self._readers.open.get(life, {}).get(message.transfer_id)
+        known = self._readers.open.get(incarnation, {}).get(message.transfer_id)
         if known is not None:
             self._follow_again(known, message, generation, now_s)
         elif key in self._tombstones:
@@ -238,16 +232,16 @@ class KvOwner:
 
     def renew(self, reader: WorkerRef, message: Renew, generation: int, now_s: float) -> None:
         """Extend what this reader follows on this stream, and answer by number with what it no longer has."""
-        life = life_of(reader)
-        for transfer in self._readers.open.get(life, {}).values():
+        incarnation = reader.incarnation
+        for transfer in self._readers.open.get(incarnation, {}).values():
             if transfer.generation == generation:
                 self._until.set(transfer.key, now_s + self._lease_s)
-        ended = tuple(self._readers.ended.get(life, ()))
+        ended = tuple(self._readers.ended.get(incarnation, ()))
         self._send(reader, Renewed(renewal=message.renewal, lost=ended))
 
     def release(self, reader: WorkerRef, message: Release | Abandon, now_s: float) -> None:
         """The reader is done, or gave up: the pins end. Repeated, late or unknown: counted and dropped."""
-        transfer = self._readers.open.get(life_of(reader), {}).get(message.transfer_id)
+        transfer = self._readers.open.get(reader.incarnation, {}).get(message.transfer_id)
         if transfer is None:
             dropped = self._drop_early(reader, message.transfer_id)
             self.counts.dropped_notices += not dropped
@@ -263,7 +257,7 @@ class KvOwner:
         (transfer 0)."""
         if not transfer_id:
             return all(0 <= block_id < self._num_blocks for block_id in block_ids)
-        transfer = self._readers.open.get(life_of(reader), {}).get(transfer_id)
+        transfer = self._readers.open.get(reader.incarnation, {}).get(transfer_id)
         return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
 
     def expire(self, now_s: float) -> None:
@@ -300,7 +294,7 @@ class KvOwner:
             self._early_until.drop(job)
             self._early_until.set(job, now_s + self._early_s)
             return
-        if transfer.reader is None or not transfer.reader.is_same_life(reader):
+        if transfer.reader is None or not transfer.reader.is_same_incarnation(reader):
             self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)
             return
         if transfer.lifecycle.state is not State.BORN:  # another transfer of the same reader has it
@@ -313,7 +307,7 @@ class KvOwner:
     ) -> None:
         found = tuple(self._lookup(subject.hashes))[: len(subject.hashes)]
         transfer = OwnedTransfer(
-            key=(life_of(reader), message.transfer_id),
+            key=(reader.incarnation, message.transfer_id),
             lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.BORN),
             block_table=found,
             hashes=subject.hashes[: len(found)],
@@ -331,7 +325,7 @@ class KvOwner:
     ) -> None:
         transfer.reader, transfer.transfer_id = reader, message.transfer_id
         transfer.lifecycle.move(State.FOLLOWED)
-        self._readers.open.setdefault(life_of(reader), {})[message.transfer_id] = transfer
+        self._readers.open.setdefault(reader.incarnation, {})[message.transfer_id] = transfer
         transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
         self.counts.followed += 1
         self._until.drop(transfer.key)  # a lease may end before the claim would have
@@ -377,7 +371,7 @@ class KvOwner:
 
     def _drop_early(self, reader: WorkerRef, transfer_id: TransferId) -> bool:
         for job, (waiting, message, _generation) in self._early.items():
-            if message.transfer_id == transfer_id and waiting.is_same_life(reader):
+            if message.transfer_id == transfer_id and waiting.is_same_incarnation(reader):
                 del self._early[job]
                 self._early_until.drop(job)
                 return True
@@ -397,13 +391,13 @@ class KvOwner:
         self._until.drop(transfer.key)
         keys: list[Key] = [transfer.key]
         if transfer.reader is not None and transfer.transfer_id is not None:
-            life = life_of(transfer.reader)
-            self._readers.open[life].pop(transfer.transfer_id, None)
-            if not self._readers.open[life]:
-                del self._readers.open[life]
+            incarnation = transfer.reader.incarnation
+            self._readers.open[incarnation].pop(transfer.transfer_id, None)
+            if not self._readers.open[incarnation]:
+                del self._readers.open[incarnation]
             if not by_reader:
-                self._readers.ended.setdefault(life, {})[transfer.transfer_id] = None
-            keys.append((life, transfer.transfer_id))
+                self._readers.ended.setdefault(incarnation, {})[transfer.transfer_id] = None
+            keys.append((incarnation, transfer.transfer_id))
         for key in dict.fromkeys(keys):
             self._tombstones[key] = reason
             self._tombstones_until.drop(key)
@@ -416,8 +410,8 @@ class KvOwner:
     def _bury(self, key: Key) -> None:
         self._tombstones.pop(key, None)
         if isinstance(key, tuple):
-            life, transfer_id = key
-            ended = self._readers.ended.get(life, {})
+            incarnation, transfer_id = key
+            ended = self._readers.ended.get(incarnation, {})
             ended.pop(transfer_id, None)
             if not ended:
-                self._readers.ended.pop(life, None)
+                self._readers.ended.pop(incarnation, None)

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.core.errors import Reason, StreamBroken
-from baton.core.ids import JobId, WorkerRef
+from baton.core.ids import Incarnation, JobId, WorkerRef
 from baton.core.interfaces import Duplex, PinPool
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
@@ -29,7 +29,7 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import TransferBackend
-from baton.transfer.owner.kv_owner import KvOwner, Life, OwnerCounts, PrefixLookup, life_of
+from baton.transfer.owner.kv_owner import KvOwner, OwnerCounts, PrefixLookup
 
 log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class OwnerService:
     ) -> None:
         self._worker, self._layout, self._backend = worker, layout, backend
         self._lease_s, self._hello_s = lease_s, hello_s
-        self._streams: dict[Life, PeerStream] = {}
+        self._streams: dict[Incarnation, PeerStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         """When `_timer` is due: uvloop's handle of a time that has passed cannot say."""
@@ -137,7 +137,7 @@ class OwnerService:
             return f"{Reason.PROTOCOL_VERSION.value}: the first message must be a hello, not {type(hello).__name__}"
         if hello.protocol_version != PROTOCOL_VERSION:
             return f"{Reason.PROTOCOL_VERSION.value}: {PROTOCOL_VERSION} here, {hello.protocol_version} there; run one release of Baton"
-        if not hello.owner.is_same_life(self._worker):
+        if not hello.owner.is_same_incarnation(self._worker):
             return f"{Reason.WRONG_EPOCH.value}: this is {self._worker}, not {hello.owner}"
         mismatch = self._layout.mismatch(hello.layout)
         if mismatch is not None:
@@ -152,9 +152,9 @@ class OwnerService:
         )
 
     async def _serve_reader(self, stream: PeerStream, reader: WorkerRef) -> None:
-        life = life_of(reader)
-        before = self._streams.get(life)
-        self._streams[life] = stream
+        incarnation = reader.incarnation
+        before = self._streams.get(incarnation)
+        self._streams[incarnation] = stream
         generation = self.owner.stream_opened()
         if before is not None:
             await before.aclose()  # the reader has dialled again: what still waits in the old stream must not overtake
@@ -162,13 +162,13 @@ class OwnerService:
             self._reply(stream)
             while True:
                 message = await stream.receive()
-                if self._streams.get(life) is not stream:
+                if self._streams.get(incarnation) is not stream:
                     return
                 self._take(reader, message, generation)
                 self._arm()
         finally:
-            if self._streams.get(life) is stream:
-                del self._streams[life]
+            if self._streams.get(incarnation) is stream:
+                del self._streams[incarnation]
 
     def _take(self, reader: WorkerRef, message: ReaderMessage, generation: int) -> None:
         now_s = self._now_s()
@@ -188,7 +188,7 @@ class OwnerService:
                 log.warning("peer_hello_twice", reader=str(reader))
 
     def _send(self, reader: WorkerRef, message: OwnerMessage) -> None:
-        stream = self._streams.get(life_of(reader))
+        stream = self._streams.get(reader.incarnation)
         if stream is None:
             return  # the reader's next Follow brings it
         if isinstance(message, KvReady):
@@ -196,7 +196,7 @@ class OwnerService:
         try:
             stream.send(message)
         except StreamBroken:
-            self._streams.pop(life_of(reader), None)
+            self._streams.pop(reader.incarnation, None)
 
     def _arm(self) -> None:
         """Have `_reap` called at the next deadline."""

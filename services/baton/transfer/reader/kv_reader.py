@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.core.cluster.worker_report import LinkReport
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
+from baton.core.ids import Incarnation, JobId, ReadId, TransferId, WorkerRef
 from baton.core.interfaces import Network, ReceivingPool
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
@@ -21,7 +21,6 @@ from baton.transfer.reader.quarantine import Quarantine
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 
 MAX_QUARANTINED_SHARE = 0.10
-Life = tuple[str, int]
 
 
 class KvReader:
@@ -43,7 +42,7 @@ class KvReader:
         self._last_read_id = 0
         self._rng = rng
         self._num_blocks = backend.memory[0].num_blocks
-        self._links: dict[Life, PeerLink] = {}
+        self._links: dict[Incarnation, PeerLink] = {}
         self._quarantine = Quarantine(backend, pool)
         self._is_closed = False
         self._closing: dict[asyncio.Task[None], None] = {}
@@ -111,7 +110,7 @@ class KvReader:
 
     def forget(self, owner: WorkerRef) -> None:
         """That life of a worker is over: its pulls fail, its link ends."""
-        link = self._links.get(_life(owner))
+        link = self._links.get(owner.incarnation)
         if link is not None:
             link.close(Reason.WORKER_LOST, "that worker is gone")
 
@@ -143,14 +142,14 @@ class KvReader:
         if self._is_closed:
             message = "this worker is leaving; it reads nobody's KV any more"
             raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retriable=True))
-        link = self._links.get(_life(owner))
+        link = self._links.get(owner.incarnation)
         if link is None:
-            link = self._links[_life(owner)] = PeerLink(owner, self._reading, self._link_ended)
+            link = self._links[owner.incarnation] = PeerLink(owner, self._reading, self._link_ended)
         return link
 
     def _link_ended(self, link: PeerLink) -> None:
-        if self._links.get(_life(link.owner)) is link:
-            del self._links[_life(link.owner)]
+        if self._links.get(link.owner.incarnation) is link:
+            del self._links[link.owner.incarnation]
         closing = asyncio.get_running_loop().create_task(link.aclose())
         self._closing[closing] = None
         closing.add_done_callback(self._closing.pop)
@@ -158,7 +157,3 @@ class KvReader:
     def _next_read_id(self) -> ReadId:
         self._last_read_id += 1
         return ReadId(self._last_read_id)
-
-
-def _life(owner: WorkerRef) -> Life:
-    return owner.worker_id, owner.worker_epoch

@@ -223,7 +223,7 @@ class PeerLink:
             word = reply.refusal.split(":", 1)[0]
             known = {reason.value: reason for reason in Reason}
             return known.get(word, Reason.TRANSFER_FAILED), reply.refusal
-        if not reply.owner.is_same_life(self.owner):
+        if not reply.owner.is_same_incarnation(self.owner):
             return Reason.WRONG_EPOCH, f"{Reason.WRONG_EPOCH.value}: {reply.owner} answered"
         if reply.protocol_version != PROTOCOL_VERSION:
             return (

@@ -275,7 +275,7 @@ class Sessions:
         """Why this hello is refused; empty when it is not."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return f"speaks protocol version {hello.protocol_version}, this worker {PROTOCOL_VERSION}"
-        if not hello.expected.is_same_life(self._worker):
+        if not hello.expected.is_same_incarnation(self._worker):
             return f"means {hello.expected}, this is {self._worker}"
         if self._is_closed:
             return "this worker takes no sessions any more"
