@@ -134,7 +134,7 @@ def scripted() -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "loadgen.send.scripted_server",
+        "loadgen.send.selftest.scripted_server",
         "--ttft",
         f"{SCRIPTED_TTFT_MS}ms",
         "--gap",

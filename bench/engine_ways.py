@@ -32,7 +32,7 @@ from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device import open_device
 from loadgen.send.client import Ask, ask_once
 from loadgen.send.dialects import DIALECTS
-from loadgen.send.http_client import HttpClient, HttpSettings
+from loadgen.send.http.http_client import HttpClient, HttpSettings
 from loadgen.send.timers import now_s
 
 THREADS = 2
@@ -246,7 +246,7 @@ def _served_in_turn(way: Way, setting: Setting) -> Iterator[Computes]:
     pause, and takes a core from whoever is measured meanwhile."""
     before = _children()
     with way.run(setting) as url:
-        (group,) = _children() - before  # of a session of its own, see `loadgen.send.serving`
+        (group,) = _children() - before  # of a session of its own, see `loadgen.send.server.server_process`
         serve = Served(url)
 
         def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:

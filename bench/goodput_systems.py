@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.send.serving import free_port, http_probe, served
+from loadgen.send.server.server_process import free_port, http_probe, served
 
 HERE = Path(__file__).parent
 SERVED = "goodput"

@@ -26,7 +26,7 @@ from loadgen.capacity.searching import Found
 from loadgen.capacity.trials import Goal, Trial
 from loadgen.capacity.verdicts import Judgement
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.send.serving import Point
+from loadgen.send.server.server_process import Point
 
 FORMAT = 1
 NAME = "capacity.json"

@@ -10,7 +10,7 @@ from typing import Protocol
 from loadgen.capacity.capacity import CapacityEstimate, CapacitySearch, Limits, Proposal, State
 from loadgen.capacity.trials import Goal, Trial
 from loadgen.loadgen_errors import LoadgenError, NoWarmUp
-from loadgen.send.processes import Interrupted
+from loadgen.send.run.processes import Interrupted
 from loadgen.send.timers import now_s
 
 MAX_INVALID = 3

@@ -21,9 +21,9 @@ from loadgen.measure.record_tail import RecordTail
 from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import Terms, why_invalid
 from loadgen.plan.plan import Plan
-from loadgen.send.idle import Rest
-from loadgen.send.processes import View
-from loadgen.send.running import Finished, Order, record_files, run
+from loadgen.send.run.processes import View
+from loadgen.send.run.run_plan import Finished, Order, record_files, run
+from loadgen.send.server.idle import Rest
 
 LONGEST_TIMES = 10.0
 """A trial takes at most so many times the seconds that were asked for, however low its rate."""
@@ -86,7 +86,7 @@ class PlanMaker(Protocol):
 
 
 class Sleeper(Protocol):
-    """Waits for the server to come to rest (`loadgen.send.idle`)."""
+    """Waits for the server to come to rest (`loadgen.send.server.idle`)."""
 
     def wait(self) -> Rest: ...
 

@@ -36,11 +36,19 @@ from loadgen.machine import loadgen_version
 from loadgen.measure.request_metrics import Terms, lag_limit_s
 from loadgen.plan.plan import Plan
 from loadgen.plan.workloads import DEFAULT_VOCABULARY
-from loadgen.send.idle import IdleWatch
-from loadgen.send.live import LiveView
-from loadgen.send.priority import Priority
-from loadgen.send.running import Order
-from loadgen.send.serving import Point, ServerCommand, free_port, grpc_probe, http_probe, parse_sweep, served
+from loadgen.send.run.live import LiveView
+from loadgen.send.run.priority import Priority
+from loadgen.send.run.run_plan import Order
+from loadgen.send.server.idle import IdleWatch
+from loadgen.send.server.server_process import (
+    Point,
+    ServerCommand,
+    free_port,
+    grpc_probe,
+    http_probe,
+    parse_sweep,
+    served,
+)
 from loadgen.slo_target import promised
 
 TRIALS = "trials"

@@ -28,10 +28,10 @@ from loadgen.measure.records_file import write_run
 from loadgen.measure.request_metrics import Terms, lag_limit_s
 from loadgen.plan.plan import Plan
 from loadgen.plan.plan_file import read_plan
-from loadgen.send.live import LiveView
-from loadgen.send.priority import Priority
-from loadgen.send.processes import Interrupted
-from loadgen.send.running import Finished, Order, run
+from loadgen.send.run.live import LiveView
+from loadgen.send.run.priority import Priority
+from loadgen.send.run.processes import Interrupted
+from loadgen.send.run.run_plan import Finished, Order, run
 from loadgen.slo_target import promised
 
 EXIT_INVALID = 3
@@ -186,7 +186,7 @@ def _warn(order: Order) -> None:
 def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finished, int]:
     """With what asking again has shown, and the exit code for that alone. The run stands, whatever comes of
     it."""
-    from loadgen.send.check import check
+    from loadgen.send.run.recheck import check
 
     def noted(text: str) -> Finished:
         return replace(finished, notes=(*finished.notes, f"check: {text}"))

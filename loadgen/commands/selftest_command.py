@@ -7,9 +7,9 @@ import click
 from loadgen import machine
 from loadgen.commands.option_types import Seconds
 from loadgen.commands.run_command import EXIT_INVALID
-from loadgen.send import calibration
-from loadgen.send.priority import Priority
-from loadgen.send.selftest import LIMIT_S, RATES, SelftestRate, selftest
+from loadgen.send.run.priority import Priority
+from loadgen.send.selftest import calibration
+from loadgen.send.selftest.selftest import LIMIT_S, RATES, SelftestRate, selftest
 
 
 @click.command("selftest")

@@ -13,7 +13,7 @@ from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.stats import percentiles
 from loadgen.measure.summary import prompt_count, rate
-from loadgen.send.running import Finished, outcome_line
+from loadgen.send.run.run_plan import Finished, outcome_line
 
 
 def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:

@@ -14,10 +14,10 @@ from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import usable_cores
 from loadgen.plan.plan import Plan
 from loadgen.plan.schedule import peak_rates
-from loadgen.send import calibration
 from loadgen.send.dialects import DIALECTS, dialect_of
-from loadgen.send.discover import Server, ask_admin, ask_grpc, ask_http
-from loadgen.send.priority import Priority
+from loadgen.send.run.priority import Priority
+from loadgen.send.selftest import calibration
+from loadgen.send.server.discover import Server, ask_admin, ask_grpc, ask_http
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 

@@ -81,7 +81,7 @@ class RunInfo:
     `ignore_eos`: what the answers are held against, by class (`{}`: as the plan says). `invalid`: why the run
     must not be trusted, in words; empty if it may. `notes`: what befell it beside that. `interrupted`: ended
     early, by the user or by a search that had seen enough; then `num_offered` counts what had come due by
-    then. `check`: what asking again, undisturbed, has shown (`loadgen.send.check`); empty if that was not
+    then. `check`: what asking again, undisturbed, has shown (`loadgen.send.run.recheck`); empty if that was not
     done.
     """
 

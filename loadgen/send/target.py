@@ -58,7 +58,7 @@ class Target:
 def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
     """Of this process, which may have so many connections. Raises LoadgenError."""
     if target.protocol == "grpc":
-        from loadgen.send.grpc_client import GrpcClient, GrpcSettings
+        from loadgen.send.grpc.grpc_client import GrpcClient, GrpcSettings
 
         return GrpcClient(
             GrpcSettings(
@@ -70,7 +70,7 @@ def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
                 is_insecure=target.is_insecure,
             )
         )
-    from loadgen.send.http_client import HttpClient, HttpSettings
+    from loadgen.send.http.http_client import HttpClient, HttpSettings
 
     return HttpClient(
         HttpSettings(

@@ -11,7 +11,7 @@ from loadgen.measure.request_metrics import RequestOutcome, Terms
 from loadgen.plan.plan import Plan
 from loadgen.send.client import Client
 from loadgen.send.prompts import new_prompts
-from loadgen.send.runner import Runner
+from loadgen.send.run.runner import Runner
 from loadgen.send.target import Target, new_client
 from loadgen.send.timers import now_s
 

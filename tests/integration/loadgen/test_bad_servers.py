@@ -8,12 +8,12 @@ import pytest
 
 from loadgen.loadgen_errors import Unreachable
 from loadgen.measure.request_metrics import RequestOutcome
-from loadgen.send import http_connection
 from loadgen.send.client import Ask, ask_once
 from loadgen.send.dialects import DIALECTS
-from loadgen.send.http_client import HttpClient, HttpSettings
-from loadgen.send.running import NOT_SENT
-from loadgen.send.scripted_server import Ending, Script, ScriptedServer, Served
+from loadgen.send.http import http_connection
+from loadgen.send.http.http_client import HttpClient, HttpSettings
+from loadgen.send.run.run_plan import NOT_SENT
+from loadgen.send.selftest.scripted_server import Ending, Script, ScriptedServer, Served
 from loadgen.send.target import Target, new_client
 from loadgen.slo_target import SloTarget
 from tests.integration.loadgen.rig import measure

@@ -21,17 +21,18 @@ from loadgen.machine import usable_cores
 from loadgen.measure.records_file import read_result
 from loadgen.plan.plan_file import read_plan
 from loadgen.plan.schedule import peak_rates
-from loadgen.send import calibration, serving
-from loadgen.send.calibration import processes_for
-from loadgen.send.priority import Priority
-from loadgen.send.serving import served
+from loadgen.send.run.priority import Priority
+from loadgen.send.selftest import calibration
+from loadgen.send.selftest.calibration import processes_for
+from loadgen.send.server import server_process as serving
+from loadgen.send.server.server_process import served
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 
 LIMIT_S = 150
 MAX_SEARCHES = 4
 SLOTS_RPS = 4 / 0.09
 """Of 4 slots with answers of 8 tokens: 20 ms, and 7 gaps of 10 ms."""
-SCRIPTED = [sys.executable, "-m", "loadgen.send.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+SCRIPTED = [sys.executable, "-m", "loadgen.send.selftest.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
 QUICK = [
     "--slo",
     "ttft=5s,e2e=300ms",

@@ -24,12 +24,12 @@ from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.timeline import Stages
 from loadgen.plan.plan import Plan, Vocabulary
-from loadgen.send import grpc_client
 from loadgen.send.client import Ask
-from loadgen.send.discover import ask_grpc, ask_http
-from loadgen.send.grpc_channel import AUTHORITIES
-from loadgen.send.grpc_client import GrpcClient, GrpcSettings
-from loadgen.send.serving import grpc_probe, http_probe
+from loadgen.send.grpc import grpc_client
+from loadgen.send.grpc.grpc_channel import AUTHORITIES
+from loadgen.send.grpc.grpc_client import GrpcClient, GrpcSettings
+from loadgen.send.server.discover import ask_grpc, ask_http
+from loadgen.send.server.server_process import grpc_probe, http_probe
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.builders import blocks, layout

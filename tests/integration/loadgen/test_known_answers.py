@@ -15,8 +15,8 @@ from loadgen.loadgen_errors import Unreachable
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import RequestOutcome
-from loadgen.send.scripted_server import Script, ScriptedServer, Served
-from loadgen.send.selftest import event_errors_s
+from loadgen.send.selftest.scripted_server import Script, ScriptedServer, Served
+from loadgen.send.selftest.selftest import event_errors_s
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.integration.loadgen.rig import measure

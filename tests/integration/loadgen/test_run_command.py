@@ -24,7 +24,7 @@ LIMIT_S = 60
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Its address. 32 tokens take about 0.3 s."""
-    command = [LOADGEN[0], "-m", "loadgen.send.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
+    command = [LOADGEN[0], "-m", "loadgen.send.selftest.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -235,7 +235,7 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     """A server whose answers depend on how many requests it has had."""
     code = (
         "import asyncio, sys\n"
-        "from loadgen.send.scripted_server import Script, ScriptedServer\n"
+        "from loadgen.send.selftest.scripted_server import Script, ScriptedServer\n"
         "async def main():\n"
         "    async with ScriptedServer(lambda served: Script(salt=served.number // 8)) as server:\n"
         "        print(server.url, flush=True)\n"

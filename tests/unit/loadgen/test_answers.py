@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.send.client import Exchange
-from loadgen.send.openai_answers import retry_after_s, shown, take_body, take_event
+from loadgen.send.http.openai_answers import retry_after_s, shown, take_body, take_event
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.send import calibration
-from loadgen.send.calibration import measured, processes_for, warning
-from loadgen.send.priority import Priority
+from loadgen.send.run.priority import Priority
+from loadgen.send.selftest import calibration
+from loadgen.send.selftest.calibration import measured, processes_for, warning
 
 
 @pytest.fixture(autouse=True)

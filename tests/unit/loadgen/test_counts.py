@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.measure.counts import Counts, LagHistogram
-from loadgen.send.live import LiveView, attainment
+from loadgen.send.run.live import LiveView, attainment
 
 LAGS = st.lists(st.floats(0, 100), min_size=1, max_size=200)
 

@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.send.client import Ask
 from loadgen.send.dialects import DIALECTS, BodyMaker, dialect_of
-from loadgen.send.http_client import BadUrl, split_url
+from loadgen.send.http.http_client import BadUrl, split_url
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.loadgen_queues import plan_at

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.send import http_connection
 from loadgen.send.client import Exchange
-from loadgen.send.http_connection import HttpConnection
+from loadgen.send.http import http_connection
+from loadgen.send.http.http_connection import HttpConnection
 from loadgen.send.timers import Urgent
 
 

@@ -20,7 +20,7 @@ from loadgen.measure.records_file import (
     to_json,
     write_run,
 )
-from loadgen.send.running import merge
+from loadgen.send.run.run_plan import merge
 from tests.loadgen_builders import record, refused, run
 
 

@@ -11,10 +11,10 @@ from loadgen.measure.counts import Counts
 from loadgen.measure.measures import Measures
 from loadgen.measure.records import Record
 from loadgen.measure.summary import summarise
-from loadgen.send import check
-from loadgen.send.check import Checked, Difference
-from loadgen.send.processes import Ended
-from loadgen.send.running import Finished, Order
+from loadgen.send.run import recheck as check
+from loadgen.send.run.processes import Ended
+from loadgen.send.run.recheck import Checked, Difference
+from loadgen.send.run.run_plan import Finished, Order
 from loadgen.send.target import Target
 from tests.loadgen_builders import record, refused, run, terms
 from tests.unit.loadgen.plans import plan, request

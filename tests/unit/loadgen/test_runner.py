@@ -12,10 +12,10 @@ from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import RequestOutcome, Terms
 from loadgen.plan.plan import Plan
-from loadgen.send import runner
 from loadgen.send.client import Ask, Exchange
 from loadgen.send.prompts import TokenPrompts
-from loadgen.send.runner import Runner
+from loadgen.send.run import runner
+from loadgen.send.run.runner import Runner
 from loadgen.send.timers import Urgent
 from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import plan, request

@@ -19,8 +19,8 @@ from loadgen.commands.capacity_plans import maker_of
 from loadgen.commands.capacity_text import answer_lines, hopeless, trial_line, unsteady
 from loadgen.loadgen_errors import LoadgenError, NoWarmUp
 from loadgen.measure.stats import Interval
-from loadgen.send.processes import Interrupted
-from loadgen.send.serving import Point
+from loadgen.send.run.processes import Interrupted
+from loadgen.send.server.server_process import Point
 from tests.loadgen_queues import plan_at
 
 ONE = (Goal(target=0.9),)

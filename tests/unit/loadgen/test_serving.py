@@ -3,7 +3,7 @@
 import pytest
 
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.send.serving import Point, ServerCommand, free_port, parse_sweep
+from loadgen.send.server.server_process import Point, ServerCommand, free_port, parse_sweep
 
 
 def test_a_sweep_names_its_points() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.send.sse_reader import EventTooLong, SseParser
+from loadgen.send.http.sse_reader import EventTooLong, SseParser
 
 
 def parse(*chunks: bytes, max_bytes: int = 1 << 20) -> list[tuple[bytes, bytes]]:

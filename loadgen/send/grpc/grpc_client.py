@@ -12,8 +12,8 @@ from typing import Any
 
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.send.client import Ask, Exchange
-from loadgen.send.grpc_channel import address_of, open_channel, unreachable
-from loadgen.send.openai_answers import shown
+from loadgen.send.grpc.grpc_channel import address_of, open_channel, unreachable
+from loadgen.send.http.openai_answers import shown
 from loadgen.send.timers import Urgent, now_s
 
 CHANNELS = 4

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from loadgen.loadgen_errors import LoadgenError, NoWarmUp
 from loadgen.measure.counts import Counts
-from loadgen.send.child import ChildJob
+from loadgen.send.run.child import ChildJob
 from loadgen.send.timers import now_s
 
 HEAD_START_S = 0.3
@@ -167,7 +167,7 @@ class _Child:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "loadgen.send.child"),
+            *("-m", "loadgen.send.run.child"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -3,7 +3,7 @@ held to.
 
 It speaks the completions API over HTTP/1.1 and does as its script says. Into the last event it writes when it
 had the request and when each event went into the kernel, by the clock that all processes of the machine
-share: what a client saw later than that is the client's error. `python -m loadgen.send.scripted_server --ttft
+share: what a client saw later than that is the client's error. `python -m loadgen.send.selftest.scripted_server --ttft
 20ms --gap 5ms` runs one by itself.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import httptools
 
-from loadgen.send.script import Script, ScriptedEnd, ServedRequest
+from loadgen.send.selftest.script import Script, ScriptedEnd, ServedRequest
 from loadgen.send.timers import Alarm, new_alarm, now_s
 
 Scripts = Callable[[ServedRequest], Script]
@@ -363,12 +363,12 @@ def main() -> None:
 
     import uvloop
 
-    from loadgen.send.priority import Priority, raise_priority
+    from loadgen.send.run.priority import Priority, raise_priority
     from loadgen.send.target import raise_file_limit
     from loadgen.text_forms import seconds
 
     parser = argparse.ArgumentParser(
-        prog="python -m loadgen.send.scripted_server", description="A server whose every delay is known."
+        prog="python -m loadgen.send.selftest.scripted_server", description="A server whose every delay is known."
     )
     parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--ttft", type=seconds, default=0.02, help="from request to first token, such as 20ms")

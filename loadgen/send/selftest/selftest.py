@@ -24,10 +24,10 @@ from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.stats import percentiles
 from loadgen.plan.workloads import first_look
-from loadgen.send.calibration import Calibration, measured
-from loadgen.send.live import Silent
-from loadgen.send.priority import Priority
-from loadgen.send.running import Finished, Order, run
+from loadgen.send.run.live import Silent
+from loadgen.send.run.priority import Priority
+from loadgen.send.run.run_plan import Finished, Order, run
+from loadgen.send.selftest.calibration import Calibration, measured
 from loadgen.send.target import Target
 
 RATES = (25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 800, 1000, 1200, 1500, 2000)
@@ -138,7 +138,15 @@ def _two(values: Sequence[float]) -> tuple[float, float]:
 @contextlib.contextmanager
 def _server(gap_s: float, core: int | None, priority: Priority) -> Iterator[str]:
     """A scripted server in a process of its own; its address."""
-    command = [sys.executable, "-m", "loadgen.send.scripted_server", "--gap", f"{gap_s}s", "--priority", priority.value]
+    command = [
+        sys.executable,
+        "-m",
+        "loadgen.send.selftest.scripted_server",
+        "--gap",
+        f"{gap_s}s",
+        "--priority",
+        priority.value,
+    ]
     command += [] if core is None else ["--core", str(core)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.loadgen_errors import LoadgenError, Unreachable
-from loadgen.send.discover import ask_grpc, ready_status
+from loadgen.send.server.discover import ask_grpc, ready_status
 from loadgen.send.timers import now_s
 
 PORT = "port"

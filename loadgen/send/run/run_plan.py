@@ -21,9 +21,9 @@ from loadgen.measure.records_file import RECORDS, RUN, RecordWriter, part_of, re
 from loadgen.measure.request_metrics import RequestOutcome, Terms
 from loadgen.plan.plan import Plan
 from loadgen.plan.plan_file import plan_hash, write_plan
-from loadgen.send.child import ChildJob
-from loadgen.send.priority import Priority
-from loadgen.send.processes import Ended, Enough, View, run_jobs
+from loadgen.send.run.child import ChildJob
+from loadgen.send.run.priority import Priority
+from loadgen.send.run.processes import Ended, Enough, View, run_jobs
 from loadgen.send.target import Target
 from loadgen.send.timers import now_s
 from loadgen.user_files import open_bytes

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from loadgen.loadgen_errors import LoadgenError, Unreachable
 from loadgen.send.client import Ask, Exchange
 from loadgen.send.dialects import BodyMaker, Dialect
-from loadgen.send.http_connection import HttpConnection
+from loadgen.send.http.http_connection import HttpConnection
 from loadgen.send.timers import Urgent, now_s
 
 IDLE_S = 2.0

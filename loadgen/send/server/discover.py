@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
-from loadgen.send.grpc_channel import open_channel, unreachable
-from loadgen.send.http_client import split_url, tls_context
+from loadgen.send.grpc.grpc_channel import open_channel, unreachable
+from loadgen.send.http.http_client import split_url, tls_context
 
 TIMEOUT_S = 10.0
 _MAX_BYTES = 4 << 20

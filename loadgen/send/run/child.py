@@ -30,9 +30,9 @@ from loadgen.plan.plan import Plan, PlannedRequest
 from loadgen.plan.plan_file import read_plan
 from loadgen.plan.schedule import share
 from loadgen.send.client import Client, ask_once
-from loadgen.send.priority import Priority, raise_priority
 from loadgen.send.prompts import Prompts, new_prompts
-from loadgen.send.runner import Runner
+from loadgen.send.run.priority import Priority, raise_priority
+from loadgen.send.run.runner import Runner
 from loadgen.send.target import Target, new_client, raise_file_limit
 from loadgen.slo_target import SloTarget
 

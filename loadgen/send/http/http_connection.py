@@ -20,8 +20,8 @@ from typing import Protocol
 import httptools
 
 from loadgen.send.client import Exchange
-from loadgen.send.openai_answers import retry_after_s, shown, take_body, take_event
-from loadgen.send.sse_reader import EventTooLong, SseParser
+from loadgen.send.http.openai_answers import retry_after_s, shown, take_body, take_event
+from loadgen.send.http.sse_reader import EventTooLong, SseParser
 from loadgen.send.timers import Urgent
 
 MAX_HEAD_BYTES = 256 * 1024

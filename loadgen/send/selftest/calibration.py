@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadgen.machine import cpu_model, loadgen_version, usable_cores
-from loadgen.send.priority import Priority
+from loadgen.send.run.priority import Priority
 
 UNPROVED_RPS = 250.0
 """Of one process, where no selftest has been run: what two cores of a small machine are held to."""

@@ -1,0 +1,1 @@
+"""Baton's gRPC API `baton.v1.Inference`: the channel and the client."""

@@ -1,0 +1,1 @@
+"""One run: its processes, the open-loop sender in each, the result directory and the live display."""

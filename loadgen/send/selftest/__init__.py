@@ -1,0 +1,1 @@
+"""Measures the timing error of loadgen itself against a scripted server."""
