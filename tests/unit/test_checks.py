@@ -1,0 +1,107 @@
+"""The checks of `python -m tools.checks` find what they are for, on files that break each rule."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.checks import commits, docstrings, layout, links, names
+from tools.checks.source import Repository
+
+
+def repository(root: Path, **files: str) -> Repository:
+    """A directory with these files; `__` in a name stands for a slash, the last `_` for the dot."""
+    paths = []
+    for name, text in files.items():
+        stem, _, suffix = name.rpartition("_")
+        path = f"{stem.replace('__', '/')}.{suffix}"
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+        paths.append(path)
+    return Repository(root, paths)
+
+
+def test_retired_identifier_is_found_as_name_and_as_part(tmp_path: Path) -> None:
+    found = repository(tmp_path, services__a_py="class RoomPool:\n    has_room = 1\n\ndef f(headroom): pass\n")
+    assert [problem.split(": ")[1] for problem in names.retired_words(found)] == ["RoomPool", "has_room"]
+
+
+def test_retired_file_name_is_found(tmp_path: Path) -> None:
+    found = repository(tmp_path, services__idle_blocks_py="")
+    assert names.retired_words(found) == [
+        "services/idle_blocks.py: file name with retired word 'idle_blocks'; write eviction"
+    ]
+
+
+def test_retired_word_in_docs_is_found_and_ordinary_english_is_not(tmp_path: Path) -> None:
+    found = repository(tmp_path, docs__page_md="There is room for more.\nSee wire.md for the messages.\n")
+    assert names.retired_words(found) == ["docs/page.md:2: retired word 'wire.md'; write docs/design/protocol.md"]
+
+
+def test_two_classes_or_modules_of_one_name_are_found(tmp_path: Path) -> None:
+    found = repository(
+        tmp_path, services__a__x_py="class A: pass\n", services__b__x_py="class A: pass\n", services__b____init___py=""
+    )
+    assert names.unique_classes(found) == ["class A is defined 2 times: services/a/x.py:1, services/b/x.py:1"]
+    assert names.unique_modules(found) == ["module name x.py is used 2 times: services/a/x.py, services/b/x.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("Return the next block.", None),
+        ("Return the next block.\n\nRaises ValueError if there is none.", None),
+        ("What comes next.", "begins with 'What'; state what it is or does"),
+        ("`Which` worker is asked.", "begins with 'Which'; state what it is or does"),
+        ("the next block", "the first paragraph does not end with a period: 'the next block'"),
+        ("Return " + "x " * 40 + "now.", "the first sentence has 42 words, at most 40"),
+        ("", "the docstring is empty"),
+    ],
+)
+def test_first_line_of_a_docstring_is_a_statement(text: str, problem: str | None) -> None:
+    assert docstrings.problem_of(text) == problem
+
+
+def test_docstrings_of_public_code_are_checked_and_private_ones_are_not(tmp_path: Path) -> None:
+    text = '"""Fine."""\nclass A:\n    """bad"""\n    def _b(self):\n        """bad"""\n'
+    found = repository(tmp_path, services__a_py=text, services__b_py="x = 1\n")
+    assert [problem.split(": ")[1] for problem in docstrings.first_lines(found)] == ["A"]
+    assert docstrings.modules_without_docstring(found) == ["services/b.py: the module has no docstring"]
+
+
+def test_links_to_missing_files_and_headings_are_found(tmp_path: Path) -> None:
+    page = "# One two\n[a](b.md) [b](#one-two) [c](#three) [d](gone.md) [e](https://x.y/z)\n```\n[f](gone.md)\n```\n"
+    found = repository(tmp_path, docs__a_md=page, docs__b_md="")
+    assert links.broken_links(found) == [
+        "docs/a.md: link to #three: the page has no such heading",
+        "docs/a.md: link to gone.md: no such file",
+    ]
+
+
+def test_wide_lines_and_large_folders_are_found(tmp_path: Path) -> None:
+    wide = "word " * 23
+    files = {f"services__p__m{number}_py": "" for number in range(layout.MAX_FILES + 1)}
+    found = repository(
+        tmp_path, docs__a_md=f"{wide}\n| {wide} |\n", services__q_py=f'"""{wide}"""\nx = "{"y" * 120}"\n', **files
+    )
+    assert [problem.rsplit(" columns", 1)[0].rsplit(": ", 1)[0] for problem in layout.wide_lines(found)] == [
+        "docs/a.md:1",
+        "services/q.py:1",
+        "services/q.py:1",
+        "services/q.py:2",
+    ]
+    assert layout.large_folders(found) == ["services/p has 17 modules, at most 16"]
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_fine"),
+    [
+        ("engine: plan the next step while one runs", True),
+        ("docs, bench: publish raw figures", True),
+        ("Engine: plan", False),
+        ("plan the next step", False),
+        ("engine: " + "x" * 65, False),
+        ("engine: end with a period.", False),
+    ],
+)
+def test_commit_subject_names_area_and_change(subject: str, is_fine: bool) -> None:
+    assert (commits.problem_of(subject) is None) is is_fine

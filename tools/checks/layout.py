@@ -1,0 +1,61 @@
+"""Layout: folders stay small enough to read, lines stay inside the page."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import PurePosixPath
+
+from tools.checks.source import Repository
+
+MAX_FILES = 16
+"""Modules in one folder of a package. A larger folder needs subfolders."""
+MAX_TEXT_COLUMNS = 110
+MAX_CODE_COLUMNS = 120
+_URL_OR_TABLE = re.compile(r"^\s*\||https?://|^\s*\[[^\]]+\]:|^!\[|^\s*<")
+
+
+def large_folders(repository: Repository) -> list[str]:
+    """Name each folder of a package that has too many modules."""
+    count = Counter(
+        str(PurePosixPath(source.path).parent) for source in repository.python("services/", "loadgen/", "bench/")
+    )
+    return [
+        f"{folder} has {number} modules, at most {MAX_FILES}"
+        for folder, number in sorted(count.items())
+        if number > MAX_FILES
+    ]
+
+
+def wide_lines(repository: Repository) -> list[str]:
+    """Name each line of prose over 110 columns. Tables, addresses and code blocks may be wider; ruff checks code."""
+    problems = []
+    for path in repository.matching(".md"):
+        is_code = False
+        for number, line in enumerate(repository.read(path).splitlines(), 1):
+            if line.lstrip().startswith("```"):
+                is_code = not is_code
+            elif not is_code and len(line) > MAX_TEXT_COLUMNS and not _URL_OR_TABLE.search(line):
+                problems.append(f"{path}:{number}: {len(line)} columns of text, at most {MAX_TEXT_COLUMNS}")
+    for source in repository.python():
+        lines = source.text.splitlines()
+        for first, last in _docstring_lines(source.tree):
+            problems += [
+                f"{source.path}:{number}: {len(lines[number - 1])} columns of docstring, at most {MAX_TEXT_COLUMNS}"
+                for number in range(first, last + 1)
+                if len(lines[number - 1]) > MAX_TEXT_COLUMNS and "http" not in lines[number - 1]
+            ]
+        problems += [
+            f"{source.path}:{number}: {len(line)} columns of code, at most {MAX_CODE_COLUMNS}"
+            for number, line in enumerate(lines, 1)
+            if len(line) > MAX_CODE_COLUMNS and "http" not in line
+        ]
+    return problems
+
+
+def _docstring_lines(tree: ast.Module) -> list[tuple[int, int]]:
+    """First and last line of every string that stands alone as a statement."""
+    return [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]

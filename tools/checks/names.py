@@ -1,0 +1,107 @@
+"""Names: no two classes and no two modules share one, and retired words are not used again."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tools.checks.source import Repository, Source
+
+RETIRED = Path(__file__).with_name("retired_words.txt")
+SHARED_BASENAMES = {"__init__.py", "__main__.py", "conftest.py"}
+WITH_UNIQUE_NAMES = ("services/", "loadgen/", "bench/")
+_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+
+def unique_classes(repository: Repository) -> list[str]:
+    """Name each class that is defined more than once, with the files that define it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for source in repository.python(*WITH_UNIQUE_NAMES):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{source.path}:{node.lineno}")
+    return [
+        f"class {name} is defined {len(at)} times: {', '.join(at)}" for name, at in sorted(found.items()) if len(at) > 1
+    ]
+
+
+def unique_modules(repository: Repository) -> list[str]:
+    """Name each module basename that is used more than once."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for source in repository.python(*WITH_UNIQUE_NAMES):
+        found[Path(source.path).name].append(source.path)
+    shared = {name: at for name, at in found.items() if len(at) > 1 and name not in SHARED_BASENAMES}
+    return [f"module name {name} is used {len(at)} times: {', '.join(at)}" for name, at in sorted(shared.items())]
+
+
+def retired_words(repository: Repository) -> list[str]:
+    """Name each use of a retired word.
+
+    A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary English: only an
+    identifier or file name that is exactly this word, or has it as one of its parts, is a problem. Any other word is a
+    problem anywhere in code and docs.
+    """
+    ordinary, everywhere = read_retired(RETIRED.read_text(encoding="utf-8"))
+    problems = []
+    for source in repository.python():
+        problems += [
+            f"{source.path}:{line}: {name}: retired word {word!r}; write {ordinary[word]}"
+            for name, line in _identifiers(source)
+            if (word := _first_retired(name, ordinary)) is not None
+        ]
+        stem = Path(source.path).stem
+        if (word := _first_retired(stem, ordinary)) is not None:
+            problems.append(f"{source.path}: file name with retired word {word!r}; write {ordinary[word]}")
+    pattern = (
+        re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in everywhere)) if everywhere else None
+    )
+    for path in repository.matching(".py", ".md", ".yaml", ".tpl", ".proto", ".h", ".cpp", ".toml", "Makefile"):
+        if (
+            pattern is None
+            or path in ("CHANGELOG.md", "docs/glossary.md")
+            or path.startswith(("tools/checks/", "tests/unit/test_checks"))
+        ):
+            continue
+        for number, line in enumerate(repository.read(path).splitlines(), 1):
+            problems += [
+                f"{path}:{number}: retired word {word!r}; write {everywhere[word]}" for word in pattern.findall(line)
+            ]
+    return problems
+
+
+def read_retired(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (words banned as identifiers, words banned everywhere), each with its replacement."""
+    ordinary, everywhere = {}, {}
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            word, _, replacement = (part.strip() for part in line.partition("->"))
+            (ordinary if word.startswith("=") else everywhere)[word.removeprefix("=")] = replacement
+    return ordinary, everywhere
+
+
+def _identifiers(source: Source) -> Iterator[tuple[str, int]]:
+    """Names that this file defines: functions, classes, arguments, assigned variables and attributes."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def _first_retired(name: str, retired: Iterable[str]) -> str | None:
+    """The first retired word in a name: as the whole name, or as a run of its parts (`_has_room`, `RoomPool`)."""
+    text = "_" + "_".join(part.lower() for part in _PART.findall(name)) + "_"
+    return next((word for word in retired if f"_{word}_" in text), None)
+
+
+def comment_tokens(source: Source) -> Iterator[tokenize.TokenInfo]:
+    """The comments of a file."""
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return (token for token in tokens if token.type == tokenize.COMMENT)
