@@ -1,7 +1,6 @@
-"""What clients and operators ask of a gateway, whichever door they come through: gRPC's side of `wire` speaks
-to these Protocols.
+"""Protocols that the gateway offers to clients and operators, independent of HTTP and gRPC.
 
-Requests are plain dicts, as a JSON body of the OpenAI API gives them, so that one validator serves HTTP and
+A request is a plain dict, as parsed from a JSON body of the OpenAI API. One validator therefore serves HTTP and
 gRPC.
 """
 
@@ -20,8 +19,13 @@ from baton.core.tokenizer_fingerprint import EMULATED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks. `authorization`: the header's value as sent, empty where there was none. `timeout_s`: what is
-    left until the client's own deadline, None where it set none. `address`: for logs only."""
+    """Metadata of a client's request.
+
+    authorization: value of the `Authorization` header; empty if it was not sent.
+    timeout_s: seconds left until the client's deadline; None if the client set none.
+    address: address of the client, for logs only.
+    trace_context: W3C `traceparent`; empty if it was not sent.
+    """
 
     authorization: str = ""
     timeout_s: float | None = None
@@ -31,8 +35,10 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
-    """What is new of one of a request's `n` choices. `text` may lag behind `token_ids`: it holds back
-    unfinished characters and what may become a stop string."""
+    """New output of one of a request's `n` choices.
+
+    `text` may lag behind `token_ids`, because incomplete characters and possible stop strings are held back.
+    """
 
     index: int
     text: str = ""
@@ -43,7 +49,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalUsage:
-    """A whole request's tokens; `num_cached_tokens` of the prompt's were not computed for it."""
+    """Token counts of a complete request. `num_cached_tokens` counts prompt tokens whose KV was reused."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -52,11 +58,18 @@ class TotalUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where a request's time went. `placed_s`, `ttft_s`: from receipt; `tpot_s`: the mean gap between a
-    choice's tokens, (last - first) / (tokens - 1), None where no choice has two. `cached_tokens_by_tier`: of
-    the prompt, by where the KV lay. Of the last attempt: `waiting_s`, the part of `placed_s` at the
-    scheduler; `predicted_ttft_s`, from its placement on, and `predicted_tpot_s`, None where nothing was
-    predicted."""
+    """Latencies of one request, in seconds.
+
+    attempts: number of attempts, including the first.
+    policy: name of the scheduling policy that placed the first attempt.
+    placed_s, ttft_s, total_s: from receipt to the first placement, the first token, and the end.
+    tpot_s: mean gap between a choice's tokens, (last - first) / (tokens - 1); None if no choice has two tokens.
+    cached_tokens_by_tier: prompt tokens whose KV was reused, by cache tier.
+    waiting_s: time of the last attempt in the scheduler's queue.
+    predicted_ttft_s, predicted_tpot_s: predictions for the last attempt, TTFT from its placement on; None if
+        nothing was predicted.
+    legs: one entry for each worker of each attempt.
+    """
 
     request_id: str
     attempts: int
@@ -74,8 +87,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """One message of an answer. The last one, and no other, has `usage`; and `timeline`, when it was asked
-    for."""
+    """One message of a streamed response. Only the last one has `usage`, and `timeline` if it was requested."""
 
     choices: tuple[ChoiceDelta, ...] = ()
     usage: TotalUsage | None = None
@@ -83,48 +95,56 @@ class GenerateChunk:
 
     @property
     def is_last(self) -> bool:
+        """True for the last message of a response."""
         return self.usage is not None
 
 
 class Generation(Source[GenerateChunk], Protocol):
-    """A request that was accepted. `receive` raises Refused if it fails; `aclose` before the last chunk
-    cancels it."""
+    """Response stream of an accepted request.
+
+    `receive` raises Refused if the request fails. `aclose` before the last chunk cancels the request.
+    """
 
     @property
     def request_id(self) -> str:
-        """As clients are told it, `x-request-id`."""
+        """The request id in hex, as clients see it in `x-request-id`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """`max_model_len` None: no worker has said it yet."""
+    """A model that this gateway serves. `max_model_len` is None until a worker has reported it."""
 
     model_id: str
     max_model_len: int | None = None
 
 
 class InferenceApi(Protocol):
-    """Every method raises Refused: for a bad request, key or model, or for what the cluster cannot do now."""
+    """Inference calls of clients.
+
+    Every method raises Refused if the request, key or model is invalid, or if the cluster cannot serve it now.
+    """
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> Generation:
-        """`body` as of `/v1/completions`, with one prompt, and streamed."""
+        """Start a streamed completion. `body` has the fields of `/v1/completions` and exactly one prompt."""
         ...
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
-        """`body`: {"model"?, "prompt"}."""
+        """Return the token ids of `body["prompt"]`. `body["model"]` is optional."""
         ...
 
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
-        """`body`: {"model"?, "tokens"}."""
+        """Return the text of `body["tokens"]`. `body["model"]` is optional."""
         ...
 
-    async def models(self, caller: Caller) -> tuple[ModelInfo, ...]: ...
+    async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
+        """Return the served models."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """A process of the cluster that is no worker."""
+    """A gateway or scheduler process of the cluster."""
 
     process_id: str
     pid: int = 0
@@ -134,7 +154,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker as operators see it."""
+    """Status of one worker as shown to operators."""
 
     worker: WorkerRef
     role: WorkerRole
@@ -154,6 +174,7 @@ class WorkerStatus:
 
     @classmethod
     def of(cls, report: WorkerReport) -> "WorkerStatus":
+        """Build the status from a worker's report."""
         return cls(
             worker=report.worker,
             role=report.role,
@@ -177,7 +198,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """What one gateway knows. `scheduler` None: none answers it; `workers` are then the last that it knew."""
+    """State of the cluster as one gateway knows it.
+
+    `scheduler` is None if no scheduler answers the gateway; `workers` is then the last known list.
+    """
 
     version: str
     model: str
@@ -188,16 +212,24 @@ class ClusterStatus:
 
 
 class AdminApi(Protocol):
-    """What operators ask. Every method raises Refused, for a bad key too."""
+    """Calls of operators. Every method raises Refused if the key is not an admin's, or if the call fails."""
 
-    async def status(self, caller: Caller) -> ClusterStatus: ...
+    async def status(self, caller: Caller) -> ClusterStatus:
+        """Return the state of the cluster as this gateway knows it."""
+        ...
 
     async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
-        """The decisions about a request's attempts in order, or about the last request (None); `request_id`
-        as in `x-request-id`. Refused (NOT_FOUND) if there are none."""
+        """Return the placement decisions for a request's attempts in order.
+
+        `request_id` is the hex id from `x-request-id`, or None for the last placed request. Raises Refused
+        (NOT_FOUND) if no decision is stored for it.
+        """
         ...
 
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
-        """Returns when the worker has been told. Refused (NOT_FOUND) if nobody knows it.
-        `node_shutting_down`: see `SchedulerApi.drain`."""
+        """Ask a worker to drain, and return when the command was sent.
+
+        Raises Refused (NOT_FOUND) if no scheduler knows the worker. `node_shutting_down`: see
+        `SchedulerApi.drain`.
+        """
         ...

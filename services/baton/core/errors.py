@@ -1,5 +1,4 @@
-"""Every way in which Baton says no, with the status a client sees. See the status contract in
-docs/architecture.md."""
+"""Error codes, reasons and exceptions shared by all services, with the HTTP and gRPC status of each."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +7,7 @@ from baton.core.ids import WorkerRef
 
 
 class Code(Enum):
-    """What class of failure this is; `http` and `grpc` are the statuses that both front doors answer with."""
+    """Class of a failure. `http` and `grpc` are the statuses that the gateway's two APIs return for it."""
 
     INVALID_ARGUMENT = (400, "INVALID_ARGUMENT")
     UNAUTHENTICATED = (401, "UNAUTHENTICATED")
@@ -33,7 +32,7 @@ class Code(Enum):
 
 
 class Reason(Enum):
-    """Why exactly; the value is the machine-readable word in responses, logs and metric labels."""
+    """Exact cause of a failure. The value appears in responses, logs and metric labels."""
 
     INVALID_REQUEST = "invalid_request"
     UNSUPPORTED_FIELD = "unsupported_field"
@@ -71,8 +70,13 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure as it crosses a process boundary. `retriable`: another attempt elsewhere may succeed.
-    `blamed`: the worker at fault where it is not the sender, so that the gateway can avoid it."""
+    """A failure as it is sent between processes.
+
+    message: text for people; names the value, the rule and the remedy.
+    retry_after_s: seconds after which a client should retry; None if a retry does not help.
+    retriable: another attempt on other workers may succeed.
+    blamed: the worker at fault if it is not the sender, so that the gateway can avoid it.
+    """
 
     code: Code
     reason: Reason
@@ -83,28 +87,31 @@ class Failure:
 
 
 class BatonError(Exception):
-    """Base of every error that Baton raises on purpose. The message names what to do."""
+    """Base class of every error that Baton raises deliberately. The message says how to fix the problem."""
 
 
 class ConfigError(BatonError):
-    """A flag, environment variable or config key is unknown or has a value that cannot be used."""
+    """A flag, environment variable or config key is unknown or has an invalid value."""
 
 
 class ModelError(BatonError):
-    """A model cannot be served; the message names what it has or lacks."""
+    """A model cannot be served. The message names the file or property that is missing or unsupported."""
 
 
 class IllegalTransition(BatonError):
-    """A lifecycle was asked for a move that its table does not allow: a bug in the caller."""
+    """A state machine was asked for a transition that its table does not contain. This is a bug in the caller."""
 
 
 class LayoutMismatch(BatonError):
-    """Two workers do not share one `KvLayout`; the message names the field."""
+    """Two workers have different `KvLayout`s. The message names the field that differs."""
 
 
 class StreamBroken(BatonError):
-    """The other end of a stream is gone, or the stream's bounded buffer is full. Nothing sent since the last
-    acknowledgement is known to have arrived. `failure`: why the other end ended it, where it said so."""
+    """The other end of a stream is gone, or the stream's bounded buffer is full.
+
+    Messages sent since the last acknowledgement may or may not have arrived. `failure` is the reason that the
+    other end gave, or None.
+    """
 
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)
@@ -112,11 +119,11 @@ class StreamBroken(BatonError):
 
 
 class StoreUnavailable(BatonError):
-    """Redis cannot be reached or does not answer in time. Nothing on the path of a request waits for it."""
+    """Redis cannot be reached or does not answer in time. The request path never waits for Redis."""
 
 
 class Refused(BatonError):
-    """The request or job is answered with a `Failure` instead of a result."""
+    """A request or job is rejected; `failure` is sent instead of a result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -124,5 +131,5 @@ class Refused(BatonError):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_REQUEST) -> Refused:
-    """The client's mistake (HTTP 400); the message says which field and what would be right."""
+    """Return a `Refused` for a client error (HTTP 400). `message` names the field, the rule and the remedy."""
     return Refused(Failure(code=Code.INVALID_ARGUMENT, reason=reason, message=message))

@@ -11,7 +11,12 @@ ReadId = NewType("ReadId", int)
 within one process."""
 
 DecisionId = NewType("DecisionId", str)
+"""One placement decision of a scheduler."""
+
 NO_DECISION = DecisionId("")
+
+REQUEST_ID_BYTES = 16
+"""Length of a request id. Gateways generate ids; clients cannot choose them."""
 
 Incarnation: TypeAlias = tuple[str, int]
 """(worker_id, worker_epoch): the dictionary key for one incarnation of a worker."""

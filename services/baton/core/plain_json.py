@@ -1,8 +1,8 @@
-"""Core values as plain JSON values and back: what is stored, shown to people, and written to logs for later.
+"""Converts core dataclasses to plain JSON values and back, for storage, logs and people.
 
-Bytes are hex, enums their word, whole numbers that JSON readers would round and numbers that JSON lacks are
-text. Reading ignores fields it does not know and fills in defaults, so that values written by another release
-can be read.
+Bytes become hex strings and enums become their names or string values. Integers above 2^53 become hex strings,
+because some JSON readers round them. Infinity and NaN become strings, because JSON has no such numbers. Reading
+ignores unknown fields and fills in defaults, so that values written by another release can be read.
 """
 
 import math
@@ -15,18 +15,18 @@ from functools import cache
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 EXACT_INT_MAX = 2**53
-"""Up to here every reader of JSON keeps a whole number as it is."""
+"""Largest integer that every JSON reader represents exactly."""
 
 T = TypeVar("T")
 
 
 def to_plain(value: object) -> Any:
-    """Raises TypeError for what has no plain form."""
+    """Convert a value to JSON-compatible types. Raises TypeError if its type is not supported."""
     match value:
         case None | bool() | str():
             return value
         case Enum():
-            return _word(value)
+            return _enum_text(value)
         case int():
             return value if abs(value) <= EXACT_INT_MAX else hex(value)
         case float():
@@ -39,17 +39,17 @@ def to_plain(value: object) -> Any:
             return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {name: to_plain(getattr(value, name)) for name in _hints(type(value))}
-    raise TypeError(f"{type(value).__name__} has no plain form")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
 def from_plain(kind: type[T], plain: object) -> T:
-    """The `kind` (a dataclass) that `to_plain` made `plain` of. Raises ValueError, naming the field, where it
-    cannot be that."""
-    made: T = _read(kind, plain, kind.__name__)
-    return made
+    """Build a `kind` (a dataclass) from the result of `to_plain`. Raises ValueError, naming the field, if a value
+    does not fit."""
+    value: T = _read(kind, plain, kind.__name__)
+    return value
 
 
-def _word(member: Enum) -> str:
+def _enum_text(member: Enum) -> str:
     return member.value if isinstance(member.value, str) else member.name
 
 
@@ -85,7 +85,7 @@ def _read(kind: Any, plain: Any, at: str) -> Any:
             return _read_enum(kind, plain, at)
         if kind in _SCALARS:
             return _SCALARS[kind](plain, at)
-    raise TypeError(f"{at}: {kind} cannot be read from a plain form")
+    raise TypeError(f"{at}: {kind} cannot be read from JSON")
 
 
 def _read_optional(kinds: tuple[Any, ...], plain: Any, at: str) -> Any:
@@ -93,7 +93,7 @@ def _read_optional(kinds: tuple[Any, ...], plain: Any, at: str) -> Any:
         return None
     others = [kind for kind in kinds if kind is not types.NoneType]
     if len(others) != 1:
-        raise TypeError(f"{at}: a union of {len(others)} kinds cannot be read from a plain form")
+        raise TypeError(f"{at}: a union of {len(others)} types cannot be read from JSON; only `T | None` is supported")
     return _read(others[0], plain, at)
 
 
@@ -102,7 +102,7 @@ def _read_tuple(kinds: tuple[Any, ...], plain: Any, at: str) -> tuple[Any, ...]:
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         return tuple(_read(kinds[0], item, f"{at}[{i}]") for i, item in enumerate(items))
     if len(items) != len(kinds):
-        raise ValueError(f"{at} has {len(items)} items, not {len(kinds)}")
+        raise ValueError(f"{at} has {len(items)} items; must have {len(kinds)}")
     return tuple(_read(kind, item, f"{at}[{i}]") for i, (kind, item) in enumerate(zip(kinds, items, strict=True)))
 
 
@@ -110,7 +110,7 @@ def _read_dataclass(kind: type, plain: Any, at: str) -> Any:
     values = _expect(dict, plain, at)
     missing = _required(kind) - values.keys()
     if missing:
-        raise ValueError(f"{at} lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{at} has no {', '.join(sorted(missing))}")
     return kind(
         **{name: _read(hint, values[name], f"{at}.{name}") for name, hint in _hints(kind).items() if name in values}
     )
@@ -118,43 +118,43 @@ def _read_dataclass(kind: type, plain: Any, at: str) -> Any:
 
 def _read_enum(kind: type[Enum], plain: Any, at: str) -> Enum:
     for member in kind:
-        if _word(member) == plain:
+        if _enum_text(member) == plain:
             return member
-    raise ValueError(f"{at}: {plain!r} is no {kind.__name__}")
+    raise ValueError(f"{at} is {plain!r}; must be one of {', '.join(map(_enum_text, kind))}")
 
 
 def _read_int(plain: Any, at: str) -> int:
-    if isinstance(plain, float) and plain.is_integer():  # some readers of JSON know only one kind of number
+    if isinstance(plain, float) and plain.is_integer():  # some JSON tools turn every number into a float
         return int(plain)
     if isinstance(plain, str):
         try:
             return int(plain, 0)
         except ValueError:
-            raise ValueError(f"{at}: {plain!r} is no whole number") from None
+            raise ValueError(f"{at} is {plain!r}; must be an integer") from None
     if isinstance(plain, bool) or not isinstance(plain, int):
-        raise ValueError(f"{at}: {plain!r} is no whole number")
+        raise ValueError(f"{at} is {plain!r}; must be an integer")
     return plain
 
 
 def _read_float(plain: Any, at: str) -> float:
     if isinstance(plain, bool) or not isinstance(plain, int | float | str):
-        raise ValueError(f"{at}: {plain!r} is no number")
+        raise ValueError(f"{at} is {plain!r}; must be a number")
     try:
         return float(plain)
     except (ValueError, OverflowError):
-        raise ValueError(f"{at}: {plain!r} is no number") from None
+        raise ValueError(f"{at} is {plain!r}; must be a number") from None
 
 
 def _read_bytes(plain: Any, at: str) -> bytes:
     try:
         return bytes.fromhex(_expect(str, plain, at))
     except ValueError:
-        raise ValueError(f"{at}: {plain!r} is not hex") from None
+        raise ValueError(f"{at} is {plain!r}; must be hex digits") from None
 
 
 def _expect(kind: type[T], plain: Any, at: str) -> T:
     if not isinstance(plain, kind):
-        raise ValueError(f"{at} is {type(plain).__name__}, not {kind.__name__}")
+        raise ValueError(f"{at} is a value of type {type(plain).__name__}; must be {kind.__name__}")
     return plain
 
 

@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets back, in the form that every service shares."""
+"""Requests, sampling parameters, token deltas and timelines, as all services exchange them."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,11 +8,11 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import SAMPLER_VERSION
 
 GREEDY_TEMPERATURE = 1e-5
-"""At or below this temperature sampling is argmax: dividing by less would only overflow."""
+"""At or below this temperature sampling is argmax, because dividing logits by less would overflow."""
 
 
 class FinishReason(Enum):
-    """Why a sample ended; the values are OpenAI's."""
+    """Reason why a sample ended. The values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -20,12 +20,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: argmax(logits / temperature + g), g keyed by (seed, sample_index, position, token
-    id).
+    """Sampling parameters of a request.
 
-    `top_k` 0 and `top_p` 1 and `min_p` 0 keep everything. Penalties and `min_tokens` / `max_tokens` count
-    from the request's own `num_prompt_tokens`, so a retry sends them unchanged. `num_logprobs` None: none; 0:
-    the chosen token's only.
+    A token is drawn as argmax(logits / temperature + g), where the Gumbel noise g is a function of (seed,
+    sample_index, position, token id). A retry therefore draws the same tokens from the
+    same logits.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 disable the filter. Penalties, `min_tokens` and `max_tokens` count from the
+    request's original `num_prompt_tokens`, so a retry sends them unchanged. `num_logprobs` None reports no
+    logprobs, and 0 reports only the chosen token's.
     """
 
     max_tokens: int
@@ -46,22 +49,24 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
+        """True if the most likely token is always chosen."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
+        """True if any penalty changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The promise a request asks for; None means none."""
+    """Service level objective of a request, in seconds. None means no objective."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def or_else(self, default: "Slo") -> "Slo":
-        """What is not asked for is taken from `default`."""
+    def with_defaults(self, default: "Slo") -> "Slo":
+        """Return this SLO with unset fields taken from `default`."""
         return Slo(
             ttft_s=default.ttft_s if self.ttft_s is None else self.ttft_s,
             tpot_s=default.tpot_s if self.tpot_s is None else self.tpot_s,
@@ -73,9 +78,16 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt's request as the gateway owns it, validated, tokenized and hashed. `sample_indices` is
-    `range(n)` at first and one index for a sample that goes on alone after a lost leg. `received_s` and
-    `deadline_s` are times of the gateway's event loop, not durations."""
+    """Request for one prompt as the gateway holds it, validated and tokenized.
+
+    token_ids: the prompt, followed by outputs that earlier attempts delivered.
+    num_prompt_tokens: number of tokens of the original prompt.
+    sample_indices: `range(n)` at first; a single index once a sample continues separately after a failed attempt.
+    received_s, deadline_s: times on the gateway's event loop clock, not durations.
+    priority: lower numbers are served first.
+    tenant, cache_salt: prefixes are shared only within a tenant; the salt is part of the block hashes.
+    trace_context: W3C `traceparent`, or empty.
+    """
 
     request_id: bytes
     model: str
@@ -95,9 +107,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one position, of the model's own distribution before temperature,
-    penalties and truncation: the chosen token's and those of the `num_logprobs` most likely ones, most likely
-    first."""
+    """Natural-log probabilities at one position, before temperature, penalties and truncation.
+
+    logprob: of the chosen token.
+    top: (token id, logprob) of the `num_logprobs` most likely tokens, most likely first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -105,8 +119,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens that one job counted. `num_cached_tokens`: prompt tokens whose KV was not computed for this job,
-    by tier name."""
+    """Prompt tokens of one job.
+
+    num_cached_tokens: prompt tokens whose KV was reused instead of computed, by the name of the cache tier.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
@@ -114,16 +130,23 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegTimeline:
-    """Where one leg's seconds went; every value a duration by one clock of the worker's, None for what the
-    leg did not do.
+    """Durations of one leg, that is, of one worker's part of one attempt.
 
-    Of the prompt: `queue_s` until memory was there, `compute_s` from then to its first token. Of a pull:
-    `kv_wait_s` until the owner's first block was computed; `kv_transfer_s` while a read was running;
-    `kv_exposed_s` from the owner's last block to the last one landed, of which `kv_exposed_wait_s` until the
-    last read began; `kv_admission_s` from there to the start of the first step with it. Of the answer:
-    `first_decode_s`, that of the first step that made a token after the prompt's own; `decode_s` from the
-    first token to the last. `kv_early_bytes` of `kv_bytes` had been read when the owner announced its last
-    block.
+    All durations are in seconds of the worker's own clock. None means that the leg did not have that phase.
+
+    queue_s: from arrival until blocks for the prompt were allocated.
+    compute_s: from then to the first token.
+    num_computed_tokens, num_cached_tokens: prompt tokens computed by this worker, and reused from a cache.
+    kv_wait_s: wait until the KV owner had computed its first block.
+    kv_transfer_s: time in which at least one read was running.
+    kv_exposed_s: from the owner's announcement of its last block until the last block was received.
+    kv_exposed_wait_s: the part of `kv_exposed_s` before the last read began.
+    kv_admission_s: from the last block received until the first step that used the KV.
+    kv_bytes: bytes of KV read from the owner.
+    kv_early_bytes: the part of `kv_bytes` that was read before the owner announced its last block.
+    transport: name of the transfer backend.
+    first_decode_s: duration of the step that produced the first token after the prefill's own.
+    decode_s: from the first token to the last.
     """
 
     worker_id: str
@@ -146,9 +169,13 @@ class LegTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """New tokens of one sample. `output_index` is that of its first token, 0 = the sample's first output,
-    counted over all attempts; the gateway delivers each index once. `finish` marks the sample's last delta
-    from this leg."""
+    """New tokens of one sample.
+
+    output_index: index of the first of `token_ids` among the sample's outputs, counted over all attempts. The
+        gateway delivers each index once.
+    finish: set in the sample's last delta from this job.
+    usage, timeline: set once per job, by the worker that knows them.
+    """
 
     job: JobId
     sample_index: int
@@ -162,9 +189,12 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestActuals:
-    """What really happened to a placed request, for the decision record: of this attempt alone. `ttft_s`:
-    from the question to the scheduler to the client's first token, None where an earlier attempt had brought
-    that; `tpot_s`: the mean gap between a sample's tokens, None where no sample got two."""
+    """Measured outcome of one placed attempt, reported to the scheduler for its decision record.
+
+    outcome: "finished", or the reason of the failure.
+    ttft_s: from the placement query to the client's first token; None if an earlier attempt delivered that token.
+    tpot_s: mean gap between a sample's tokens in this attempt; None if no sample got two tokens.
+    """
 
     decision_id: DecisionId
     outcome: str

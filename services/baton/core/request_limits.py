@@ -1,7 +1,7 @@
-"""The one table of limits: what each field of a request may be. HTTP and gRPC are checked against it by the
-same code.
+"""Limits of every request field: type, range, number of items and default.
 
-A name with a dot is a field of a nested object; one that begins with `x-` is an HTTP header.
+HTTP and gRPC requests are checked against this one table by the same code. A name with a dot is a field of a
+nested object. A name that begins with `x-` is an HTTP header.
 """
 
 import math
@@ -18,7 +18,8 @@ I32_MAX = 2**31 - 1
 
 
 class ValueKind(Enum):
-    """What a value is. A boolean is no integer, an integer is a number, and a number is finite."""
+    """Type of a value. A boolean does not count as an integer, an integer counts as a number, and a number must
+    be finite."""
 
     INTEGER = "an integer"
     NUMBER = "a number"
@@ -28,9 +29,14 @@ class ValueKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """`minimum` and `maximum` are allowed, `above` is not; of a string they bound its characters.
-    `max_items`: the field is a list or map of at most that many such values. `default` None: the field may be
-    left out and then means nothing."""
+    """Limit of one request field.
+
+    kind: type of the value.
+    minimum, maximum: inclusive bounds. For a string they bound its length in characters.
+    above: exclusive lower bound.
+    max_items: the field is a list or map of at most this many values of `kind`.
+    default: value used if the field is omitted; None means that omitting it sets nothing.
+    """
 
     kind: ValueKind
     minimum: float | None = None
@@ -40,58 +46,54 @@ class Limit:
     default: object = None
 
     def check(self, name: str, value: object) -> None:
-        """Raises OutOfLimits unless `value`, one item where the field is a list, is of the right kind and in
-        range."""
+        """Check one value, or one item if the field is a list. Raises OutOfLimits if its type or range is wrong."""
         if not _is_kind(self.kind, value):
-            raise OutOfLimits(name, f"{name} must be {self.kind.value}, not {shown(value)}")
+            raise OutOfLimits(name, f"{name} is {printable(value)}; must be {self.kind.value}")
         if self.kind is ValueKind.BOOLEAN:
             return
         measure = len(value) if isinstance(value, str) else value
-        assert isinstance(measure, int | float)  # what _is_kind has just said, for the type checker
+        assert isinstance(measure, int | float)  # already checked by _is_kind; needed by the type checker
         if (
             (self.minimum is not None and measure < self.minimum)
             or (self.above is not None and measure <= self.above)
             or (self.maximum is not None and measure > self.maximum)
         ):
-            what = f"{measure} characters" if isinstance(value, str) else shown(value)
-            raise OutOfLimits(name, f"{name} must be {self.range}, not {what}")
+            given = f"{measure} characters long" if isinstance(value, str) else printable(value)
+            raise OutOfLimits(name, f"{name} is {given}; must be {self.range}")
 
     def check_count(self, name: str, count: int) -> None:
-        """Raises OutOfLimits when a list or map has more items than it may."""
+        """Check the number of items of a list or map. Raises OutOfLimits if it is above `max_items`."""
         if self.max_items is not None and count > self.max_items:
-            raise OutOfLimits(name, f"{name} must have at most {self.max_items} items, not {count}")
+            raise OutOfLimits(name, f"{name} has {count} items; at most {self.max_items} are allowed")
 
     @property
     def range(self) -> str:
-        """The bounds in words."""
-        unit = " characters long" if self.kind is ValueKind.STRING else ""
-        low = (
-            f"at least {self.minimum}"
-            if self.minimum is not None
-            else f"above {self.above}"
-            if self.above is not None
-            else ""
-        )
+        """The bounds in words, such as "between 1 and 4096"."""
+        unit = " characters" if self.kind is ValueKind.STRING else ""
+        if self.minimum is not None and self.maximum is not None:
+            return f"between {self.minimum} and {self.maximum}{unit}"
+        low = f"at least {self.minimum}" if self.minimum is not None else ""
+        low = f"above {self.above}" if self.above is not None else low
         high = f"at most {self.maximum}" if self.maximum is not None else ""
         return " and ".join(filter(None, (low, high))) + unit
 
 
 class OutOfLimits(BatonError):
-    """A field's value is not what the table allows. `name` is the field's."""
+    """A field's value violates the table of limits. `name` is the field's name."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
         self.name = name
 
 
-def shown(value: object) -> str:
-    """A client's value as an error message may show it: short, and in ASCII."""
+def printable(value: object) -> str:
+    """Format a client's value for an error message: at most 64 characters, ASCII only."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) > U64_MAX:
-        return "a number that large"
+        return "a number of more than 64 bits"
     text = ascii(value[:64] if isinstance(value, str) else value)
     return text if len(text) <= 64 else f"{text[:60]}…"
 
@@ -109,8 +111,7 @@ def _flag(default: bool = False) -> Limit:
 
 
 MAX_PROMPT_TOKENS = 2**20
-"""Of one prompt, whatever the model: more than any takes, and what messages between services have room
-for."""
+"""Upper bound for one prompt, for any model. It keeps messages between services within their size limit."""
 
 LIMITS: Mapping[str, Limit] = {
     "model": Limit(kind=ValueKind.STRING, minimum=1, maximum=256),
@@ -149,16 +150,14 @@ LIMITS: Mapping[str, Limit] = {
     "metadata": Limit(kind=ValueKind.STRING, maximum=512, max_items=16),
     "label": Limit(kind=ValueKind.STRING, maximum=512),
 }
-"""`choices` bounds prompts times `n`; `label` is any other field that is accepted and has no effect. The
-model's own length bounds `max_tokens` and prompts further."""
+"""Limits by field name.
+
+`choices` bounds the number of prompts times `n`. `label` applies to every field that is accepted without effect.
+The model's context length further bounds `max_tokens` and prompts.
+"""
 
 MAX_JSON_DEPTH = 32
-"""Objects and lists inside one another; the deepest request that means anything needs 5."""
+"""Maximum nesting depth of objects and lists in a request body. The deepest valid request needs 5."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""An HTTP request's line and headers."""
-
-
-def check(name: str, value: object) -> None:
-    """Raises OutOfLimits when `value` is nothing that field `name` may be."""
-    LIMITS[name].check(name, value)
+"""Maximum size of an HTTP request line and headers."""

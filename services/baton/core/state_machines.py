@@ -1,6 +1,7 @@
-"""Every lifecycle as one enum and one table.
+"""State machines of requests, sequences and transfers: one enum and one transition table each.
 
-Each machine has one owner: requests the gateway, sequences the engine, transfers `transfer`.
+Each machine has one owner. The gateway owns requests, the engine owns sequences, and the transfer package owns
+both sides of a transfer.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from baton.core.errors import IllegalTransition
 
 
 class RequestState(Enum):
-    """A request at the gateway."""
+    """State of a request at the gateway.
+
+    QUEUED: waiting for a placement. PREFILLING: placed, no token of this attempt yet. DECODING: tokens arrive.
+    """
 
     QUEUED = auto()
     PREFILLING = auto()
@@ -22,7 +26,7 @@ class RequestState(Enum):
 
 
 class SequenceState(Enum):
-    """A sequence in one engine. LANDING: it has its blocks, and a pull is filling them."""
+    """State of a sequence in one engine. RECEIVING: its blocks are allocated, and a pull is filling them."""
 
     WAITING = auto()
     RECEIVING = auto()
@@ -34,16 +38,20 @@ class SequenceState(Enum):
 
 
 class OwnedTransferState(Enum):
-    """A transfer at its owner. BORN: no reader has followed yet. ENDED leaves a tombstone for `early_s`."""
+    """State of a transfer at the owner of the KV.
+
+    EARLY: the reader's Follow arrived before the job. CREATED: the job arrived, no reader has followed yet.
+    FOLLOWED: a reader has followed. ENDED: kept as a tombstone for `early_s`, so that late messages are recognized.
+    """
 
     EARLY = auto()
-    BORN = auto()
+    CREATED = auto()
     FOLLOWED = auto()
     ENDED = auto()
 
 
 class PullState(Enum):
-    """A transfer at its reader."""
+    """State of a transfer at its reader."""
 
     FOLLOWING = auto()
     WAITING_FOR_MEMORY = auto()
@@ -58,7 +66,7 @@ _SEQUENCE_ENDS = {_S.FINISHED, _S.FAILED, _S.CANCELLED}
 
 StateT = TypeVar("StateT", bound=Enum)
 
-REQUEST_TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {  # back to QUEUED means another attempt
+REQUEST_TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {  # returning to QUEUED starts a new attempt
     _R.QUEUED: frozenset({_R.PREFILLING, _R.FAILED, _R.CANCELLED}),
     _R.PREFILLING: frozenset({_R.DECODING, _R.QUEUED, *_REQUEST_ENDS}),
     _R.DECODING: frozenset({_R.QUEUED, *_REQUEST_ENDS}),
@@ -79,7 +87,7 @@ SEQUENCE_TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
 
 OWNED_TRANSFER_TRANSITIONS: Mapping[OwnedTransferState, frozenset[OwnedTransferState]] = {
     _O.EARLY: frozenset({_O.FOLLOWED, _O.ENDED}),
-    _O.BORN: frozenset({_O.FOLLOWED, _O.ENDED}),
+    _O.CREATED: frozenset({_O.FOLLOWED, _O.ENDED}),
     _O.FOLLOWED: frozenset({_O.ENDED}),
     _O.ENDED: frozenset(),
 }
@@ -94,7 +102,7 @@ PULL_TRANSITIONS: Mapping[PullState, frozenset[PullState]] = {
 
 
 class Lifecycle(Generic[StateT]):
-    """One machine's current state; the only place where it moves."""
+    """Current state of one machine. Every transition goes through `move`, which checks it against the table."""
 
     __slots__ = ("_table", "state")
 
@@ -104,10 +112,15 @@ class Lifecycle(Generic[StateT]):
 
     @property
     def has_ended(self) -> bool:
+        """True if the current state has no outgoing transition."""
         return not self._table[self.state]
 
     def move(self, to: StateT) -> None:
-        """Raises IllegalTransition, and changes nothing, if the table has no such move."""
+        """Change the state to `to`.
+
+        Raises IllegalTransition, and leaves the state unchanged, if the table does not contain the transition.
+        """
         if to not in self._table[self.state]:
-            raise IllegalTransition(f"{self.state.name} -> {to.name}")
+            allowed = ", ".join(sorted(state.name for state in self._table[self.state])) or "none"
+            raise IllegalTransition(f"{self.state.name} -> {to.name} is not allowed; allowed from here: {allowed}")
         self.state = to

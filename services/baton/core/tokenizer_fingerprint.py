@@ -1,5 +1,7 @@
-"""Content hashes of a model's files, for what two processes must share: the same on every machine and after
-every copy."""
+"""Fingerprint of a model's tokenizer, by which gateway and workers check that they use the same one.
+
+It is a hash of the file's content, so it is the same on every machine and for every copy.
+"""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -8,19 +10,22 @@ from baton.core.errors import ModelError
 
 FINGERPRINT_BYTES = 16
 EMULATED = "emulated-"
-"""How the fingerprint of a model begins whose steps take time and compute nothing."""
+"""Prefix of a model fingerprint on an emulated device, which only waits for the predicted step time."""
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def tokenizer_fingerprint(model_dir: Path) -> str:
-    """Hex digest of `tokenizer.json`: equal exactly when gateway and workers mean the same token by the same
-    id. Raises ModelError if the directory has none."""
+    """Return the hex digest of the model directory's `tokenizer.json`.
+
+    Equal digests mean that gateway and workers map the same token to the same id. Raises ModelError if the file
+    is missing or unreadable.
+    """
     path = model_dir / TOKENIZER_FILE
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ModelError(
-            f"{model_dir} has no readable {TOKENIZER_FILE} ({error.strerror}). Save the model's fast tokenizer beside its weights: "
-            f"AutoTokenizer.from_pretrained(...).save_pretrained({str(model_dir)!r})"
+            f"{model_dir} has no readable {TOKENIZER_FILE} ({error.strerror}); save the model's fast tokenizer next to its "
+            f"weights: AutoTokenizer.from_pretrained(...).save_pretrained({str(model_dir)!r})"
         ) from error
     return blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"baton-tokenizer").hexdigest()

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from baton.core.client_api import Caller
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
-from baton.core.request_limits import LIMITS, OutOfLimits, shown
+from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.http.openai_errors import Headers
 from baton.gateway.input.client_call import InvalidField
 
@@ -129,6 +129,6 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
     charset = parameters.partition(b"charset=")[2].strip().strip(b'"')
     is_json = kind.strip() == JSON_TYPE and charset in (b"", b"utf-8", b"utf8")
     if not is_json or headers.get(b"content-encoding", b"identity") != b"identity":
-        what = f"content type {shown(given.decode('latin-1'))}" if not is_json else "a content encoding"
+        what = f"content type {printable(given.decode('latin-1'))}" if not is_json else "a content encoding"
         message = f"{what} cannot be read; send plain JSON with the header content-type: application/json"
         raise Refused(Failure(code=Code.UNSUPPORTED_MEDIA_TYPE, reason=Reason.INVALID_REQUEST, message=message))

@@ -9,7 +9,7 @@ from typing import Any
 from baton.core.client_api import AdminApi
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.plain_json import to_plain
-from baton.core.request_limits import shown
+from baton.core.request_limits import printable
 from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.http.asgi_io import (
     ClientGone,
@@ -331,13 +331,13 @@ async def _begin_stream(exchange: HttpExchange) -> None:
 async def _not_found(exchange: HttpExchange) -> None:
     path = exchange.scope["path"]
     known = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics"
-    message = f"nothing is at {shown(path)}; there are {known}"
+    message = f"nothing is at {printable(path)}; there are {known}"
     raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
 
 
 def _other_method(method: str) -> Handler:
     async def refuse(exchange: HttpExchange) -> None:
-        given = shown(exchange.scope["method"])
+        given = printable(exchange.scope["method"])
         failure = Failure(
             code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=f"use {method} here, not {given}"
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import Reason
-from baton.core.request_limits import shown
+from baton.core.request_limits import printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import Unimplemented
 from baton.gateway.input.field_reader import as_object, check, check_count, check_text, refuse_others
@@ -29,7 +29,7 @@ def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
     """The checked `messages` of a chat's body. Raises InvalidField."""
     messages = body.get("messages")
     if not isinstance(messages, list | tuple):
-        what = "is missing" if messages is None else f"must be a list, not {shown(messages)}"
+        what = "is missing" if messages is None else f"must be a list, not {printable(messages)}"
         raise InvalidField("messages", f"messages {what}: send at least one message with a role and a content")
     if not messages:
         raise InvalidField("messages", "messages must not be empty; send at least one message")
@@ -46,7 +46,7 @@ def _message(place: str, value: object) -> Message:
             raise InvalidField(
                 f"{place}.role", f"{place}.role {role!r} is not implemented: {_TOOLS}", Reason.UNSUPPORTED_FIELD
             )
-        raise InvalidField(f"{place}.role", f"{place}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
+        raise InvalidField(f"{place}.role", f"{place}.role must be one of {', '.join(ROLES)}, not {printable(role)}")
     made = {"role": ROLES[role], "content": _content(f"{place}.content", message.get("content"))}
     name = message.get("name")
     if name is not None:
@@ -61,7 +61,7 @@ def _content(place: str, content: object) -> str:
         check_text(place, content)
         return content
     if not isinstance(content, list | tuple) or not content:
-        raise InvalidField(place, f"{place} must be a text or a list of text parts, not {shown(content)}")
+        raise InvalidField(place, f"{place} must be a text or a list of text parts, not {printable(content)}")
     return "\n".join(_part(f"{place}[{index}]", part) for index, part in enumerate(content))
 
 
@@ -69,10 +69,10 @@ def _part(place: str, value: object) -> str:
     part = as_object(place, value)
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
-        message = f"{place}.type must be 'text', not {shown(kind)}: only text is implemented"
+        message = f"{place}.type must be 'text', not {printable(kind)}: only text is implemented"
         raise InvalidField(f"{place}.type", message, Reason.UNSUPPORTED_FIELD)
     refuse_others(part, frozenset(("type", "text")), {}, f"{place}.")
     if not isinstance(text, str):
-        raise InvalidField(f"{place}.text", f"{place}.text must be a string, not {shown(text)}")
+        raise InvalidField(f"{place}.text", f"{place}.text must be a string, not {printable(text)}")
     check_text(f"{place}.text", text)
     return text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from baton.core.errors import Reason
-from baton.core.request_limits import LIMITS, OutOfLimits, shown
+from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import LABELS, Unimplemented
 
@@ -33,7 +33,7 @@ class Reader:
         if values is None:
             return ()
         if not isinstance(values, list | tuple):
-            raise InvalidField(name, f"{name} must be a list, not {shown(values)}")
+            raise InvalidField(name, f"{name} must be a list, not {printable(values)}")
         check_count(name, len(values))
         for value in values:
             check(name, value)
@@ -43,7 +43,7 @@ class Reader:
         """A field that is a boolean here, whatever the table has under its name."""
         value = self._body.get(name)
         if value is not None and not isinstance(value, bool):
-            raise InvalidField(name, f"{name} must be true or false, not {shown(value)}")
+            raise InvalidField(name, f"{name} must be true or false, not {printable(value)}")
         return bool(value)
 
 
@@ -99,10 +99,10 @@ def refuse_others(
             continue
         near = difflib.get_close_matches(name, [*known, *unimplemented, *LABELS], n=1) if len(name) <= 64 else []
         hint = f"; did you mean {prefix}{near[0]}?" if near else "; remove it"
-        raise InvalidField(shown(full)[1:-1], f"unknown field {shown(full)}{hint}", Reason.UNSUPPORTED_FIELD)
+        raise InvalidField(printable(full)[1:-1], f"unknown field {printable(full)}{hint}", Reason.UNSUPPORTED_FIELD)
 
 
 def as_object(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidField(name, f"{name} must be an object, not {shown(value)}")
+        raise InvalidField(name, f"{name} must be an object, not {printable(value)}")
     return value

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import NO_SLO, Slo
-from baton.core.request_limits import LIMITS, U32_MAX, shown
+from baton.core.request_limits import LIMITS, U32_MAX, printable
 from baton.gateway.input import field_policy
 from baton.gateway.input.chat_messages import messages_of
 from baton.gateway.input.client_call import Endpoint, InvalidField, Shape
@@ -97,10 +97,10 @@ def _label(name: str, value: object) -> bool:
         check("label", value, name)
     elif name == "store":
         if not isinstance(value, bool):
-            raise InvalidField(name, f"store must be true or false, not {shown(value)}")
+            raise InvalidField(name, f"store must be true or false, not {printable(value)}")
     elif name == "metadata":
         if not isinstance(value, Mapping):
-            raise InvalidField(name, f"metadata must be an object, not {shown(value)}")
+            raise InvalidField(name, f"metadata must be an object, not {printable(value)}")
         check_count(name, len(value))
         for key, item in value.items():
             check("metadata", key)
@@ -116,7 +116,7 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (_prompt(prompt),)
     if not isinstance(prompt, list | tuple):
-        what = "is missing" if prompt is None else f"must not be {shown(prompt)}"
+        what = "is missing" if prompt is None else f"must not be {printable(prompt)}"
         raise InvalidField("prompt", f"prompt {what}: send a text, a list of token ids, or a list of either")
     if not prompt:
         raise InvalidField("prompt", "prompt must not be an empty list")
@@ -175,13 +175,15 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, Mapping):
-        raise InvalidField("logit_bias", f"logit_bias must be an object of token ids and numbers, not {shown(value)}")
+        raise InvalidField(
+            "logit_bias", f"logit_bias must be an object of token ids and numbers, not {printable(value)}"
+        )
     check_count("logit_bias", len(value))
     biases: dict[int, object] = {}
     for key, bias in value.items():
         is_id = (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10) or type(key) is int
         if not is_id or not 0 <= int(key) <= U32_MAX:
-            raise InvalidField("logit_bias", f"logit_bias has the key {shown(key)}, which is no token id")
+            raise InvalidField("logit_bias", f"logit_bias has the key {printable(key)}, which is no token id")
         biases[int(key)] = bias
     for _, bias in sorted(biases.items()):  # in order: a map that came over gRPC has none
         check("logit_bias", bias)

@@ -6,7 +6,7 @@ import re
 from typing import Any, NoReturn
 
 from baton.core.errors import invalid
-from baton.core.request_limits import MAX_JSON_DEPTH, shown
+from baton.core.request_limits import MAX_JSON_DEPTH, printable
 
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
 """A string, or a bracket outside of one. A string without its end matches, too: otherwise each quote in it
@@ -33,7 +33,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # an integer of thousands of digits
         raise invalid("the body has a number that is too long") from error
     if not isinstance(value, dict):
-        raise invalid(f"the body must be a JSON object, not {shown(value)}")
+        raise invalid(f"the body must be a JSON object, not {printable(value)}")
     return value
 
 
@@ -59,7 +59,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise invalid(f"the body has the key {shown(key)} twice")
+                raise invalid(f"the body has the key {printable(key)} twice")
             seen.add(key)
     return value
 

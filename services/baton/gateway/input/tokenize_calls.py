@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.kv.block_hash import TokenIds, token_ids
-from baton.core.request_limits import U32_MAX, shown
+from baton.core.request_limits import U32_MAX, printable
 from baton.gateway.input.chat_messages import messages_of
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import Reader, check, check_text, refuse_others
@@ -34,7 +34,7 @@ async def ids_of(validator: Validator, body: Mapping[str, Any]) -> TokenIds:
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):
-        raise InvalidField("prompt", f"prompt must be a string, not {shown(prompt)}")
+        raise InvalidField("prompt", f"prompt must be a string, not {printable(prompt)}")
     check_text("prompt", prompt)
     _check_length(validator, "prompt", prompt)
     wanted = body.get("add_special_tokens")
@@ -49,7 +49,7 @@ async def text_of(validator: Validator, body: Mapping[str, Any]) -> str:
     validator.check_model(Reader(body).value("model"))
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
-        raise InvalidField("tokens", f"tokens must be a list of token ids, not {shown(tokens)}")
+        raise InvalidField("tokens", f"tokens must be a list of token ids, not {printable(tokens)}")
     most = max(MAX_TOKENS, validator.max_model_len or 0)
     if len(tokens) > most:
         raise InvalidField("tokens", f"tokens has {len(tokens)} ids; one call takes {most}: send them in several")

@@ -8,9 +8,10 @@ from typing import Any
 
 from baton.core.client_api import Caller
 from baton.core.errors import Code, Reason
+from baton.core.ids import REQUEST_ID_BYTES
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
-from baton.core.request_limits import U64_MAX, shown
+from baton.core.request_limits import U64_MAX, printable
 from baton.gateway.input.client_call import ANYBODY, ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.request_body import Draft, Prompt, draft_of
 from baton.gateway.text.tokenizer import Tokenizer
@@ -18,7 +19,6 @@ from baton.runtime.observability.tracing import is_traceparent
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat may go on to the end of the context."""
-REQUEST_ID_BYTES = 16
 CHARACTERS_A_TOKEN = 8
 """A text with more than these a token of the model's length is probably too long: natural language has about
 four."""
@@ -119,7 +119,7 @@ class Validator:
     def check_model(self, name: str | None) -> None:
         """Raises Refused (404) for a model that is not served here; None means the one that is."""
         if name is not None and name != self.model:
-            message = f"model {shown(name)} is not served here; this is {shown(self.model)}, as /v1/models says"
+            message = f"model {printable(name)} is not served here; this is {printable(self.model)}, as /v1/models says"
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
 
     async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
@@ -164,7 +164,7 @@ class Validator:
             received_s=received_s,
             deadline_s=deadline_s,
             priority=draft.priority,
-            slo=draft.slo.or_else(self._default_slo),
+            slo=draft.slo.with_defaults(self._default_slo),
         )
 
     def _max_tokens(self, draft: Draft, num_prompt_tokens: int, max_model_len: int | None) -> int:

@@ -7,14 +7,13 @@ from random import Random
 
 from baton.core.cluster.placement import Placement, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import DecisionId, JobId, WorkerRef
+from baton.core.ids import REQUEST_ID_BYTES, DecisionId, JobId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
 from baton.core.state_machines import REQUEST_TRANSITIONS, Lifecycle, RequestState
 from baton.gateway.cluster.attempt_errors import LegLost
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool
-from baton.gateway.input.validation import REQUEST_ID_BYTES
 from baton.gateway.request.attempt import Attempt, attempt_at, going_on, sample_alone
 from baton.gateway.request.delivery import Delivery
 from baton.gateway.request.latency import TokenLatency

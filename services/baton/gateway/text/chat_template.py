@@ -16,7 +16,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import BatonError, ModelError, invalid
-from baton.core.request_limits import shown
+from baton.core.request_limits import printable
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -82,7 +82,9 @@ class ChatTemplate:
         except TemplateTooExpensive as error:
             raise invalid(f"{error} for these messages; send fewer or shorter ones") from error
         except Exception as error:  # a template is a program, and may fail in any way
-            raise invalid(f"the model's chat template does not accept these messages: {shown(str(error))}") from error
+            raise invalid(
+                f"the model's chat template does not accept these messages: {printable(str(error))}"
+            ) from error
         return "".join(pieces)
 
 

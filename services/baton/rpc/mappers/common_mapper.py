@@ -21,7 +21,7 @@ from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.messages.jobs import PrefixSource
 from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
-from baton.core.request_limits import shown
+from baton.core.request_limits import printable
 from baton.wire.v1 import common_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -318,7 +318,9 @@ def from_kv_layout(message: pb.KvLayout) -> KvLayout:
             )
         for component in group.components:
             if component.dtype not in DTYPE_BYTES:
-                raise invalid(f"layout: dtype {shown(component.dtype)} is unknown; known are {', '.join(DTYPE_BYTES)}")
+                raise invalid(
+                    f"layout: dtype {printable(component.dtype)} is unknown; known are {', '.join(DTYPE_BYTES)}"
+                )
     layout = KvLayout(
         model_fingerprint=name(message.model_fingerprint, "model_fingerprint"),
         tokenizer_fingerprint=name(message.tokenizer_fingerprint, "tokenizer_fingerprint"),

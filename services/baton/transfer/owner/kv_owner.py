@@ -1,7 +1,7 @@
 """Which blocks of ours are promised to whom, until when: the owner's side of every transfer, as a state
 machine over `now_s`.
 
-A transfer is BORN with its job (or with the Follow of a prefix pull), FOLLOWED from its reader's Follow on,
+A transfer is CREATED with its job (or with the Follow of a prefix pull), FOLLOWED from its reader's Follow on,
 ENDED by Release, Abandon, the end of its lease or of `claim_s`; a Follow that overtakes its job is EARLY.
 Blocks are pinned from their allocation until the transfer has ended, whatever becomes of the sequence. No
 message can do harm twice: what is unknown, late or repeated is counted and dropped (R7).
@@ -143,7 +143,7 @@ class KvOwner:
         if job in self._transfers:
             return
         transfer = OwnedTransfer(
-            key=job, lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.BORN), reader=reader, job=job
+            key=job, lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED), reader=reader, job=job
         )
         self._transfers[job] = transfer
         self._tombstones.pop(job, None)
@@ -184,7 +184,7 @@ class KvOwner:
         )
         transfer.is_final = final
         transfer.first_tokens, transfer.timeline = tuple(first_tokens), timeline
-        if final and transfer.lifecycle.state is State.BORN:
+        if final and transfer.lifecycle.state is State.CREATED:
             self._until.set(job, now_s + self._claim_s)
         self._announce_new(transfer)
 
@@ -197,7 +197,7 @@ class KvOwner:
         if transfer is None or transfer.is_final or transfer.lost is not None:
             return
         transfer.lost = reason
-        if transfer.lifecycle.state is State.BORN or transfer.reader is None or transfer.transfer_id is None:
+        if transfer.lifecycle.state is State.CREATED or transfer.reader is None or transfer.transfer_id is None:
             self._end(transfer, reason, now_s)
             return
         announced = transfer.pinned[: transfer.next_block]
@@ -297,7 +297,7 @@ class KvOwner:
         if transfer.reader is None or not transfer.reader.is_same_incarnation(reader):
             self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)
             return
-        if transfer.lifecycle.state is not State.BORN:  # another transfer of the same reader has it
+        if transfer.lifecycle.state is not State.CREATED:  # another transfer of the same reader has it
             self._refuse(reader, message.transfer_id, Reason.SUPERSEDED)
             return
         self._start_following(transfer, reader, message, generation, now_s)
@@ -308,7 +308,7 @@ class KvOwner:
         found = tuple(self._lookup(subject.hashes))[: len(subject.hashes)]
         transfer = OwnedTransfer(
             key=(reader.incarnation, message.transfer_id),
-            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.BORN),
+            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
             block_table=found,
             hashes=subject.hashes[: len(found)],
             pinned=found,
