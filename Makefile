@@ -64,8 +64,9 @@ chart: setup
 proto: setup
 	$(BIN)/python tools/gen_proto.py
 
+# One benchmark by NAME; without a name it lists them.
 bench: setup
-	@set -e; for script in bench/handoff.py bench/gateway.py bench/scheduler.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist services/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

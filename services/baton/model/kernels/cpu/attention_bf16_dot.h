@@ -84,7 +84,7 @@ struct Places {
     }
 };
 
-// Into the second cache: into the first one decode took a third longer (`bench/attention.py`).
+// Into the second cache: into the first one decode took a third longer (`bench/scenarios/engine/attention.py`).
 inline void fetch(const Bf16* numbers) { _mm_prefetch(reinterpret_cast<const char*>(numbers), _MM_HINT_T1); }
 
 // What products are added to: nothing, the sums that are there, or those times a factor for each lane.

@@ -1,0 +1,50 @@
+"""Runs a benchmark by name, or lists them: `python -m bench [NAME [ARGUMENTS]]`."""
+
+import ast
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+
+
+def scenarios() -> Mapping[str, Path]:
+    """Each benchmark's name and file, sorted by folder."""
+    return {file.stem: file for file in sorted(SCENARIOS.rglob("*.py")) if file.name != "__init__.py"}
+
+
+def overview() -> str:
+    """One line per benchmark: its name and the first sentence of its docstring."""
+    lines = [
+        "python -m bench NAME [ARGUMENTS]      (make bench NAME=... ARGS=...; --help shows a benchmark's arguments)",
+        "",
+    ]
+    folder = None
+    for name, file in scenarios().items():
+        if file.parent != folder:
+            folder = file.parent
+            lines.append(f"{folder.name}:")
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:22} {' '.join(text.partition(chr(10) * 2)[0].split())}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the named benchmark with the remaining arguments. Exit code 2 for a name that does not exist."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = arguments
+    file = scenarios().get(name.removesuffix(".py"))
+    if file is None:
+        print(f"no benchmark is called {name!r}; there are: {', '.join(scenarios())}", file=sys.stderr)
+        return 2
+    module = ".".join(("bench", *file.relative_to(SCENARIOS.parent).with_suffix("").parts))
+    sys.argv = [f"python -m bench {name}", *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

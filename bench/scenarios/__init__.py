@@ -1,0 +1,1 @@
+"""Benchmarks that can be run by name: `python -m bench NAME`."""

@@ -1,0 +1,1 @@
+"""Benchmarks of whole clusters under load."""

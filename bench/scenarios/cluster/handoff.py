@@ -1,0 +1,119 @@
+"""How much of a handoff does a client feel? From P's last chunk being computed to D's first decode step, with
+a real 1P+1D over NIXL.
+
+python -m bench handoff [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4]
+
+From P's last KvReady on: `waiting` until the last read begins, `transfer` until its blocks are landed and
+proven at D, `admission` until D's first step with the sequence starts. `early`: the share of the bytes that
+had been read when P's last chunk ended. `step`: D's mean time between tokens, in the same answers. Medians.
+The target is waiting + admission <= one decode step + 10 ms, and early >= 80 % from four chunks on.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+from typing import Any
+
+import httpx
+
+from bench.systems.baton_cluster import baton_up, machine, table
+
+CHUNK_TOKENS = 512
+OUTPUT_TOKENS = 16
+VOCAB = 4096
+
+
+async def one(client: httpx.AsyncClient, url: str, rng: random.Random, length: int) -> dict[str, Any]:
+    """The decode leg's timeline of one fresh prompt, with `tpot_s` beside it."""
+    body = {
+        "model": "demo",
+        "prompt": [rng.randrange(4, VOCAB) for _ in range(length)],
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "timeline": True,
+        "temperature": 0,
+    }
+    answer = await client.post(f"{url}/v1/completions", json=body)
+    answer.raise_for_status()
+    timeline = answer.json()["baton"]
+    leg = next(leg for leg in timeline["legs"] if leg["kv_bytes"])
+    return {**leg, "step_s": leg["decode_s"] / (OUTPUT_TOKENS - 1)}
+
+
+async def measure(url: str, lengths: list[int], repeats: int, in_flight: int) -> list[list[str]]:
+    """A row a length; lengths take turns, so that a drifting machine drifts for all."""
+    rng = random.Random(in_flight)
+    legs: dict[int, list[dict[str, Any]]] = {length: [] for length in lengths}
+    async with httpx.AsyncClient(timeout=300) as client:
+        await asyncio.gather(*(one(client, url, rng, length) for length in lengths))
+        for _ in range(repeats):
+            for length in lengths:
+                legs[length] += await asyncio.gather(*(one(client, url, rng, length) for _ in range(in_flight)))
+    rows = []
+    for length, measured in legs.items():
+        waiting, admission, step = (
+            _median_ms(measured, key) for key in ("kv_exposed_wait_s", "kv_admission_s", "step_s")
+        )
+        transfer = statistics.median((leg["kv_exposed_s"] - leg["kv_exposed_wait_s"]) * 1e3 for leg in measured)
+        early = statistics.median(leg["kv_early_bytes"] / leg["kv_bytes"] for leg in measured)
+        both = statistics.median((leg["kv_exposed_wait_s"] + leg["kv_admission_s"]) * 1e3 for leg in measured)
+        kept = "yes" if both <= step + 10 and (length < 4 * CHUNK_TOKENS or early >= 0.8) else "no"
+        kib = statistics.median(leg["kv_bytes"] for leg in measured) / 1024
+        rows.append(
+            [
+                str(in_flight),
+                f"{length:,}",
+                f"{kib:,.0f}",
+                f"{waiting:.1f}",
+                f"{transfer:.1f}",
+                f"{admission:.1f}",
+                f"{both:.1f}",
+                f"{step:.1f}",
+                f"{early:.0%}",
+                kept,
+            ]
+        )
+    return rows
+
+
+def _median_ms(legs: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(leg[key] for leg in legs) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--lengths", default="128,512,2048,8192")
+    parser.add_argument("--in-flight", default="1,4")
+    parser.add_argument("--transfer", default="nixl", choices=["nixl", "local"])
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, too")
+    args = parser.parse_args()
+    print(machine("torch", "transformers", "nixl", "ray"))
+    lengths = [int(length) for length in args.lengths.split(",")]
+    rows: list[list[str]] = []
+    with baton_up(
+        "--max-num-batched-tokens", str(CHUNK_TOKENS), "--kv-memory", "512MiB", "--transfer", args.transfer
+    ) as url:
+        for in_flight in map(int, args.in_flight.split(",")):
+            rows += asyncio.run(measure(url, lengths, args.repeats, in_flight))
+    head = [
+        "in flight",
+        "prompt tokens",
+        "KiB",
+        "waiting ms",
+        "transfer ms",
+        "admission ms",
+        "waiting + admission",
+        "step ms",
+        "early",
+        "target met",
+    ]
+    print(table(head, rows))
+    if args.json:
+        print(json.dumps([dict(zip(head, row, strict=True)) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

