@@ -27,7 +27,7 @@ from baton.engine.state.sequence import SequenceRequest
 from baton.runtime.config.settings import WorkerConfig
 from baton.worker.costs.calibrate import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper
-from baton.worker.device import open_device
+from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
 from loadgen.send.client import Ask, ask_once

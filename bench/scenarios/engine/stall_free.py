@@ -32,10 +32,11 @@ from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.process.process import settled_heap
-from baton.transfer.backends.prefault import PREFAULTING
+from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.worker.costs.calibrate import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper
-from baton.worker.device import Device, open_device
+from baton.worker.device.open_device import open_device
+from baton.worker.device.worker_device import Device
 from bench.scenarios.cluster.goodput import model_directory
 from bench.scenarios.engine.engine_speed import FIRST_ID
 from bench.support.saved_figures import SavedFigures
@@ -133,7 +134,7 @@ class EngineRun:
 def wait_for_memory() -> None:
     """Until all of this process's KV memory is real."""
     for thread in threading.enumerate():
-        if thread.name == PREFAULTING:
+        if thread.name == PREFAULT_THREAD_NAME:
             thread.join()
 
 

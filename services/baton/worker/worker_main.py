@@ -42,7 +42,8 @@ from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.store.redis.redis_membership import RedisMembership
 from baton.worker.costs.calibrate import measure_costs, turn, turn_path
 from baton.worker.costs.step_cost_keeper import known_or_measured
-from baton.worker.device import Device, open_device
+from baton.worker.device.open_device import open_device
+from baton.worker.device.worker_device import Device
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts, WorkerUnhealthy
 

@@ -18,7 +18,7 @@ from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.worker import worker_main
-from baton.worker.device import Device
+from baton.worker.device.worker_device import Device
 from baton.worker.worker_main import WorkerReady, run_worker
 from tests.redis_server import RunningRedis, running_redis
 from tests.unit.worker.gateway import Gateway

@@ -13,7 +13,7 @@ from baton.core.ids import WorkerRef
 from baton.model.loading.model_source import DEMO_DIR
 from baton.engine.state.step import StepPlan, StepSequence
 from baton.runtime.config.settings import WorkerConfig
-from baton.worker.device import open_device
+from baton.worker.device.open_device import open_device
 
 config = WorkerConfig(model=str(DEMO_DIR), kv_memory=2**26, transfer="local", threads_per_worker=int(sys.argv[1]))
 executor = open_device(config, WorkerRef(worker_id="w", worker_epoch=1, address="w")).executor

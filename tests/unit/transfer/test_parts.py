@@ -179,13 +179,13 @@ def test_touching_makes_all_pages_real_and_changes_none(allocate: Callable[[int,
     host = allocate(16, 2**20)
     host.kv[3] = 7
     before = psutil.Process().memory_info().rss
-    host.touch()
+    host.prefault()
     until = time.monotonic() + 10
     while psutil.Process().memory_info().rss < before + 12 * 2**20 and time.monotonic() < until:
         time.sleep(0.01)
     assert psutil.Process().memory_info().rss >= before + 12 * 2**20
     host.close()
-    assert [thread for thread in threading.enumerate() if thread.name == "kv-touching"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "kv-prefault"] == []
 
 
 LOG = """\

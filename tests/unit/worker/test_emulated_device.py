@@ -10,7 +10,8 @@ from baton.core.errors import ConfigError, LayoutMismatch
 from baton.engine.executors.emulated import EmulatedExecutor
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.step_cost_text import parse_step_costs
-from baton.worker.device import Device, open_device
+from baton.worker.device.open_device import open_device
+from baton.worker.device.worker_device import Device
 from tests import builders
 
 Open = Callable[..., Device]

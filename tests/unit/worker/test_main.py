@@ -23,8 +23,9 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
-from baton.worker import device, worker_main
-from baton.worker.device import Device, default_threads
+from baton.worker import worker_main
+from baton.worker.device.real_device import default_threads
+from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerLifecycle
 from baton.worker.worker_main import UNHEALTHY_EXIT_CODE, StartupGate, WorkerThread, run_worker, serve
 from baton.worker.worker_service import Worker
@@ -208,20 +209,11 @@ def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch:
     assert "no such model" in (thread.wait() or "")
 
 
-def test_threads_are_the_cores_one_may_use_or_a_share_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2}, raising=False)
-    monkeypatch.setattr(device, "core_quota", lambda: None)
-    assert default_threads(4) == 2
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert [default_threads(n) for n in (1, 3, 16)] == [8, 2, 1]
+def test_default_threads_are_the_allowed_cores_or_an_even_share_of_all() -> None:
+    assert default_threads(4, num_cores=8, num_usable_cores=2, quota=None) == 2
+    assert [default_threads(n, num_cores=8, num_usable_cores=8, quota=None) for n in (1, 3, 16)] == [8, 2, 1]
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(6.5, [6, 3, 1]), (0.5, [1, 1, 1]), (64.0, [8, 4, 1])])
-def test_threads_are_no_more_than_a_container_may_run(
-    monkeypatch: pytest.MonkeyPatch, quota: float, threads: list[int]
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(device, "core_quota", lambda: quota)
-    assert [default_threads(n) for n in (1, 2, 7)] == threads
+def test_default_threads_respect_the_container_quota(quota: float, threads: list[int]) -> None:
+    assert [default_threads(n, num_cores=8, num_usable_cores=8, quota=quota) for n in (1, 2, 7)] == threads

@@ -13,7 +13,8 @@ from baton.runtime.observability.health import Health
 from baton.sim.sim_executor import SimStepCost
 from baton.store.memory.memory_stores import MemoryCostStore
 from baton.worker import worker_main
-from baton.worker.device import Device, costs_key
+from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerUnhealthy
 from tests import builders
 from tests.unit.worker.test_calibrate import CostedExecutor
@@ -72,5 +73,5 @@ async def test_a_device_that_fails_for_good_makes_the_worker_unhealthy() -> None
 def test_the_key_depends_on_everything_that_it_is_told() -> None:
     parts = ("model", "cpu", "float32", 2, "torch", 16)
     others = [(*parts[:i], "other", *parts[i + 1 :]) for i in range(len(parts))]
-    assert len({costs_key(*each) for each in (parts, *others)}) == len(parts) + 1
-    assert costs_key(*parts) == costs_key(*parts)
+    assert len({step_costs_key(*each) for each in (parts, *others)}) == len(parts) + 1
+    assert step_costs_key(*parts) == step_costs_key(*parts)

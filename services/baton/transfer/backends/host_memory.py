@@ -1,10 +1,9 @@
-"""Host memory of one worker: its KV blocks and, behind them, its generation table.
+"""Allocates the host memory of one worker: its KV blocks, followed by its generation table.
 
-Private memory for transports that are told addresses (NIXL), shared memory for peers that map it
-(`local_backend`). Neither leaves a name behind: on Linux shared memory is a memfd that peers open through
-`/proc/PID/fd/FD`, so it ends with its last user even after kill -9. Elsewhere it is POSIX shared memory,
-whose name goes with `close`, or else with multiprocessing's resource tracker, a process of its own that
-outlives a killed worker.
+NIXL registers private memory by address. `local_backend` needs shared memory that peers can map. On Linux shared
+memory is a memfd that peers open through `/proc/PID/fd/FD`; the kernel frees it with its last user, even after
+kill -9. On other systems it is POSIX shared memory. Its name is removed by `close`, or by multiprocessing's resource
+tracker if the worker is killed.
 """
 
 import fcntl
@@ -32,14 +31,13 @@ HOST = "host"
 _PAGE = mmap.PAGESIZE
 _HAS_MEMFD = sys.platform == "linux"
 _NEVER_RESIZED = 0x2 | 0x4 | 0x1
-"""F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL: a peer that maps the memory cannot get SIGBUS from it."""
+"""F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL. A peer that maps sealed memory cannot get SIGBUS from it."""
 _F_ADD_SEALS = 1033
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRegion:
-    """Where a worker's KV blocks lie, one after the other, as a transport registers it. `memory_kind`: `host`
-    or `cuda`."""
+    """One contiguous memory range that a transport registers. `memory_kind` is `host` or `cuda`."""
 
     address: int
     num_bytes: int
@@ -48,12 +46,11 @@ class KvRegion:
 
 
 class HostMemory:
-    """`num_blocks` blocks of `block_bytes` and their generation table, in one page-aligned segment: blocks
-    first.
+    """KV blocks and their generation table in one page-aligned segment, blocks first.
 
-    `handle` tells a process of this host how to `attach_shared`; empty for private memory. The memory goes
-    when `close` was called and nobody holds an array of it any more. Its pages come into being when they are
-    first written, or by `touch`.
+    `handle` is what another process of this host passes to `attach_shared`; it is empty for private memory. The
+    memory is freed after `close`, once no array refers to it. Pages are allocated when first written, or by
+    `prefault`.
     """
 
     def __init__(
@@ -64,68 +61,70 @@ class HostMemory:
         self.handle = handle
         self._fd = fd
         self._name = name
-        self._stop_touching: Callable[[], None] = lambda: None
+        self._stop_prefault: Callable[[], None] = lambda: None
         everything = np.frombuffer(segment, dtype=np.uint8)
         self._kv = everything[: num_blocks * block_bytes]
         begin = generation_table_offset(num_blocks, block_bytes)
-        self._life = everything[begin : begin + num_blocks * ENTRY_BYTES]
+        self._generation_table = everything[begin : begin + num_blocks * ENTRY_BYTES]
 
     @property
     def kv(self) -> Bytes:
-        """[num_blocks, block_bytes], shared with whoever else uses this memory."""
+        """The blocks, [num_blocks, block_bytes] uint8, as a view that is shared with all users of this memory."""
         return self._kv.reshape(self.num_blocks, self.block_bytes)
 
     @property
     def generation_table(self) -> Bytes:
-        """[num_blocks * 32], what a `GenerationTable` is laid over."""
-        return self._life
+        """The bytes of the generation table, [num_blocks * 32] uint8."""
+        return self._generation_table
 
     @property
     def region(self) -> KvRegion:
+        """The range of the KV blocks."""
         return KvRegion(address=self._kv.ctypes.data, num_bytes=self._kv.nbytes)
 
-    def touch(self) -> None:
-        """Make every page real, in the background."""
-        self._stop_touching = prefault_in_background(self._kv.ctypes.data, self._kv.nbytes)
+    def prefault(self) -> None:
+        """Start to allocate every page in the background."""
+        self._stop_prefault = prefault_in_background(self._kv.ctypes.data, self._kv.nbytes)
 
     def close(self) -> None:
-        """Take back the name and descriptor by which others could attach. Safe to call twice."""
-        self._stop_touching()
+        """Remove the name and descriptor that other processes attach by. Safe to call twice."""
+        self._stop_prefault()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         if self._name:
             _unlink(self._name)
             self._name = ""
-        self._kv = self._life = np.empty(0, dtype=np.uint8)
+        self._kv = self._generation_table = np.empty(0, dtype=np.uint8)
         self.num_blocks = 0
 
 
 def generation_table_offset(num_blocks: int, block_bytes: int) -> int:
-    """Where the generation table begins in a segment, in bytes."""
+    """Return the offset of the generation table in a segment, in bytes."""
     return -(-num_blocks * block_bytes // _PAGE) * _PAGE
 
 
 def segment_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Return the size of a segment in bytes: blocks and generation table, each rounded up to whole pages."""
     return generation_table_offset(num_blocks, block_bytes) + -(-num_blocks * ENTRY_BYTES // _PAGE) * _PAGE
 
 
 def allocate_private(num_blocks: int, block_bytes: int) -> HostMemory:
-    """Memory that only this process maps. Raises OSError when there is not enough."""
+    """Allocate memory that only this process maps. Raises OSError if there is not enough memory."""
     return HostMemory(
         allocate_anonymous(segment_bytes(num_blocks, block_bytes)), num_blocks=num_blocks, block_bytes=block_bytes
     )
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
-    """Private, page-aligned, zeroed, every page of it real."""
+    """Allocate private, page-aligned memory, with every page allocated and zeroed."""
     segment = allocate_anonymous(num_bytes)
     np.frombuffer(segment, dtype=np.uint8).fill(0)
     return segment
 
 
 def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEMFD) -> HostMemory:
-    """Memory that processes of this host can attach. Raises OSError when there is not enough."""
+    """Allocate memory that processes of this host can attach. Raises OSError if there is not enough memory."""
     size = segment_bytes(num_blocks, block_bytes)
     if memfd:
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -134,7 +133,7 @@ def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEM
         segment = mmap.mmap(fd, size)
         handle, name = f"memfd:{host_id()}:{os.getpid()}:{fd}", ""
     else:
-        named = shared_memory.SharedMemory(create=True, size=size)  # the resource tracker has its name from here on
+        named = shared_memory.SharedMemory(create=True, size=size)  # the resource tracker knows the name from here on
         fd, name = -1, named.name
         named.close()
         segment = _map_named(name, size)
@@ -143,9 +142,9 @@ def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEM
 
 
 def attach_shared(handle: str, *, num_blocks: int, block_bytes: int) -> HostMemory:
-    """Another process's shared memory, by its `handle`.
+    """Map another process's shared memory by its `handle`.
 
-    Raises LayoutMismatch if it lies on another host or has another size, OSError if that process is gone.
+    Raises LayoutMismatch if the memory is on another host or has another size, OSError if that process is gone.
     """
     kind, host, pid, where = _parse(handle)
     if host != host_id():
@@ -164,7 +163,7 @@ def _parse(handle: str) -> tuple[str, str, str, str]:
             "memory_kind: the peer's memory is not shared memory; give both workers the same --transfer"
         )
     if parts[0] == "memfd" and not parts[3].isdigit():
-        raise LayoutMismatch("memory_kind: the peer's shared memory has no descriptor")
+        raise LayoutMismatch("memory_kind: the peer's shared memory handle has no file descriptor")
     return parts[0], parts[1], parts[2], parts[3]
 
 
@@ -188,7 +187,9 @@ def _map(fd: int, size: int) -> mmap.mmap:
         if not stat.S_ISREG(found.st_mode) and sys.platform == "linux":
             raise LayoutMismatch("memory_kind: the peer's descriptor is not shared memory")
         if found.st_size < size:
-            raise LayoutMismatch(f"num_blocks: the peer's shared memory has {found.st_size} bytes, not {size}")
+            raise LayoutMismatch(
+                f"num_blocks: the peer's shared memory has {found.st_size} bytes; the layout needs {size}"
+            )
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)
@@ -205,7 +206,6 @@ def _unlink(name: str) -> None:
 
 
 def host_id() -> str:
-    """The same for processes that can map each other's memory, as far as one can know: this boot of this
-    machine."""
+    """Return an id that is equal for processes which can map each other's memory: the boot id, or the host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node().replace(":", "_")

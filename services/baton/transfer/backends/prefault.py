@@ -1,8 +1,7 @@
-"""Make the pages of a worker's memory real while it serves already.
+"""Prefaults KV memory in the background, so that no request pays for page faults.
 
-Fresh anonymous memory is a promise: each page is found and cleared when it is first written, which took up to
-2.7 s a GiB on a virtual machine whose host takes idle memory back (2026-11-21). Nobody should wait for that
-at start, nor in the middle of a pull.
+Linux allocates and clears an anonymous page when it is first written. On a virtual machine whose host reclaims idle
+memory this took up to 2.7 s per GiB (2026-11-21). Doing it in a background thread delays neither startup nor a pull.
 """
 
 import ctypes
@@ -13,24 +12,27 @@ import time
 from collections.abc import Callable
 
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later: as if every page were written, without changing what is in it."""
-PREFAULTING = "kv-touching"
-"""The name of a thread that does it, for who wants to wait for its end."""
+"""Linux 5.14 and later. Populates pages as if they were written, without changing their content."""
+PREFAULT_THREAD_NAME = "kv-prefault"
 _STEP_BYTES = 2 * 2**20
 _LOWEST_PRIORITY = 19
-_REST = 5.0
-"""Times what a step took, before the next one: a virtual machine's core stands still while its host looks for
-memory."""
+_PAUSE_FACTOR = 5.0
+"""Pause after each step, as a multiple of the step's duration. A virtual machine's core is blocked while its host
+finds memory."""
 
 
 def prefault_in_background(address: int, num_bytes: int) -> Callable[[], None]:
-    """Touch `num_bytes` from the page-aligned `address` on, in a thread that yields to all others; returns
-    what stops it, which must be called before the memory is given back. Where the system cannot do it, pages
-    come into being when they are written, as ever."""
+    """Prefault `num_bytes` from the page-aligned `address` in a thread of the lowest priority.
+
+    Returns a function that stops the thread and waits for it. Call it before the memory is freed. On systems without
+    MADV_POPULATE_WRITE nothing happens, and pages are allocated when they are first written.
+    """
     if sys.platform != "linux":
         return lambda: None
     stopped = threading.Event()
-    thread = threading.Thread(target=_touch, args=(address, num_bytes, stopped), name=PREFAULTING, daemon=True)
+    thread = threading.Thread(
+        target=_prefault, args=(address, num_bytes, stopped), name=PREFAULT_THREAD_NAME, daemon=True
+    )
     thread.start()
 
     def stop() -> None:
@@ -40,12 +42,12 @@ def prefault_in_background(address: int, num_bytes: int) -> Callable[[], None]:
     return stop
 
 
-def _touch(address: int, num_bytes: int, stopped: threading.Event) -> None:
+def _prefault(address: int, num_bytes: int, stopped: threading.Event) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the interpreter's lock meanwhile
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL during the call
     for offset in range(0, num_bytes, _STEP_BYTES):
-        step, began_s = ctypes.c_size_t(min(_STEP_BYTES, num_bytes - offset)), time.monotonic()
+        step, started_s = ctypes.c_size_t(min(_STEP_BYTES, num_bytes - offset)), time.monotonic()
         if madvise(ctypes.c_void_p(address + offset), step, _MADV_POPULATE_WRITE) != 0:
             return
-        if stopped.wait(_REST * (time.monotonic() - began_s)):
+        if stopped.wait(_PAUSE_FACTOR * (time.monotonic() - started_s)):
             return

@@ -4,10 +4,11 @@ take."""
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from hashlib import blake2b
 
 from baton.core.errors import StoreUnavailable
 from baton.core.interfaces import CostStore
-from baton.core.step_cost import CostCorrection, StepCostModel, StepWork
+from baton.core.step_cost import COSTS_VERSION, CostCorrection, StepCostModel, StepWork
 from baton.engine.state.step import StepPlan
 from baton.runtime.logging import get_logger
 
@@ -25,6 +26,11 @@ def work_of(plan: StepPlan) -> StepWork:
         ((s.num_scheduled_tokens, s.kv_begin) for s in plan.sequences if s.num_scheduled_tokens > 1),
         (s.kv_begin for s in plan.sequences if s.num_scheduled_tokens == 1),
     )
+
+
+def step_costs_key(*parts: str | int) -> str:
+    """Return the key under which step costs are stored, derived from everything that decides what a step costs."""
+    return blake2b("\n".join(str(part) for part in (COSTS_VERSION, *parts)).encode(), digest_size=16).hexdigest()
 
 
 class CostKeeper:

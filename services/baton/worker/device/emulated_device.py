@@ -1,0 +1,49 @@
+"""Opens an emulated device: real KV memory and transfers, but steps only wait for their predicted time."""
+
+from baton.core.ids import WorkerRef
+from baton.core.step_cost import StepCostModel
+from baton.engine.executors.emulated import EmulatedExecutor
+from baton.engine.executors.emulated_model import read_emulated_model
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.sizing import free_host_bytes
+from baton.runtime.config.durations import format_duration
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.worker.costs.step_cost_keeper import work_of
+from baton.worker.device.kv_registration import register_host_memory
+from baton.worker.device.worker_device import Device, kv_summary, new_engine, num_blocks_for_worker
+
+
+def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
+    """Open a device whose step times come from `emulated_costs`.
+
+    It loads no weights and does not import torch. It never samples an end-of-sequence token: an answer ends at
+    max_tokens or at a stop string.
+    """
+    from baton.model.loading.model_source import resolve_model
+
+    costs = parse_step_costs(config.emulated_costs)
+    model = read_emulated_model(resolve_model(config.model), dtype=config.dtype, max_model_len=config.max_model_len)
+    layout = model.layout(config.block_size_tokens)
+    num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free_host_bytes())
+    kv, registered = register_host_memory(config, worker, layout, num_blocks)
+    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
+    return Device(
+        executor=EmulatedExecutor(
+            layout=layout,
+            kv=kv,
+            vocab_size=model.vocab_size,
+            step_seconds=lambda plan: costs.step_seconds(work_of(plan)),
+        ),
+        engine=new_engine(config, pool, model.max_model_len, eos_token_ids=()),
+        pool=pool,
+        backend=registered.backend,
+        summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks)}",
+        close_memory=registered.close,
+        costs=costs,
+    )
+
+
+def _costs_summary(costs: StepCostModel) -> str:
+    step, token, seq = map(format_duration, (costs.step_s, costs.prefill_token_s, costs.decode_seq_s))
+    return f"{step} a step, {token} a prompt token, {seq} a decoding sequence"

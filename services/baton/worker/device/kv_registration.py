@@ -1,0 +1,141 @@
+"""Allocates the KV memory of a worker and registers it with the transfer backend, so that peers can read it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from baton.core.errors import ConfigError, LayoutMismatch
+from baton.core.ids import WorkerRef
+from baton.core.kv.kv_layout import KvLayout
+from baton.engine.kv_cache.sizing import free_host_bytes
+from baton.runtime.config.byte_sizes import format_size
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.logging import get_logger
+from baton.transfer.backend import TransferBackend
+from baton.transfer.backends.host_memory import Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.transfer.backends.staged_backend import StagedBackend
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+
+if TYPE_CHECKING:
+    from baton.model.device.kv_tensors import KvCache
+
+log = get_logger(__name__)
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredMemory:
+    """KV memory that peers can read.
+
+    generations: the generation table of its blocks
+    backend: the transfer backend that it is registered with
+    close: frees the memory
+    note: text to append to the device summary
+    """
+
+    generations: MemoryGenerationTable
+    backend: TransferBackend
+    close: Callable[[], None]
+    note: str = ""
+
+
+def register_host_memory(
+    config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int
+) -> tuple[Bytes, RegisteredMemory]:
+    """Allocate and register host memory. Returns the blocks [num_blocks, block_bytes] uint8 and their registration.
+
+    Raises ConfigError if the memory cannot be allocated or NIXL is missing.
+    """
+    allocate = allocate_shared if config.transfer == "local" else allocate_private
+    try:
+        memory = allocate(num_blocks, layout.block_bytes)
+    except OSError as error:
+        size = format_size(num_blocks * layout.block_bytes)
+        raise ConfigError(f"cannot allocate {size} for KV ({error.strerror}): set a smaller --kv-memory") from error
+    generations = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
+    backend: TransferBackend
+    if config.transfer == "local":
+        from baton.transfer.backends.local_backend import LocalBackend
+
+        backend = LocalBackend(worker=worker, layout=layout, memory=memory)
+    else:
+        from baton.transfer.backends.nixl_backend import NixlBackend
+
+        with _nixl_required():
+            backend = NixlBackend.over(memory, worker=worker, layout=layout, **_nixl_settings(config))
+    memory.prefault()
+    return memory.kv, RegisteredMemory(generations=generations, backend=backend, close=memory.close)
+
+
+def register_gpu_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
+    """Register the KV cache of a GPU. Falls back to staging in host memory if NIXL cannot register GPU memory.
+
+    Raises ConfigError if there is not enough host memory for staging.
+    """
+    if config.transfer == "nixl":
+        try:
+            return _register_directly(config, worker, cache)
+        except (ConfigError, LayoutMismatch):
+            raise
+        except Exception as error:  # NIXL's exceptions have no common base
+            log.warning(
+                "gpu_kv_not_registered",
+                error=f"{type(error).__name__}: {error}",
+                hint="KV is staged through host memory, which is slower",
+            )
+    return _register_staged(config, worker, cache)
+
+
+def _register_staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
+    from baton.model.device.host_staging import HostStaging
+
+    layout, num_blocks = cache.layout, cache.num_blocks
+    if (needed := num_blocks * layout.block_bytes) > (free := free_host_bytes()):
+        raise ConfigError(
+            f"GPU KV is staged through host memory, which needs {format_size(needed)}; only {free >> 20} MiB are free: "
+            "set a smaller --kv-memory"
+        )
+    kv, registered = register_host_memory(config, worker, layout, num_blocks)
+    backend = StagedBackend(registered.backend, HostStaging(cache, kv))
+    return replace(registered, backend=backend, note=", staged through host memory")
+
+
+def _register_directly(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
+    import numpy as np
+
+    from baton.transfer.backends.nixl_backend import NixlBackend
+
+    table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
+    with _nixl_required():
+        backend = NixlBackend(
+            worker=worker,
+            layout=cache.layout,
+            kv=KvRegion(
+                address=cache.blocks.data_ptr(),
+                num_bytes=cache.num_blocks * cache.layout.block_bytes,
+                memory_kind="cuda",
+                device_id=cache.device.index or 0,
+            ),
+            generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
+            **_nixl_settings(config),
+        )
+    return RegisteredMemory(
+        generations=MemoryGenerationTable(table, worker.worker_epoch), backend=backend, close=lambda: None
+    )
+
+
+@contextmanager
+def _nixl_required() -> Iterator[None]:
+    """Raise ConfigError if NIXL is not installed on this platform."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"NIXL is not available here ({error}); on a single machine use --transfer local instead"
+        ) from error
+
+
+def _nixl_settings(config: WorkerConfig) -> dict[str, Any]:
+    return {"loopback_only": config.host in _LOOPBACK, "port_range": config.kv_port_range}

@@ -1,0 +1,109 @@
+"""Opens a real device: loads the model, chooses a backend, sizes KV memory and starts the executor.
+
+torch and the model packages are imported inside the functions, because a worker on an emulated device does not need
+them.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from baton.core.ids import WorkerRef
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.logging import get_logger
+from baton.runtime.process.cores import core_quota, num_usable_cores
+from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.kv_registration import register_gpu_memory, register_host_memory
+from baton.worker.device.worker_device import Device, kv_summary, new_engine, num_blocks_for_worker
+
+log = get_logger(__name__)
+
+
+def open_real_device(config: WorkerConfig, worker: WorkerRef) -> Device:
+    """Open the CPU or GPU. See `open_device` for the errors."""
+    from baton.model.device.compute_thread import compute_thread
+
+    num_threads = config.threads_per_worker or default_threads(
+        config.workers_on_host,
+        num_cores=os.cpu_count() or 1,
+        num_usable_cores=num_usable_cores(),
+        quota=core_quota(),
+    )
+    thread = compute_thread(num_threads)
+    try:
+        return thread.submit(_open_in_compute_thread, config, worker, thread, num_threads).result()
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+
+
+def _open_in_compute_thread(
+    config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecutor, num_threads: int
+) -> Device:
+    """Build the device. Runs in `thread`, which the executor then owns."""
+    from baton.model.backends.backend_selection import choose_backend
+    from baton.model.device.device_memory import free_bytes
+    from baton.model.device.device_name import device_name
+    from baton.model.device.kv_tensors import KvCache
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import resolve_model
+    from baton.model.peak_memory import measured_step_bytes
+    from baton.model.torch_executor import TorchExecutor
+
+    loaded = load_model(
+        resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
+    )
+    way = choose_backend(
+        loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
+    )
+    layout = loaded.layout(config.block_size_tokens)
+    step_bytes = measured_step_bytes(
+        loaded,
+        way,
+        block_size_tokens=config.block_size_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    is_host = loaded.device.type == "cpu"
+    free = free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu)
+    num_blocks = num_blocks_for_worker(
+        config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host
+    )
+    log.info("kv_memory_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
+    if is_host:
+        kv, registered = register_host_memory(config, worker, layout, num_blocks)
+        cache = KvCache.over(kv.reshape(-1).data, layout)
+    else:
+        cache = KvCache.zeros(layout, num_blocks, "cuda")
+        registered = register_gpu_memory(config, worker, cache)
+    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    executor = TorchExecutor(loaded.model, cache, thread=thread, way=way)
+    executor.warm(config.max_num_seqs)
+    kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
+    return Device(
+        executor=executor,
+        engine=new_engine(config, pool, loaded.max_model_len, loaded.eos_token_ids),
+        pool=pool,
+        backend=registered.backend,
+        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {kv_text}, {way.name}",
+        close_memory=registered.close,
+        costs_key=step_costs_key(
+            layout.model_fingerprint,
+            device_name(loaded.device),
+            str(loaded.dtype),
+            num_threads,
+            way.name,
+            config.block_size_tokens,
+        ),
+    )
+
+
+def default_threads(workers_on_host: int, *, num_cores: int, num_usable_cores: int, quota: float | None) -> int:
+    """Return the number of compute threads of one worker.
+
+    A process that is restricted to some cores uses all of those. Otherwise the cores are shared evenly by the workers
+    of the host. A container quota (`quota`, in cores, None if unlimited) is shared evenly, too, and caps the result.
+    """
+    cores = num_usable_cores if num_usable_cores < num_cores else max(1, num_cores // workers_on_host)
+    return cores if quota is None else max(1, min(cores, int(quota / workers_on_host)))

@@ -1,0 +1,87 @@
+"""`Device`: the executor, engine, block pool and transfer backend of one worker, and how they are sized."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.step_cost import StepCostModel
+from baton.engine.engine import Engine
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.sizing import DEVICE_SHARE, HOST_SHARE, num_kv_blocks
+from baton.engine.state.engine_config import EngineConfig
+from baton.engine.state.step import Executor
+from baton.runtime.config.settings import MIB, WorkerConfig
+from baton.transfer.backend import TransferBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Everything that a worker computes with and moves KV with.
+
+    summary: one line for logs and the console
+    close_memory: frees the KV memory; call it after executor and backend are closed
+    costs: step costs that are known without measuring; None otherwise
+    costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
+    """
+
+    executor: Executor
+    engine: Engine
+    pool: BlockPool
+    backend: TransferBackend
+    summary: str
+    close_memory: Callable[[], None]
+    costs: StepCostModel | None = None
+    costs_key: str = ""
+
+    async def aclose(self) -> None:
+        """Close the executor after its current step, wait briefly for running reads, then free the memory."""
+        await self.executor.aclose()
+        await self.backend.aclose()
+        self.close_memory()
+
+
+def new_engine(config: WorkerConfig, pool: BlockPool, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Engine:
+    """Build the engine of a worker from its settings and the limits of its model."""
+    return Engine(
+        EngineConfig(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size_tokens=config.block_size_tokens,
+            eos_token_ids=eos_token_ids,
+            max_waiting_seqs=config.max_queue,
+        ),
+        pool,
+    )
+
+
+def num_blocks_for_worker(
+    config: WorkerConfig,
+    layout: KvLayout,
+    max_model_len: int,
+    free_bytes: int,
+    *,
+    step_bytes: int = 0,
+    is_host: bool = True,
+) -> int:
+    """Return how many KV blocks this worker allocates.
+
+    free_bytes: free host memory, or this worker's part of the free GPU memory; step_bytes: peak activations of the
+    largest step.
+    """
+    return num_kv_blocks(
+        layout,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        free=free_bytes,
+        step_bytes=step_bytes,
+        share=HOST_SHARE if is_host else DEVICE_SHARE,
+        num_sharing=config.workers_on_host if is_host else 1,  # free GPU memory is divided by the caller
+        kv_memory=config.kv_memory,
+    )
+
+
+def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
+    """Describe the KV memory for the one-line device summary."""
+    size_mib = num_blocks * layout.block_bytes / MIB
+    return f"KV {num_blocks} blocks of {layout.block_size_tokens} tokens ({size_mib:.0f} MiB), {config.transfer}"
