@@ -1,0 +1,60 @@
+"""The configuration page: every setting with its key, default and the services that read it."""
+
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.setting import Setting
+from baton.runtime.config.settings import SERVICES
+from tools.reference.markdown import code, page, paragraph, table
+
+INTRODUCTION = """
+A setting has one name in three spellings: the flag `--max-queue`, the environment variable `BATON_MAX_QUEUE` and
+the YAML key `max_queue` of the file that `--config` names. The flag comes before the variable, the variable before the
+file, the file before the default. An unknown key or variable is an error. `baton config` shows effective values and
+where each comes from.
+
+A size may be written `512MiB`, `2GB` or as a number of bytes.
+"""
+
+
+def config_page() -> str:
+    """One table of all settings, sorted by key."""
+    settings: dict[str, Setting] = {}
+    readers: dict[str, list[str]] = {}
+    for service, kind in SERVICES.items():
+        for setting in settings_of(kind):
+            settings.setdefault(setting.name, setting)
+            readers.setdefault(setting.name, []).append(service)
+    rows = [
+        (code(name), _kind(setting), code(_default(setting)), setting.description, ", ".join(readers[name]))
+        for name, setting in sorted(settings.items())
+    ]
+    return page(
+        "Configuration",
+        paragraph(INTRODUCTION),
+        "## Settings",
+        table(("key", "type", "default", "meaning", "commands"), rows),
+    )
+
+
+def _kind(setting: Setting) -> str:
+    if setting.choices:
+        return "one of " + ", ".join(code(choice) for choice in setting.choices)
+    name = "size" if setting.is_size else setting.kind.__name__.lower()
+    names = {
+        "str": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "boolean",
+        "tuple": "list",
+        "posixpath": "path",
+    }
+    bounds = [f"≥ {setting.minimum:g}"] if setting.minimum is not None else []
+    bounds += [f"> {setting.above:g}"] if setting.above is not None else []
+    bounds += [f"≤ {setting.maximum:g}"] if setting.maximum is not None else []
+    return " ".join([names.get(name, name), *bounds])
+
+
+def _default(setting: Setting) -> str:
+    value = setting.default
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
