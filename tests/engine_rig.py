@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.core.request import FinishReason
-from baton.engine.engine import Engine, EngineConfig
+from baton.core.step_cost import StepCostModel
+from baton.engine.engine import Engine, EngineConfig, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest
@@ -18,7 +19,14 @@ class EngineRig:
     """`outputs[seq_id, sample_index]`: tokens as they came; `ends`: finish or failure of each sample that has
     one."""
 
-    def __init__(self, num_blocks: int = 64, **config: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        step_costs: Callable[[], StepCostModel | None] = unknown_costs,
+        clock: Callable[[], float] = lambda: 0.0,
+        **config: Any,
+    ) -> None:
         limits = {
             "max_num_batched_tokens": 32,
             "max_num_seqs": 8,
@@ -29,7 +37,7 @@ class EngineRig:
         self.generation_table = FakeGenerationTable(num_blocks)
         self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
         self.executor = FakeExecutor(num_blocks, self.config.block_size_tokens, self.generation_table)
-        self.engine = Engine(self.config, self.pool)
+        self.engine = Engine(self.config, self.pool, step_costs=step_costs, clock=clock)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling, TokenLogprobs
-from baton.engine.state.sequence import ends_of_text
+from baton.engine.state.sequence import end_token_ids
 from baton.engine.state.step import SampleRequest
 from baton.model.loading.model_loader import eos_token_ids
 from baton.model.sampling.host_sampler import adjusted_logits, kept_token_ids, noise
@@ -130,7 +130,7 @@ class ExactnessChecker:
             position=len(answer.prompt) + position,
             history=token_ids(answer.prompt + answer.tokens[:position]),
             num_prompt_tokens=len(answer.prompt),
-            banned_token_ids=ends_of_text(sampling, self._eos) if position < sampling.min_tokens else (),
+            banned_token_ids=end_token_ids(sampling, self._eos) if position < sampling.min_tokens else (),
         )
         adjusted = adjusted_logits(logits, request)
         if sampling.is_greedy:

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import chain, root_hash, token_ids
 from baton.core.request import Sampling
+from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
-from baton.engine.scheduling.step_budget import StepTiming
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.runtime.config.settings import WorkerConfig
@@ -120,11 +120,12 @@ class InProcess:
         self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
         self._block_size = config.block_size_tokens
         self._next_id = 1
-        engine = self._device.engine
         keeper = self._keeper = CostKeeper(
-            asyncio.run(measure_costs(self._device.executor, engine.config, self._device.pool))
+            asyncio.run(measure_costs(self._device.executor, self._device.engine_config, self._device.pool))
         )
-        engine.pace = StepTiming(costs=lambda: keeper.costs, now_s=time.monotonic)
+        self._engine = Engine(
+            self._device.engine_config, self._device.pool, step_costs=lambda: keeper.costs, clock=time.monotonic
+        )
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
         return asyncio.run(self._run(prompts, num_outputs))
@@ -146,7 +147,7 @@ class InProcess:
             if not open_ids:
                 done.set()
 
-        loop = EngineLoop(self._device.engine, self._device.executor, deliver, self._keeper.observe)
+        loop = EngineLoop(self._engine, self._device.executor, deliver, self._keeper.observe)
         requests = sequence_requests(prompts, num_outputs, min(open_ids), self._block_size, LENIENT_S)
         began_s = time.perf_counter()
         for request in requests:

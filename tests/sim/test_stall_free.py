@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from baton.core.step_cost import StepCostModel, StepWork
-from baton.engine.engine import Engine, EngineConfig
+from baton.engine.engine import Engine, EngineConfig, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.scheduling.step_budget import StepTiming
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from tests.builders import sequence_request
 from tests.fake_executor import FakeGenerationTable
@@ -42,7 +41,7 @@ class Run:
 
 
 def run(
-    is_emulated: bool,
+    is_limited: bool,
     num_requests: int,
     output_tokens: int,
     per_s: float | None,
@@ -59,9 +58,13 @@ def run(
         block_size_tokens=BLOCK,
         max_waiting_seqs=10_000,
     )
-    engine = Engine(config, BlockPool(64 * 256, BLOCK, FakeGenerationTable(64 * 256)))
     rng, found, now_s, at_s = Random(seed), Run(), 0.0, 0.0
-    engine.pace = StepTiming(costs=lambda: COSTS, now_s=lambda: now_s) if is_emulated else None
+    engine = Engine(
+        config,
+        BlockPool(64 * 256, BLOCK, FakeGenerationTable(64 * 256)),
+        step_costs=(lambda: COSTS) if is_limited else unknown_costs,
+        clock=lambda: now_s,
+    )
     arrivals: list[float] = []
     for number in range(num_requests):
         at_s += rng.expovariate(per_s / burst) if per_s and number % burst == 0 else 0.0
@@ -110,40 +113,40 @@ def work_of(plan: StepPlan) -> tuple[StepWork, list[int]]:
 def test_at_four_fifths_of_capacity_no_gap_is_long(output_tokens: int) -> None:
     num_requests = 40 * TIMES
     capacity_per_s = num_requests / run(False, num_requests, output_tokens, None).took_s
-    emulated, not_emulated = (
-        run(is_emulated, num_requests, output_tokens, 0.8 * capacity_per_s) for is_emulated in (True, False)
+    limited, unlimited = (
+        run(is_limited, num_requests, output_tokens, 0.8 * capacity_per_s) for is_limited in (True, False)
     )
-    assert np.percentile(emulated.gaps, 99) <= 2.0
-    assert np.percentile(not_emulated.gaps, 99) > 2.5
-    assert emulated.took_s < 1.1 * not_emulated.took_s
+    assert np.percentile(limited.gaps, 99) <= 2.0
+    assert np.percentile(unlimited.gaps, 99) > 2.5
+    assert limited.took_s < 1.1 * unlimited.took_s
 
 
 @pytest.mark.parametrize(("output_tokens", "num_requests"), [(16, 200), (128, 60), (512, 40)])
 def test_no_throughput_is_lost_where_prompts_queue(output_tokens: int, num_requests: int) -> None:
     """At the end, when hardly any wait, those that decode are spared again: that costs a little of a long
     run."""
-    emulated, not_emulated = (
-        run(is_emulated, num_requests * TIMES, output_tokens, None).took_s for is_emulated in (True, False)
+    limited, unlimited = (
+        run(is_limited, num_requests * TIMES, output_tokens, None).took_s for is_limited in (True, False)
     )
-    assert emulated < 1.1 * not_emulated
+    assert limited < 1.1 * unlimited
 
 
 def promised_and_not(num_requests: int, part_of_capacity: float, slo_s: float) -> tuple[Run, Run, Run]:
     """With a promise of `slo_s` a token, with none, and where steps take whatever fits."""
     per_s = part_of_capacity * 60 / run(False, 60, 128, None).took_s
     kinds = ((True, slo_s), (True, 0.0), (False, 0.0))
-    promised, without, not_emulated = (
-        run(is_emulated, num_requests, 128, per_s, tpot_slo_s) for is_emulated, tpot_slo_s in kinds
+    promised, without, unlimited = (
+        run(is_limited, num_requests, 128, per_s, tpot_slo_s) for is_limited, tpot_slo_s in kinds
     )
-    return promised, without, not_emulated
+    return promised, without, unlimited
 
 
 def test_beside_a_promise_prompts_are_done_sooner_and_it_is_kept() -> None:
     """At four fifths of what it can do, for half a minute. Steps that take whatever fits would break it."""
     slo_s = 0.04
-    promised, without, not_emulated = promised_and_not(120, 0.8, slo_s)
+    promised, without, unlimited = promised_and_not(120, 0.8, slo_s)
     assert np.percentile(promised.ttfts_s, 90) < 0.5 * np.percentile(without.ttfts_s, 90)
-    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(not_emulated.tpots_s, 95)
+    assert np.percentile(promised.tpots_s, 95) <= slo_s < np.percentile(unlimited.tpots_s, 95)
 
 
 def test_prompts_that_keep_coming_break_no_promise() -> None:
@@ -151,10 +154,10 @@ def test_prompts_that_keep_coming_break_no_promise() -> None:
     promise of 40 ms allows. What is lent is made up for in steps that prompts are in: counted on steps
     without, one answer in a hundred was late."""
     slo_s = 0.04
-    promised, without, not_emulated = promised_and_not(sized(240, 600), 0.75, slo_s)
+    promised, without, unlimited = promised_and_not(sized(240, 600), 0.75, slo_s)
     assert np.percentile(promised.ttfts_s, 50) < 0.25 * np.percentile(without.ttfts_s, 50)
     assert np.percentile(promised.ttfts_s, 90) < np.percentile(without.ttfts_s, 90)
-    assert np.percentile(promised.tpots_s, 99) <= slo_s < np.percentile(not_emulated.tpots_s, 95)
+    assert np.percentile(promised.tpots_s, 99) <= slo_s < np.percentile(unlimited.tpots_s, 95)
 
 
 @pytest.mark.parametrize("seed", range(5, 5 + sized(3, 10)))

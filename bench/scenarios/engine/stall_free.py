@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from baton.core.ids import WorkerRef
+from baton.engine.engine import Engine, unknown_costs
 from baton.engine.loop import EngineLoop
-from baton.engine.scheduling.step_budget import StepTiming
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
@@ -79,10 +79,13 @@ class EngineRun:
     def __init__(
         self, device: Device, keeper: CostKeeper | None, requests: list[SequenceRequest], rate_rps: float, seed: int
     ) -> None:
-        self._loop = EngineLoop(device.engine, device.executor, self._deliver, self._on_step)
-        device.engine.pace = (
-            None if keeper is None else StepTiming(costs=lambda: keeper.costs, now_s=asyncio.get_running_loop().time)
+        engine = Engine(
+            device.engine_config,
+            device.pool,
+            step_costs=unknown_costs if keeper is None else lambda: keeper.costs,
+            clock=asyncio.get_running_loop().time,
         )
+        self._loop = EngineLoop(engine, device.executor, self._deliver, self._on_step)
         self._keeper = keeper
         self._requests = requests
         self._rate_rps = rate_rps
@@ -162,7 +165,7 @@ class StallFreeBench:
             )
             try:
                 await asyncio.to_thread(wait_for_memory)
-                keeper = CostKeeper(await measure_costs(device.executor, device.engine.config, device.pool))
+                keeper = CostKeeper(await measure_costs(device.executor, device.engine_config, device.pool))
                 with settled_heap():  # as in a worker
                     while len(found) < self._arguments.repeats:
                         found.append(await self._repeat(device, keeper, directory, len(found)))
@@ -200,7 +203,7 @@ class StallFreeBench:
             [rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)] for _ in range(self._arguments.requests)
         ]
         requests = sequence_requests(
-            prompts, self._arguments.outputs, self._next_id, device.engine.config.block_size_tokens
+            prompts, self._arguments.outputs, self._next_id, device.engine_config.block_size_tokens
         )
         self._next_id += len(requests)
         return await EngineRun(device, keeper, requests, rate_rps, seed).run()

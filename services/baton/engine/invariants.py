@@ -34,8 +34,8 @@ def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
 
 def _check_sequence(seq: EngineSequence, pool: BlockPool) -> None:
     hashed, open_ended = seq.block_table[: seq.num_hashed_blocks], seq.block_table[seq.num_hashed_blocks :]
-    require(seq.num_tokens_behind > 0, f"no token to compute: {seq}")
-    require(seq.table == tuple(seq.block_table), f"stale table: {seq}")
+    require(seq.num_uncomputed_tokens > 0, f"no token to compute: {seq}")
+    require(seq.block_ids == tuple(seq.block_table), f"stale table: {seq}")
     if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
         require(not seq.block_table and not seq.num_computed_tokens, f"waits with blocks: {seq}")
         return

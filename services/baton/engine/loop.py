@@ -83,7 +83,7 @@ class EngineLoop:
         """Not delivered yet: nobody's next move depends on it."""
         self._has_ended = False
         self._failed_in_a_row: set[int] = set()  # requests, since anything has succeeded
-        engine.pool.on_room = self._wake.set
+        engine.pool.on_freed(self._wake.set)
 
     # -- inbox --------------------------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class EngineLoop:
             raise ValueError(f"sequence {request.seq_id} exists already")
         self.engine.check_request(request, num_more_waiting=len(self._adds))
         self._adds[request.seq_id] = request
-        self.engine.coming.add(request)
+        self.engine.queued_prefix.add(request)
         self._put(lambda: self.engine.add(request))
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
@@ -139,7 +139,7 @@ class EngineLoop:
     def _inbox_prefills(self) -> Iterable[tuple[int, int]]:
         for request in self._adds.values():
             if not request.pulled:
-                before = self.engine.coming.shared_tokens(request.seq_id)
+                before = self.engine.queued_prefix.shared_tokens(request.seq_id)
                 yield len(request.token_ids) - before, before
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class EngineLoop:
                 await self._plan_ahead(step.plan)
                 self._hand_over_held()
                 outcome = self.engine.apply(step.plan, await self._result_of(step))
-                if outcome.only_goes_on:
+                if outcome.only_continues:
                     self._held = outcome
                 else:
                     self._hand_over(outcome)
@@ -180,7 +180,7 @@ class EngineLoop:
             self._withdraw_ahead()
             if self._ahead is not None:
                 await _stopped(self._ahead.result)
-                self.engine.withdrawn()
+                self.engine.step_withdrawn()
             if self._current is not None:
                 await _stopped(self._current.result)
             self.step_started_s = None
@@ -220,7 +220,7 @@ class EngineLoop:
     def _withdraw_ahead(self) -> None:
         if self._ahead is not None and self.executor.withdraw(self._ahead.plan.step_id):
             self._ahead = None
-            self.engine.withdrawn()
+            self.engine.step_withdrawn()
 
     async def _let_go_of_ahead(self) -> None:
         """The step that it follows has failed. One that has begun must end first: it may write to what others
@@ -231,7 +231,7 @@ class EngineLoop:
             await asyncio.wait((ahead.result,))
             await _stopped(ahead.result)
             self.step_started_s, self._ahead = None, None
-            self.engine.withdrawn()
+            self.engine.step_withdrawn()
 
     async def _result_of(self, step: _Launched) -> StepResult:
         """If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on.
@@ -245,7 +245,7 @@ class EngineLoop:
             except Exception as error:
                 log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
                 await self._let_go_of_ahead()
-                again = self.engine.known(plan)
+                again = self.engine.without_placeholders(plan)
                 if again.is_empty:  # whoever was in it has ended since: nobody's step
                     return StepResult(step_id=plan.step_id, samples={})
                 return await self._find_guilty(again, error)
@@ -303,7 +303,7 @@ class EngineLoop:
         if num_raised < len(plan.sequences):
             self._failed_in_a_row.clear()
         else:
-            self._failed_in_a_row.update(self.engine.request_of(part.seq_id) for part in plan.sequences)
+            self._failed_in_a_row.update(self.engine.seq_id_of(part.seq_id) for part in plan.sequences)
             if len(self._failed_in_a_row) >= MAX_FAILED_IN_A_ROW or not plan.sequences:
                 message = f"{len(self._failed_in_a_row)} requests in a row have failed, each of them alone; restart the worker"
                 raise EngineUnhealthy(message) from error

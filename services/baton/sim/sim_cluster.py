@@ -6,7 +6,6 @@ from random import Random
 
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
-from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.fleet.local.in_process_cluster import LocalCluster, WorkerLeaves
@@ -65,18 +64,15 @@ class SimCluster(LocalCluster):
         backend = SimTransferBackend(
             fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations
         )
-        engine = Engine(
-            EngineConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=model.max_model_len,
-                block_size_tokens=config.block_size_tokens,
-                max_waiting_seqs=config.max_queue,
-            ),
-            pool,
+        engine_config = EngineConfig(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=model.max_model_len,
+            block_size_tokens=config.block_size_tokens,
+            max_waiting_seqs=config.max_queue,
         )
         return WorkerLeaves(
-            engine=engine,
+            engine_config=engine_config,
             pool=pool,
             executor=SimExecutor(layout=layout, memory=memory, vocab_size=model.vocab_size, cost=model.step),
             backend=backend,

@@ -160,7 +160,7 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             WorkerParts(
                 worker=ref,
                 config=config,
-                engine=device.engine,
+                engine_config=device.engine_config,
                 pool=device.pool,
                 executor=MeteredExecutor(device.executor, metrics.engine),
                 backend=device.backend,
@@ -326,7 +326,7 @@ async def _costs(device: Device, store: CostStore, health: Health) -> StepCostMo
             return await known_or_measured(store, device.costs_key, measured)
 
     def measured() -> Awaitable[StepCostModel | None]:
-        return measure_costs(device.executor, device.engine.config, device.pool)
+        return measure_costs(device.executor, device.engine_config, device.pool)
 
     try:
         return await known_or_measured(store, device.costs_key, alone)

@@ -21,7 +21,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
-from baton.engine.scheduling.step_budget import StepTiming
+from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import Executor
 from baton.runtime.config.settings import WorkerConfig
@@ -61,7 +61,7 @@ class WorkerParts:
 
     worker: WorkerRef
     config: WorkerConfig
-    engine: Engine
+    engine_config: EngineConfig
     pool: BlockPool
     executor: Executor
     backend: TransferBackend
@@ -86,15 +86,19 @@ class Worker:
         self.worker = parts.worker
         self.role = WorkerRole(config.role)
         self.pool = parts.pool
-        self.engine = parts.engine
         self._parts = parts
         self._config = config
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
         self.tasks = BackgroundTasks(lambda error: self._life.fail(error))
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
-        parts.engine.pace = StepTiming(costs=lambda: self._costs.costs, now_s=lambda: asyncio.get_running_loop().time())
-        self.engine_loop = EngineLoop(parts.engine, parts.executor, self._deliver, self._costs.observe)
+        self.engine = Engine(
+            parts.engine_config,
+            parts.pool,
+            step_costs=lambda: self._costs.costs,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+        self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._costs.observe)
         self.publisher = self._new_publisher()
         self.owner = OwnerService(
             worker=parts.worker,
@@ -130,7 +134,7 @@ class Worker:
             pool=parts.pool,
             owner=self.owner,
             reader=self.reader,
-            prefixes=PrefixPuller(engine=parts.engine, reader=self.reader, costs=lambda: self._costs.costs),
+            prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,
@@ -255,7 +259,7 @@ class Worker:
             needs_replacement=self._life.needs_replacement,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
-            slo_step_s=engine.slo_step_s,
+            slo_step_s=engine.next_step_budget().slo_step_s,
         )
 
     def debug_state(self) -> dict[str, object]:

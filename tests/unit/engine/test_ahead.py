@@ -140,7 +140,7 @@ def test_a_step_that_is_withdrawn_leaves_no_trace() -> None:
     rig = decoding()
     plan = rig.plan()
     assert not rig.engine.plan_ahead(plan).is_empty
-    rig.engine.withdrawn()
+    rig.engine.step_withdrawn()
     rig.apply(plan)
     rig.add(sequence_request(3, range(40, 50)))
     rig.run()
@@ -188,7 +188,7 @@ def test_a_step_ahead_can_be_run_again_once_its_tokens_are_known() -> None:
     plan = rig.plan()
     after = rig.engine.plan_ahead(plan)
     rig.apply(plan)
-    known = rig.engine.known(after)
+    known = rig.engine.without_placeholders(after)
     assert (known.step_id, known.follows, len(known.sequences)) == (after.step_id, None, 2)
     assert [part.token_ids[0] for part in known.sequences] == [rig.outputs[i, 0][-1] for i in (1, 2)]
     rig.note(rig.engine.apply(after, rig.executor.run(known)))

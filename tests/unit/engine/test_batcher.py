@@ -3,7 +3,7 @@
 from typing import Any
 
 from baton.core.state_machines import SequenceState
-from baton.engine.scheduling.batcher import one_token_behind, queue_order, share_budget, victim
+from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim, split_budget
 from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
 
@@ -30,32 +30,32 @@ def test_queue_is_preempted_first_then_by_priority_then_by_arrival() -> None:
         make_seq(4, state=waiting),
         make_seq(5, state=preempted, priority=5),
     ]
-    assert arrivals(queue_order(reversed(seqs))) == [3, 5, 2, 1, 4]
+    assert arrivals(admission_order(reversed(seqs))) == [3, 5, 2, 1, 4]
 
 
 def test_victim_is_the_lowest_priority_then_the_youngest() -> None:
-    assert victim([]) is None
+    assert preemption_victim([]) is None
     seqs = [make_seq(1, priority=1), make_seq(2, priority=1), make_seq(3)]
-    assert victim(seqs) is seqs[1]
+    assert preemption_victim(seqs) is seqs[1]
 
 
 def test_who_may_not_be_preempted_is_no_victim() -> None:
     seqs = [make_seq(1), make_seq(2, prefill_only=True), make_seq(3, state=SequenceState.RECEIVING)]
-    assert victim(seqs) is seqs[0]
-    assert victim(seqs[1:]) is None
+    assert preemption_victim(seqs) is seqs[0]
+    assert preemption_victim(seqs[1:]) is None
 
 
 def test_the_best_get_their_blocks_first() -> None:
     seqs = [make_seq(1, priority=1), make_seq(2), make_seq(3, behind=2), make_seq(4, priority=-1)]
-    assert arrivals(one_token_behind(seqs)) == [4, 2, 1]
+    assert arrivals(decode_order(seqs)) == [4, 2, 1]
 
 
 def test_decodes_come_before_chunks() -> None:
     prompt, decode = make_seq(1, behind=15), make_seq(2)
-    assert share_budget([prompt, decode], 10, 10) == [(decode, 1), (prompt, 9)]
-    assert one_token_behind([prompt, decode]) == [decode]
+    assert split_budget([prompt, decode], 10, 10) == [(decode, 1), (prompt, 9)]
+    assert decode_order([prompt, decode]) == [decode]
 
 
 def test_chunks_are_cut_from_what_is_left_in_order() -> None:
     seqs = [make_seq(1, behind=6), make_seq(2, behind=9, priority=-1), make_seq(3, behind=4)]
-    assert share_budget(seqs, 12, 12) == [(seqs[1], 9), (seqs[0], 3)]
+    assert split_budget(seqs, 12, 12) == [(seqs[1], 9), (seqs[0], 3)]

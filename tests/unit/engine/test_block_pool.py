@@ -253,7 +253,7 @@ def test_in_doubt_means_not_found_and_not_proven() -> None:
 def test_whoever_waits_hears_of_room() -> None:
     pool, _ = make_pool(4)
     heard: list[int] = []
-    pool.on_room = lambda: heard.append(pool.num_allocatable)
+    pool.on_freed(lambda: heard.append(pool.num_allocatable))
     blocks, receiving_blocks = allocated(pool, 2), receiving(pool, 2)
     pool.pin(blocks)
     pool.unref(blocks)

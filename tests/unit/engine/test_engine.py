@@ -248,6 +248,6 @@ def test_a_prompt_that_another_brings_is_not_waited_for_twice() -> None:
     rig.engine.cancel(1)
     rig.engine.cancel(2)
     rig.engine.cancel(3)
-    assert len(rig.engine.coming) == 0
+    assert len(rig.engine.queued_prefix) == 0
     rig.add(sequence_request(4, first))
     assert rig.engine.waiting_prefill_tokens == 5 * block, "nobody brings it any more"

@@ -185,7 +185,7 @@ def test_landed_before_all_blocks_have_landed_fails_that_sequence() -> None:
     rig.run()
     end = rig.ends[1, 0]
     assert isinstance(end, Failure)
-    assert "1 blocks not landed as asked" in end.message
+    assert "1 missing or wrong blocks" in end.message
     rig.assert_answered(other)
     rig.pool.drop_receiving([rig.admissions[1].block_table[2]])
     rig.assert_clean()

@@ -148,5 +148,5 @@ def test_a_full_queue_refuses() -> None:
 def test_a_callers_mistake_is_a_value_error(changes: dict[str, Any]) -> None:
     rig = EngineRig()
     rig.add(sequence_request(1))
-    with pytest.raises(ValueError, match=r"exists|hashes|sample"):
+    with pytest.raises(ValueError, match=r"already in use|hashes|sample"):
         rig.add(sequence_request(**{"seq_id": 2, "tokens": range(5), **changes}))

@@ -10,7 +10,6 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import NO_HASH
 from baton.core.kv.kv_events import KvEventKind
 from baton.core.step_cost import StepCostModel
-from baton.engine.scheduling.step_budget import StepTiming
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan, StepSequence
 from tests.builders import hashes_of, sequence_request
@@ -37,6 +36,8 @@ class World:
             max_num_batched_tokens=rng.randint(max_num_seqs, 24),
             max_model_len=rng.randint(30, 60),
             max_waiting_seqs=16,
+            step_costs=lambda: self.costs,
+            clock=lambda: self.now_s,
         )
         self.requests: dict[int, SequenceRequest] = {}
         self.cancelled: set[tuple[int, int]] = set()  # samples
@@ -55,8 +56,7 @@ class World:
         costs = StepCostModel(
             step_s=4e-3, prefill_token_s=token_s, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7
         )
-        if rng.random() < 0.7:
-            self.rig.engine.pace = StepTiming(costs=lambda: costs, now_s=lambda: self.now_s)
+        self.costs = costs if rng.random() < 0.7 else None
 
     def maybe_fail(self, _: StepSequence) -> Failure | None:
         return INJECTED if self.rng.random() < self.fail_rate else None
@@ -231,9 +231,9 @@ class World:
             has_run = True
             self.happened["steps"] += 1
             self.happened["steps beside a prompt that is cut short"] += (
-                self.rig.engine.step_budget_tokens < self.rig.config.max_num_batched_tokens
+                self.rig.engine.next_step_budget().num_tokens < self.rig.config.max_num_batched_tokens
             )
-            self.happened["steps as long as promised"] += self.rig.engine.slo_step_s > 0
+            self.happened["steps as long as promised"] += self.rig.engine.next_step_budget().slo_step_s > 0
             self.now_s += self.rng.uniform(0.002, 0.02)
             after = self.ahead_of(plan)
             result = self.rig.executor.run(plan)
@@ -262,7 +262,7 @@ class World:
         if after.is_empty:
             return None
         if self.rng.random() < 0.2:
-            self.rig.engine.withdrawn()
+            self.rig.engine.step_withdrawn()
             self.rig.engine.check()
             self.happened["withdrawn"] += 1
             return None

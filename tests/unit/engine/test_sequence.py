@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import FinishReason
-from baton.engine.state.sequence import EngineSequence, ends_of_text, finish_with, max_cached_blocks
+from baton.engine.state.sequence import EngineSequence, end_token_ids, finish_reason, max_cached_blocks
 from tests.builders import hashes_of, sequence_request
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -31,25 +31,25 @@ def test_finish(
 ) -> None:
     request = sequence_request(tokens=range(10, 15), max_tokens=8, sampling=sampling)
     assert (
-        finish_with(token_id, request, num_tokens=5 + num_outputs_before, eos_token_ids=EOS, max_model_len=100)
+        finish_reason(token_id, request, num_tokens=5 + num_outputs_before, eos_token_ids=EOS, max_model_len=100)
         is finish
     )
 
 
 def test_the_models_length_ends_a_sample() -> None:
     request = sequence_request(tokens=range(10, 15))
-    assert finish_with(9, request, num_tokens=8, eos_token_ids=EOS, max_model_len=10) is None
-    assert finish_with(9, request, num_tokens=9, eos_token_ids=EOS, max_model_len=10) is LENGTH
+    assert finish_reason(9, request, num_tokens=8, eos_token_ids=EOS, max_model_len=10) is None
+    assert finish_reason(9, request, num_tokens=9, eos_token_ids=EOS, max_model_len=10) is LENGTH
 
 
 def test_outputs_of_an_earlier_attempt_count() -> None:
     request = sequence_request(tokens=range(10, 20), num_prompt_tokens=3, max_tokens=8)
-    assert finish_with(9, request, num_tokens=10, eos_token_ids=EOS, max_model_len=100) is LENGTH
+    assert finish_reason(9, request, num_tokens=10, eos_token_ids=EOS, max_model_len=100) is LENGTH
 
 
-def test_ends_of_text_are_named_once() -> None:
+def test_end_token_ids_have_no_duplicates() -> None:
     sampling = sequence_request(sampling={"stop_token_ids": (2, 9)}).sampling
-    assert ends_of_text(sampling, EOS) == (2, 9)
+    assert end_token_ids(sampling, EOS) == (2, 9)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])

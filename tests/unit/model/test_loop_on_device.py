@@ -40,7 +40,7 @@ class Rig:
         loaded = load_model(model_dir, device="cpu")
         pool = BlockPool(NUM_BLOCKS, SIZE, FakeGenerationTable(NUM_BLOCKS))
         limits = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=60, block_size_tokens=SIZE)
-        self.engine = Engine(limits, pool)
+        self.engine = Engine(limits, pool, clock=lambda: 0.0)
         self.executor = TorchExecutor(
             loaded.model, KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS), thread=LateThread(1)
         )

@@ -23,7 +23,7 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
         left = num_tokens - done
         most = CHUNK - len(contexts)
         if contexts:
-            most = MixedStep.of(costs, contexts, [(left, done)]).most_tokens(
+            most = MixedStep.of(costs, contexts, [(left, done)]).max_prefill_tokens(
                 limit_s, done, at_most=most, at_least=BLOCK
             )
         part = min(left, most)

@@ -18,7 +18,7 @@ from baton.core.ids import WorkerRef
 from baton.core.interfaces import Member, MemberKind
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob
-from baton.engine.engine import Engine, EngineConfig
+from baton.engine.engine import EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.checksum import extend, token_after
 from baton.engine.scheduling.step_queue import StepQueue
@@ -144,7 +144,7 @@ class Node:
             WorkerParts(
                 worker=self.ref,
                 config=self.config,
-                engine=Engine(engine_config, self.pool),
+                engine_config=engine_config,
                 pool=self.pool,
                 executor=self.executor,
                 backend=self.backend,

@@ -49,7 +49,7 @@ def test_its_costs_are_what_it_was_told_and_are_kept_nowhere(opened: Open) -> No
 
 
 def test_an_answer_ends_by_its_length_alone(opened: Open) -> None:
-    config = opened(max_num_seqs=7, max_queue=9).engine.config
+    config = opened(max_num_seqs=7, max_queue=9).engine_config
     assert config.eos_token_ids == ()
     assert (config.max_num_seqs, config.max_model_len, config.max_waiting_seqs) == (7, 256, 9)
 

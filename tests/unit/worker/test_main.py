@@ -13,7 +13,7 @@ import pytest
 
 from baton.core.errors import BatonError, ConfigError, ModelError, StreamBroken
 from baton.core.ids import WorkerRef
-from baton.engine.engine import Engine, EngineConfig
+from baton.engine.engine import EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.step import DeviceFault
 from baton.rpc.grpc_network import GrpcNetwork
@@ -52,14 +52,16 @@ class Opened:
             MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch),
         )
         pool = BlockPool(NUM_BLOCKS, BLOCK, generations)
-        engine = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256, block_size_tokens=BLOCK)
+        engine_config = EngineConfig(
+            max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256, block_size_tokens=BLOCK
+        )
         self.worker = worker
         self.executor = GatedExecutor(
             SimExecutor(layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost())
         )
         return Device(
             executor=self.executor,
-            engine=Engine(engine, pool),
+            engine_config=engine_config,
             pool=pool,
             backend=SimTransferBackend(
                 fabric=SimFabric(Random(0), LinkModel()),

@@ -34,15 +34,13 @@ class BlockPool:
     """The blocks of one worker. The engine owns the references; transfers pin, land and quarantine
     (`PinPool`, `LandingPool`).
 
-    `on_room` is called whenever blocks have become allocatable, also by a transfer: who waits for memory
-    waits for that. Wrong use (a reference to a free block, a receiving that is none) raises ValueError and
+    Wrong use (a reference to a free block, a receiving that is none) raises ValueError and
     leaves that block as it was.
     """
 
     def __init__(self, num_blocks: int, block_size_tokens: int, generation_table: GenerationTable) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
-        self.on_room: Callable[[], None] | None = None
         self._generation_table = generation_table
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
@@ -55,6 +53,7 @@ class BlockPool:
         self._num_quarantined = 0
         self._held_for_others = 0
         self._changes: dict[BlockHash, KvEventKind] = {}  # net since last taken, so never more than twice the pool
+        self._on_freed: list[Callable[[], None]] = []
         self._steps_launched = 0
         self._steps_finished = 0
         self._fenced: OrderedDict[int, int] = (
@@ -106,6 +105,10 @@ class BlockPool:
         """Whether no read stands between this block and its use."""
         return self._fill[block_id] is BlockFill.NONE
 
+    def on_freed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever blocks may have become allocatable, whether a sequence or a transfer freed them."""
+        self._on_freed.append(callback)
+
     # -- handing out and taking back ----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int] | None:
@@ -144,7 +147,7 @@ class BlockPool:
                 raise ValueError(f"block {block_id} has no reference to give back")
             self._count(block_id, refs=-1)
             self._release(block_id)
-        self._tell_room()
+        self._notify_freed()
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Keep these for a transfer, also when their sequence is over; they must be used or cached."""
@@ -160,7 +163,7 @@ class BlockPool:
                 raise ValueError(f"block {block_id} has no pin to give back")
             self._count(block_id, pins=-1)
             self._release(block_id)
-        self._tell_room()
+        self._notify_freed()
 
     def generation(self, block_id: int) -> int:
         return self._generation_table.generation(block_id)
@@ -251,7 +254,7 @@ class BlockPool:
         else:
             self._idle.end_copy(block_id)  # another request will not find it
         self._release(block_id)
-        self._tell_room()
+        self._notify_freed()
 
     def drop_receiving(self, block_ids: Sequence[int]) -> None:
         """See LandingPool. While its sequence has not let go, a block stays used."""
@@ -259,7 +262,7 @@ class BlockPool:
             self._end_receiving(block_id, BlockFill.VOID)
             self._idle.end_copy(block_id)
             self._release(block_id)
-        self._tell_room()
+        self._notify_freed()
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """See LandingPool."""
@@ -276,7 +279,7 @@ class BlockPool:
             self._idle.end_copy(block_id)
             self._num_quarantined -= 1
             self._release(block_id)
-        self._tell_room()
+        self._notify_freed()
 
     # -- fence --------------------------------------------------------------------------------------------------------------------------
 
@@ -410,6 +413,6 @@ class BlockPool:
         self._pins[block_id] += pins
         self._held_for_others += self._is_held(block_id) - was_held
 
-    def _tell_room(self) -> None:
-        if self.on_room is not None:
-            self.on_room()
+    def _notify_freed(self) -> None:
+        for callback in self._on_freed:
+            callback()

@@ -4,10 +4,10 @@ from itertools import islice
 
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.scheduling.batcher import one_token_behind, queue_order, victim
+from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import AdmittedSequence, EngineCounters
-from baton.engine.state.sequence import EngineSequence, max_cached_blocks, num_blocks_wanted
+from baton.engine.state.sequence import EngineSequence, max_cached_blocks, num_blocks_needed
 from baton.engine.state.sequence_table import SequenceTable
 
 
@@ -16,7 +16,7 @@ class BlockAllocator:
     prompts that wait.
 
     `copies`: (source, destination) blocks of the plan that is not applied yet; each source has a reference
-    until `copies_done`. `admissions`: made since the engine last took them.
+    until `release_copies`. `admissions`: made since the engine last took them.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class BlockAllocator:
         self._sequences = sequences
         self._counters = counters
 
-    def give_to_decode(self) -> None:
+    def allocate_for_decode(self) -> None:
         """Each sequence that is one token behind gets a block of its own to write it to, or somebody is
         preempted, in the end itself."""
         running = self._sequences.running
-        for seq in one_token_behind(running.values()):
+        for seq in decode_order(running.values()):
             while seq.state is SequenceState.RUNNING and not self._has_or_gets(seq):
-                loser = victim(running.values())
+                loser = preemption_victim(running.values())
                 if (
                     loser is None
                 ):  # `seq` itself may not be preempted, so its blocks came all at once and it cannot lack one
@@ -54,24 +54,24 @@ class BlockAllocator:
             return shares
         holds_too_much = 2 * self._pool.held_for_others > self._pool.num_blocks
         claimed = 0
-        for seq in queue_order(self._sequences.queue.values()):
+        for seq in admission_order(self._sequences.queue.values()):
             if seq.request.for_reader and holds_too_much:
                 continue
             if seq.num_slots > slots or claimed >= self._pool.num_allocatable:
                 break
             if not budget and not seq.waits_for_pull:
-                claimed += num_blocks_wanted(seq, self._config.block_size_tokens)
+                claimed += num_blocks_needed(seq, self._config.block_size_tokens)
                 continue
             if not self._give_blocks(seq, claimed):
                 break
             slots -= seq.num_slots
             if seq.state is SequenceState.RUNNING:
-                num_scheduled_tokens = min(seq.num_tokens_behind, budget)
+                num_scheduled_tokens = min(seq.num_uncomputed_tokens, budget)
                 shares.append((seq, num_scheduled_tokens))
                 budget -= num_scheduled_tokens
         return shares
 
-    def copies_done(self) -> None:
+    def release_copies(self) -> None:
         """The step that made them is over: nobody needs their sources for it any more."""
         self._pool.unref([source for source, _ in self.copies])
         self._counters.block_copies += len(self.copies)
@@ -107,7 +107,7 @@ class BlockAllocator:
         leaving what is claimed and one for each sequence that may soon need it."""
         block_size_tokens = self._config.block_size_tokens
         cached = self._pool.lookup(islice(seq.hashes, max_cached_blocks(len(seq.token_ids), block_size_tokens)))
-        missing = num_blocks_wanted(seq, block_size_tokens) - len(cached)
+        missing = num_blocks_needed(seq, block_size_tokens) - len(cached)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         if missing + spare + claimed > self._pool.num_allocatable - self._pool.num_idle(cached):
             return False
@@ -128,7 +128,7 @@ class BlockAllocator:
             self.admissions.append(
                 AdmittedSequence(
                     seq_id=seq.seq_id,
-                    block_table=seq.table,
+                    block_table=seq.block_ids,
                     num_cached_blocks=len(cached),
                     receiving_block_ids=tuple(new) if seq.state is SequenceState.RECEIVING else (),
                 )

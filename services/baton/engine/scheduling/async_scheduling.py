@@ -13,11 +13,11 @@ from dataclasses import replace
 from baton.core.kv.block_hash import token_ids
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
-from baton.engine.state.sequence import EngineSequence, is_full_length
+from baton.engine.state.sequence import EngineSequence, reaches_max_length
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import NothingToFollow, StepPlan, StepResult, StepSequence
 
-UNKNOWN = token_ids((0,))
+PLACEHOLDER = token_ids((0,))
 """Stands for the one token of a sequence in a step that follows another."""
 
 
@@ -35,7 +35,7 @@ def plan_next_decode(
             continue
         if part.sample is None or len(seq.sample_indices) > 1:
             return []
-        if not seq.request.prefill_only and not is_full_length(
+        if not seq.request.prefill_only and not reaches_max_length(
             seq.request, len(seq.token_ids) + 1, config.max_model_len
         ):
             found.append(seq)

@@ -61,7 +61,7 @@ class EngineOutcome:
         return not (self.admissions or self.progress or self.outputs)
 
     @property
-    def only_goes_on(self) -> bool:
+    def only_continues(self) -> bool:
         """Nothing begins or ends with it: there are tokens of samples that have had some, and will have
         more."""
         begins = self.admissions or self.progress

@@ -112,7 +112,7 @@ class EngineSequence:
         return self.lifecycle.state
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Smaller goes first: priority, then arrival, then sample."""
         return self.request.priority, self.arrival, self.sample_indices[0]
 
@@ -121,7 +121,7 @@ class EngineSequence:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
-    def num_tokens_behind(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
@@ -140,7 +140,7 @@ class EngineSequence:
         return self.state is SequenceState.RUNNING and not self.request.prefill_only
 
     @property
-    def table(self) -> tuple[int, ...]:
+    def block_ids(self) -> tuple[int, ...]:
         """`block_table` as a tuple, made anew only when it has changed."""
         if len(self._table) != len(self.block_table):
             self._table = tuple(self.block_table)
@@ -196,28 +196,28 @@ class EngineSequence:
         return child
 
 
-def ends_of_text(sampling: Sampling, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+def end_token_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> tuple[int, ...]:
     """Token ids that end this request."""
     eos = () if sampling.ignore_eos else tuple(eos_token_ids)
     return (*eos, *(t for t in sampling.stop_token_ids if t not in eos))
 
 
-def finish_with(
+def finish_reason(
     token_id: int, request: SequenceRequest, *, num_tokens: int, eos_token_ids: Collection[int], max_model_len: int
 ) -> FinishReason | None:
     """Does this token, sampled after `num_tokens` of prompt and outputs, end its sample? Counts from the
     request's own `num_prompt_tokens`, so a replayed attempt ends where the first would have."""
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
-    if num_output_tokens >= sampling.min_tokens and token_id in ends_of_text(sampling, eos_token_ids):
+    if num_output_tokens >= sampling.min_tokens and token_id in end_token_ids(sampling, eos_token_ids):
         return FinishReason.STOP
-    return FinishReason.LENGTH if is_full_length(request, num_tokens + 1, max_model_len) else None
+    return FinishReason.LENGTH if reaches_max_length(request, num_tokens + 1, max_model_len) else None
 
 
-def is_full_length(request: SequenceRequest, num_tokens: int, max_model_len: int) -> bool:
+def reaches_max_length(request: SequenceRequest, num_tokens: int, max_model_len: int) -> bool:
     """Whether a sample of so many tokens, prompt and outputs, ends whatever its last token is."""
     return num_tokens - request.num_prompt_tokens >= request.sampling.max_tokens or num_tokens >= max_model_len
 
 
-def num_blocks_wanted(seq: EngineSequence, block_size_tokens: int) -> int:
+def num_blocks_needed(seq: EngineSequence, block_size_tokens: int) -> int:
     """Blocks for all tokens that it has now: what admission gives."""
     return num_blocks_for(len(seq.token_ids), block_size_tokens)

@@ -42,7 +42,7 @@ class SequenceTable:
     def prefills(self) -> Iterable[EngineSequence]:
         """Those of whose prompts something is still to be computed here."""
         yield from (seq for seq in self.queue.values() if not seq.waits_for_pull)
-        yield from (seq for seq in self.running.values() if seq.num_tokens_behind > 1)
+        yield from (seq for seq in self.running.values() if seq.num_uncomputed_tokens > 1)
 
     def add(self, request: SequenceRequest) -> None:
         """To the end of the queue."""

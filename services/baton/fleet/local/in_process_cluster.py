@@ -26,8 +26,8 @@ from baton.core.interfaces import (
     WorkerService,
 )
 from baton.core.step_cost import StepCostModel
-from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
 from baton.gateway.gateway_service import GatewayRules, GatewayService
 from baton.gateway.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class WorkerLeaves:
     """What one worker computes and moves bytes with, and what its steps cost where that is known. `close` is
     called when the worker has ended, however it did."""
 
-    engine: Engine
+    engine_config: EngineConfig
     pool: BlockPool
     executor: Executor
     backend: TransferBackend
@@ -183,7 +183,7 @@ class LocalCluster:
             WorkerParts(
                 worker=worker_ref,
                 config=config,
-                engine=leaves.engine,
+                engine_config=leaves.engine_config,
                 pool=leaves.pool,
                 executor=leaves.executor,
                 backend=leaves.backend,

@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
-from baton.core.step_cost import MAX_PREFILL_PART, PATIENCE_S
+from baton.core.step_cost import MAX_PREFILL_SHARE, QUEUE_TARGET_S
 from baton.scheduler.state.worker_table import Floats, N, Row, Rows, WorkerTable
 
 SHORT_S = 0.25
@@ -126,23 +126,23 @@ def exposed_s(
 
 def _num_shares(c: Rows[N], own_s: N) -> N:
     """In how many steps `own_s` of computing is done, of one more prompt, behind which the others are left:
-    the integral of 1 / `_share_s`. With a part p = left / PATIENCE_S that is relax_s p / (1 - p), where that
+    the integral of 1 / `_share_s`. With a part p = left / QUEUE_TARGET_S that is relax_s p / (1 - p), where that
     is more than share_s."""
     if not isinstance(own_s, float) and own_s.max() < SHORT_S:
         return own_s / c.share_s
     least_s, most_s = c.compute_s, c.compute_s + own_s
     relax_s = _most(c.relax_s, _TINY)
-    even_s = PATIENCE_S / (1 + relax_s / c.share_s)
+    even_s = QUEUE_TARGET_S / (1 + relax_s / c.share_s)
     low_s = _between(even_s, least_s, most_s)
-    high_s = _between(_most(even_s, MAX_PREFILL_PART * PATIENCE_S), low_s, most_s)
-    most_share_s = _most(relax_s * MAX_PREFILL_PART / (1 - MAX_PREFILL_PART), c.share_s)
-    relaxed = (PATIENCE_S * _log(_most(high_s, _TINY) / _most(low_s, _TINY)) - (high_s - low_s)) / relax_s
+    high_s = _between(_most(even_s, MAX_PREFILL_SHARE * QUEUE_TARGET_S), low_s, most_s)
+    most_share_s = _most(relax_s * MAX_PREFILL_SHARE / (1 - MAX_PREFILL_SHARE), c.share_s)
+    relaxed = (QUEUE_TARGET_S * _log(_most(high_s, _TINY) / _most(low_s, _TINY)) - (high_s - low_s)) / relax_s
     return (low_s - least_s) / c.share_s + relaxed + (most_s - high_s) / most_share_s
 
 
 def _share_s(c: Row, own_s: float) -> float:
     """What prompts get of a step while `own_s` of computing is left of one more."""
-    part = _least((c.compute_s + own_s) / PATIENCE_S, MAX_PREFILL_PART)
+    part = _least((c.compute_s + own_s) / QUEUE_TARGET_S, MAX_PREFILL_SHARE)
     return _most(c.relax_s * part / (1 - part), c.share_s)
 
 

@@ -1,1 +1,1 @@
-"""Opens the device of a worker: executor, engine, KV memory and transfer backend."""
+"""Opens the device of a worker: executor, engine limits, KV memory and transfer backend."""

@@ -11,7 +11,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.step_cost_text import parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
 from baton.worker.device.kv_registration import register_host_memory
-from baton.worker.device.worker_device import Device, kv_summary, new_engine, num_blocks_for_worker
+from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 
 def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
@@ -35,7 +35,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
             vocab_size=model.vocab_size,
             step_seconds=lambda plan: costs.step_seconds(work_of(plan)),
         ),
-        engine=new_engine(config, pool, model.max_model_len, eos_token_ids=()),
+        engine_config=engine_config_of(config, model.max_model_len, eos_token_ids=()),
         pool=pool,
         backend=registered.backend,
         summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks)}",

@@ -14,7 +14,7 @@ from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.kv_registration import register_gpu_memory, register_host_memory
-from baton.worker.device.worker_device import Device, kv_summary, new_engine, num_blocks_for_worker
+from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 log = get_logger(__name__)
 
@@ -83,7 +83,7 @@ def _open_in_compute_thread(
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
     return Device(
         executor=executor,
-        engine=new_engine(config, pool, loaded.max_model_len, loaded.eos_token_ids),
+        engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=registered.backend,
         summary=f"{dtype} on {loaded.device}, {num_threads} threads, {kv_text}, {way.name}",

@@ -1,11 +1,10 @@
-"""`Device`: the executor, engine, block pool and transfer backend of one worker, and how they are sized."""
+"""`Device`: the executor, engine limits, block pool and transfer backend of one worker, and how they are sized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.step_cost import StepCostModel
-from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import DEVICE_SHARE, HOST_SHARE, num_kv_blocks
 from baton.engine.state.engine_config import EngineConfig
@@ -25,7 +24,7 @@ class Device:
     """
 
     executor: Executor
-    engine: Engine
+    engine_config: EngineConfig
     pool: BlockPool
     backend: TransferBackend
     summary: str
@@ -40,18 +39,15 @@ class Device:
         self.close_memory()
 
 
-def new_engine(config: WorkerConfig, pool: BlockPool, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Engine:
-    """Build the engine of a worker from its settings and the limits of its model."""
-    return Engine(
-        EngineConfig(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size_tokens=config.block_size_tokens,
-            eos_token_ids=eos_token_ids,
-            max_waiting_seqs=config.max_queue,
-        ),
-        pool,
+def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> EngineConfig:
+    """Return the engine limits of a worker, from its settings and the limits of its model."""
+    return EngineConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size_tokens=config.block_size_tokens,
+        eos_token_ids=eos_token_ids,
+        max_waiting_seqs=config.max_queue,
     )
 
 
