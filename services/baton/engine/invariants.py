@@ -1,5 +1,4 @@
-"""What must hold between any two calls of an engine. Raises AssertionError naming the first thing that does
-not."""
+"""Invariants of an engine's sequences, checked by tests between any two calls."""
 
 from collections import Counter
 
@@ -12,8 +11,10 @@ from baton.engine.state.sequence_table import SequenceTable
 
 
 def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
-    """That each stands where its state says and is found by its request, on blocks that are its own. The
-    pool's own: `BlockPool.check`."""
+    """Check that every sequence is where its state says, is found by its request, and owns its blocks.
+
+    Raises AssertionError naming the first violation. The pool has its own check, `BlockPool.check`.
+    """
     places = {
         SequenceState.WAITING: sequences.queue,
         SequenceState.PREEMPTED: sequences.queue,
@@ -22,25 +23,25 @@ def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
     }
     num_placed = len(sequences.queue) + len(sequences.receiving) + len(sequences.running)
     seqs = list(sequences.all_by_request())
-    require(len(seqs) == num_placed, f"{num_placed} sequences in their places, {len(seqs)} found by request")
+    require(len(seqs) == num_placed, f"{num_placed} sequences by state, {len(seqs)} by request")
     refs: Counter[int] = Counter()
     for seq in seqs:
-        require(places[seq.state].get(seq.key) is seq, f"not where its state says: {seq}")
+        require(places[seq.state].get(seq.key) is seq, f"not in the dictionary of its state: {seq}")
         refs.update(seq.block_table)
         _check_sequence(seq, pool)
     for block_id, count in refs.items():
-        require(pool.num_refs(block_id) >= count, f"block {block_id} has fewer references than sequences over it")
+        require(pool.num_refs(block_id) >= count, f"block {block_id} has fewer references than users")
 
 
 def _check_sequence(seq: EngineSequence, pool: BlockPool) -> None:
     hashed, open_ended = seq.block_table[: seq.num_hashed_blocks], seq.block_table[seq.num_hashed_blocks :]
     require(seq.num_uncomputed_tokens > 0, f"no token to compute: {seq}")
-    require(seq.block_ids == tuple(seq.block_table), f"stale table: {seq}")
+    require(seq.block_ids == tuple(seq.block_table), f"stale block_ids: {seq}")
     if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
-        require(not seq.block_table and not seq.num_computed_tokens, f"waits with blocks: {seq}")
+        require(not seq.block_table and not seq.num_computed_tokens, f"queued with blocks: {seq}")
         return
     require(len(seq.block_table) * pool.block_size_tokens >= len(seq.token_ids) - 1, f"blocks are missing: {seq}")
     require([pool.hash_of(b) for b in hashed] == seq.hashes[: len(hashed)], f"a block has another hash: {seq}")
     if seq.state is SequenceState.RUNNING:
-        require(all(pool.is_readable(b) for b in seq.block_table), f"runs on blocks that have not landed: {seq}")
+        require(all(pool.is_readable(b) for b in seq.block_table), f"runs on blocks that were not received: {seq}")
         require(all(pool.hash_of(b) == NO_HASH for b in open_ended), f"would write a hashed block: {seq}")

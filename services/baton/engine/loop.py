@@ -1,9 +1,8 @@
-"""The engine's heartbeat: plan, execute, apply, for as long as the worker lives. The only part of the engine
-that takes time.
+"""The engine loop: plan, execute, apply, until the worker drains. Only this part of the engine waits for the device.
 
-While answers merely go on, the step after the one that runs is planned and waits at the device
-(`engine.scheduling.async_scheduling`), so that the device has no pause between them. Whatever comes in
-meanwhile takes it back, unless it has begun.
+While sequences only decode, the next step is planned before the current one has ended, and queued at the device
+(`engine.scheduling.async_scheduling`). The device then has no pause between steps. If a request arrives
+meanwhile, the queued step is withdrawn, unless the device has started it.
 """
 
 import asyncio
@@ -21,34 +20,32 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 
-MAX_FAILED_IN_A_ROW = 2
-"""Different requests that fail, each alone, while nothing succeeds in between: then it is not they but the
-device."""
+MAX_CONSECUTIVE_FAILED_REQUESTS = 2
+"""If this many different requests fail in steps of their own, and no step succeeds in between, the device is at
+fault and not the requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step at the device. `at_s`: since when, by the event loop's clock; it may have waited for the one
-    before it."""
+class _LaunchedStep:
+    """A step that was given to the device. It may still be waiting for the step before it.
+
+    launched_s: launch time, by the event loop's clock.
+    """
 
     plan: StepPlan
     result: asyncio.Future[StepResult]
-    at_s: float
+    launched_s: float
 
 
 class EngineUnhealthy(BatonError):
-    """The device is at fault: it says so itself, or it runs nobody's step any more. The worker says so and
-    exits."""
+    """The device can run no further steps. The worker reports this and exits."""
 
 
 class EngineLoop:
     """Runs one engine on one executor, in one event loop.
 
-    `add`, `cancel`, `fail` and `received` may be called at any time and take effect between steps, in the
-    order of the calls. `deliver` is called after each plan (admissions, and what the inbox brought about) and
-    each apply, never with an empty Outcome; it must not wait, may call this loop's methods, and must pass
-    over sequences that it no longer knows. If it or the engine raises, `run` ends. Tokens of answers that
-    merely go on are delivered when the next step has been launched, while the device computes.
+    `add`, `cancel`, `fail` and `received` may be called at any time. They take effect between steps, in the order
+    of the calls.
     """
 
     def __init__(
@@ -58,83 +55,95 @@ class EngineLoop:
         deliver: Callable[[EngineOutcome], None],
         on_step: Callable[[StepPlan, float], None] = lambda plan, step_s: None,
     ) -> None:
-        """`on_step`: told of each step that ran as it was planned, and the seconds it took: from the end of
-        the one before, or since there was something to do again. Whoever decodes waits for all that lies
-        between two steps, planning mostly, where that was not done ahead."""
+        """Create a loop; `run` starts it.
+
+        deliver: called with each non-empty outcome, after planning and after applying a step. It must not block.
+            It may call methods of this loop, and must ignore sequences that it no longer knows. Tokens of
+            sequences that merely continue are delivered after the next step was launched, while the device
+            computes. An exception of `deliver` or of the engine ends `run`.
+        on_step: called with each step that ran as planned and its duration in seconds. The duration counts from
+            the end of the previous step, or from the time when there was work again. It includes planning,
+            because the decoding sequences wait for that too.
+        """
         self.engine = engine
         self.executor = executor
         self.draining = False
         self.steps_done = 0
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
-        self.last_step_started_s = 0.0
+        self.last_step_started_s = 0.0  # of the last step that has ended: the one whose tokens are delivered
         self.last_step_ended_s = 0.0
-        """Of the last step that has ended: the one whose tokens are delivered."""
-        self._busy_since_s = 0.0  # since the step before has ended, or there was something to do
+        self._busy_since_s = 0.0  # end of the previous step, or when there was work again
         self._deliver = deliver
         self._on_step = on_step
-        self._inbox: list[
-            Callable[[], None]
-        ] = []  # bounded by the callers' sequences: each is added, landed, failed or cancelled by one
-        self._adds: dict[int, SequenceRequest] = {}  # in the inbox, by seq_id
+        self._inbox: list[Callable[[], None]] = []  # bounded: a few calls per sequence of the caller
+        self._adds: dict[int, SequenceRequest] = {}  # requests in the inbox, by seq_id
         self._wake = asyncio.Event()
-        self._current: _Launched | None = None  # the last whose result was awaited, or is to be
-        self._ahead: _Launched | None = None  # behind the step whose result is awaited
-        self._held = EngineOutcome()
-        """Not delivered yet: nobody's next move depends on it."""
+        self._current: _LaunchedStep | None = None  # the step whose result is awaited, or was awaited last
+        self._ahead: _LaunchedStep | None = None  # the step that is queued behind it
+        self._deferred = EngineOutcome()  # delivered after the next launch: no later action depends on it
         self._has_ended = False
-        self._failed_in_a_row: set[int] = set()  # requests, since anything has succeeded
+        self._failed_requests: set[int] = set()  # seq_ids that failed since the last success
         engine.pool.on_freed(self._wake.set)
 
     # -- inbox --------------------------------------------------------------------------------------------------------------------------
 
     def add(self, request: SequenceRequest) -> None:
-        """Queue a sequence. Raises Refused at once as `Engine.check_request` does, or with DRAINING once the
-        loop has ended."""
+        """Queue a sequence.
+
+        Raises Refused and ValueError as `Engine.check_request` does, and Refused with DRAINING after `run` has
+        returned.
+        """
         if self._has_ended:
             raise Refused(
                 Failure(
-                    code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this worker has stopped", retriable=True
+                    code=Code.UNAVAILABLE,
+                    reason=Reason.DRAINING,
+                    message="this worker has stopped; send the request to another one",
+                    retriable=True,
                 )
             )
         if request.seq_id in self._adds:
-            raise ValueError(f"sequence {request.seq_id} exists already")
+            raise ValueError(f"seq_id {request.seq_id} is already in use; use a new one")
         self.engine.check_request(request, num_more_waiting=len(self._adds))
         self._adds[request.seq_id] = request
         self.engine.queued_prefix.add(request)
         self._put(lambda: self.engine.add(request))
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
+        """Call `Engine.cancel` before the next step."""
         self._put(lambda: self.engine.cancel(seq_id, sample_indices))
 
     def fail(self, seq_id: int, failure: Failure) -> None:
+        """Call `Engine.fail` before the next step."""
         self._put(lambda: self.engine.fail(seq_id, failure))
 
     def received(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
+        """Call `Engine.received` before the next step."""
         self._put(lambda: self.engine.received(seq_id, first_tokens))
 
     def drain(self) -> None:
-        """`run` returns once every sequence has ended. Sequences added until then are still served."""
+        """Make `run` return once every sequence has ended. Sequences added until then are still served."""
         self.draining = True
         self._wake.set()
 
     def step_age_s(self) -> float:
-        """How long the current step has run; 0 between steps."""
+        """Return how long the current step has been running, in seconds; 0 between steps."""
         return 0.0 if self.step_started_s is None else asyncio.get_running_loop().time() - self.step_started_s
 
     @property
     def inbox_seqs(self) -> int:
-        """Sequences that were added since the step in flight began: the engine does not count them yet."""
+        """Sequences that were added during the current step. The engine does not count them yet."""
         return len(self._adds)
 
     @property
     def inbox_prefill_tokens(self) -> int:
-        """As `Engine.waiting_prefill_tokens`, of these."""
-        return sum(behind for behind, _ in self._inbox_prefills())
+        """`Engine.waiting_prefill_tokens` of the sequences in the inbox."""
+        return sum(num_tokens for num_tokens, _ in self._inbox_prefills())
 
     @property
     def inbox_prefill_attended_tokens(self) -> int:
-        """As `Engine.waiting_prefill_attended_tokens`, of these."""
-        return sum(attended_tokens(behind, before) for behind, before in self._inbox_prefills())
+        """`Engine.waiting_prefill_attended_tokens` of the sequences in the inbox."""
+        return sum(attended_tokens(num_tokens, before) for num_tokens, before in self._inbox_prefills())
 
     def _inbox_prefills(self) -> Iterable[tuple[int, int]]:
         for request in self._adds.values():
@@ -145,44 +154,44 @@ class EngineLoop:
     # -- the loop -----------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until drained. Raises EngineUnhealthy when the device is at fault."""
+        """Run steps until drained. Raises EngineUnhealthy if the device is at fault."""
         self._busy_since_s = asyncio.get_running_loop().time()
         try:
             while True:
                 step, self._ahead = self._ahead, None
                 if step is None:
                     self._wake.clear()
-                    self._take_inbox()  # adds and cancels land between steps, never during one
+                    self._take_inbox()  # adds and cancels take effect between steps, never during one
                     plan = self.engine.plan()
-                    self._hand_over(self.engine.take_outcome())  # before the step, so that a pull starts while it runs
+                    self._deliver_outcome(self.engine.take_outcome())  # before the step, so that pulls run with it
                     if plan.is_empty:
-                        self._hand_over_held()
+                        self._deliver_deferred()
                         if self.draining and self.engine.is_idle and not self._inbox:
                             return
                         await self._wake.wait()
                         self._busy_since_s = asyncio.get_running_loop().time()
                         continue
                     step = self._launch(plan)
-                    self._begun(step)
-                    await asyncio.sleep(0)  # it has been launched now
+                    self._set_current(step)
+                    await asyncio.sleep(0)  # lets the executor start
                 else:
-                    self._begun(step)
+                    self._set_current(step)
                 await self._plan_ahead(step.plan)
-                self._hand_over_held()
+                self._deliver_deferred()
                 outcome = self.engine.apply(step.plan, await self._result_of(step))
                 if outcome.only_continues:
-                    self._held = outcome
+                    self._deferred = outcome
                 else:
-                    self._hand_over(outcome)
-                await asyncio.sleep(0)  # an executor that returns at once must not keep everybody else waiting
+                    self._deliver_outcome(outcome)
+                await asyncio.sleep(0)  # an executor that returns immediately must not starve other tasks
         finally:
             self._has_ended = True
             self._withdraw_ahead()
             if self._ahead is not None:
-                await _stopped(self._ahead.result)
+                await _cancel_and_wait(self._ahead.result)
                 self.engine.step_withdrawn()
             if self._current is not None:
-                await _stopped(self._current.result)
+                await _cancel_and_wait(self._current.result)
             self.step_started_s = None
 
     def _put(self, change: Callable[[], None]) -> None:
@@ -196,24 +205,25 @@ class EngineLoop:
         for change in changes:
             change()
 
-    def _hand_over(self, outcome: EngineOutcome) -> None:
+    def _deliver_outcome(self, outcome: EngineOutcome) -> None:
         if not outcome.is_empty:
-            self._hand_over_held()
+            self._deliver_deferred()
             self._deliver(outcome)
 
-    def _hand_over_held(self) -> None:
-        held, self._held = self._held, EngineOutcome()
-        if not held.is_empty:
-            self._deliver(held)
+    def _deliver_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, EngineOutcome()
+        if not deferred.is_empty:
+            self._deliver(deferred)
 
-    def _launch(self, plan: StepPlan) -> _Launched:
-        return _Launched(plan, asyncio.ensure_future(self.executor.execute(plan)), asyncio.get_running_loop().time())
+    def _launch(self, plan: StepPlan) -> _LaunchedStep:
+        result = asyncio.ensure_future(self.executor.execute(plan))
+        return _LaunchedStep(plan, result, asyncio.get_running_loop().time())
 
     async def _plan_ahead(self, plan: StepPlan) -> None:
-        """Of what follows on the step that runs now, if that can be known."""
-        if not self._inbox and not (after := self.engine.plan_ahead(plan)).is_empty:
-            self._ahead = self._launch(after)
-            await asyncio.sleep(0)  # it waits at the device now
+        """Queue the step after `plan`, which is running, if it does not depend on the result of `plan`."""
+        if not self._inbox and not (following := self.engine.plan_ahead(plan)).is_empty:
+            self._ahead = self._launch(following)
+            await asyncio.sleep(0)  # lets the executor queue it
             if self._inbox:
                 self._withdraw_ahead()
 
@@ -222,20 +232,25 @@ class EngineLoop:
             self._ahead = None
             self.engine.step_withdrawn()
 
-    async def _let_go_of_ahead(self) -> None:
-        """The step that it follows has failed. One that has begun must end first: it may write to what others
-        get next."""
+    async def _discard_ahead(self) -> None:
+        """Withdraw the queued step, because the step that it follows has failed.
+
+        If it has started, wait for its end: it may write to blocks that are reallocated afterwards.
+        """
         self._withdraw_ahead()
         if (ahead := self._ahead) is not None:
-            self._begun(ahead)  # so that one that does not end is noticed
+            self._set_current(ahead)  # so that the watchdog notices if it never ends
             await asyncio.wait((ahead.result,))
-            await _stopped(ahead.result)
+            await _cancel_and_wait(ahead.result)
             self.step_started_s, self._ahead = None, None
             self.engine.step_withdrawn()
 
-    async def _result_of(self, step: _Launched) -> StepResult:
-        """If it raises, each of its sequences is run alone: one that raises again fails, the rest goes on.
-        That is so where it is the only one, too; but not for one request after the other."""
+    async def _result_of(self, step: _LaunchedStep) -> StepResult:
+        """Wait for the result of `step`. If it raises, run each of its sequences in a step of its own.
+
+        A sequence that raises again has failed; the others continue. This also holds for a step with a single
+        sequence, but not for several requests in a row: then the device is at fault (EngineUnhealthy).
+        """
         plan = step.plan
         try:
             try:
@@ -244,31 +259,31 @@ class EngineLoop:
                 raise
             except Exception as error:
                 log.exception("step_failed", step_id=plan.step_id, num_seqs=len(plan.sequences))
-                await self._let_go_of_ahead()
+                await self._discard_ahead()
                 again = self.engine.without_placeholders(plan)
-                if again.is_empty:  # whoever was in it has ended since: nobody's step
+                if again.is_empty:  # all its sequences have ended since
                     return StepResult(step_id=plan.step_id, samples={})
-                return await self._find_guilty(again, error)
+                return await self._isolate_failing_sequences(again, error)
         except DeviceFault as fault:
-            raise EngineUnhealthy(f"the device cannot go on: {fault}; restart the worker") from fault
-        self._failed_in_a_row.clear()
+            raise EngineUnhealthy(f"the device is at fault: {fault}; restart the worker") from fault
+        self._failed_requests.clear()
         if all(part.sample is None or part.seq_id in result.samples for part in plan.sequences):
             self._on_step(plan, took_s)
         return result
 
-    def _begun(self, step: _Launched) -> float:
-        """It is the one that runs now; since when."""
+    def _set_current(self, step: _LaunchedStep) -> float:
+        """Record that `step` is the one that runs now. Returns its start time."""
         self._current = step
-        self.step_started_s = started_s = max(step.at_s, self.last_step_ended_s)
+        self.step_started_s = started_s = max(step.launched_s, self.last_step_ended_s)
         return started_s
 
-    async def _timed(self, step: _Launched) -> tuple[StepResult, float]:
-        """And how long those who decode have waited for it."""
-        started_s = self._begun(step)
+    async def _timed(self, step: _LaunchedStep) -> tuple[StepResult, float]:
+        """Wait for `step`. Returns its result and the time that decoding sequences have waited for it."""
+        started_s = self._set_current(step)
         try:
             result = await step.result
         finally:
-            await _stopped(step.result)  # if we were interrupted
+            await _cancel_and_wait(step.result)  # if this task was cancelled
             self.step_started_s = None
             self.last_step_started_s, self.last_step_ended_s = started_s, asyncio.get_running_loop().time()
             took_s = self.last_step_ended_s - self._busy_since_s
@@ -276,9 +291,12 @@ class EngineLoop:
         self.steps_done += 1
         return result, took_s
 
-    async def _find_guilty(self, plan: StepPlan, error: Exception) -> StepResult:
-        """Running a sequence's part again writes the same KV to the same places. The copies are made again
-        until one part has run: from then on their sources may have been written to."""
+    async def _isolate_failing_sequences(self, plan: StepPlan, error: Exception) -> StepResult:
+        """Run each sequence of the failed `plan` in a step of its own, to find those that make it fail.
+
+        Running a part again writes the same KV to the same slots. The block copies are repeated until one part
+        has run; after that their sources may have been overwritten.
+        """
         samples: dict[int, tuple[SampledToken, ...]] = {}
         failures: dict[int, Failure] = {}
         num_raised = 0
@@ -301,17 +319,20 @@ class EngineLoop:
                 samples.update(result.samples)
                 failures.update(result.failures)
         if num_raised < len(plan.sequences):
-            self._failed_in_a_row.clear()
+            self._failed_requests.clear()
         else:
-            self._failed_in_a_row.update(self.engine.seq_id_of(part.seq_id) for part in plan.sequences)
-            if len(self._failed_in_a_row) >= MAX_FAILED_IN_A_ROW or not plan.sequences:
-                message = f"{len(self._failed_in_a_row)} requests in a row have failed, each of them alone; restart the worker"
+            self._failed_requests.update(self.engine.seq_id_of(part.seq_id) for part in plan.sequences)
+            if len(self._failed_requests) >= MAX_CONSECUTIVE_FAILED_REQUESTS or not plan.sequences:
+                message = (
+                    f"{len(self._failed_requests)} requests in a row have failed, each in a step of its own; "
+                    "restart the worker"
+                )
                 raise EngineUnhealthy(message) from error
         return StepResult(step_id=plan.step_id, samples=samples, failures=failures)
 
 
-async def _stopped(result: asyncio.Future[StepResult]) -> None:
-    """It has ended, one way or another, and nobody else need look at how."""
+async def _cancel_and_wait(result: asyncio.Future[StepResult]) -> None:
+    """Cancel a step that is still running, wait for its end, and ignore how it ended."""
     if not result.done():
         result.cancel()
         await asyncio.wait((result,))

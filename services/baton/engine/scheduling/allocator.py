@@ -1,4 +1,4 @@
-"""Who gets blocks, and who has to give them back. What a step then does with them is the engine's."""
+"""Allocates KV blocks to sequences: for decode, with preemption if blocks run out, and on admission."""
 
 from itertools import islice
 
@@ -12,11 +12,11 @@ from baton.engine.state.sequence_table import SequenceTable
 
 
 class BlockAllocator:
-    """Divides one pool between the sequences of one engine: first the next token of each that runs, then the
-    prompts that wait.
+    """Allocates the blocks of one pool: first to running sequences for their next token, then to queued ones.
 
-    `copies`: (source, destination) blocks of the plan that is not applied yet; each source has a reference
-    until `release_copies`. `admissions`: made since the engine last took them.
+    copies: (source, destination) blocks that the current plan must copy. The allocator holds a reference to each
+        source until `release_copies`.
+    admissions: admissions since the engine last took them.
     """
 
     def __init__(
@@ -30,32 +30,36 @@ class BlockAllocator:
         self._counters = counters
 
     def allocate_for_decode(self) -> None:
-        """Each sequence that is one token behind gets a block of its own to write it to, or somebody is
-        preempted, in the end itself."""
+        """Make sure that every decoding sequence has a writable block for its next token.
+
+        If blocks run out, sequences are preempted: others first, then the sequence itself.
+        """
         running = self._sequences.running
         for seq in decode_order(running.values()):
-            while seq.state is SequenceState.RUNNING and not self._has_or_gets(seq):
-                loser = preemption_victim(running.values())
-                if (
-                    loser is None
-                ):  # `seq` itself may not be preempted, so its blocks came all at once and it cannot lack one
+            while seq.state is SequenceState.RUNNING and not self._ensure_writable_block(seq):
+                victim = preemption_victim(running.values())
+                if victim is None:  # impossible: a sequence that cannot be preempted got all its blocks at admission
                     raise AssertionError(f"no block for {seq}")
-                self._preempt(loser)
+                self._preempt(victim)
 
     def admit(self, budget: int) -> list[tuple[EngineSequence, int]]:
-        """Give waiting sequences all blocks of the tokens they have, in order: who does not fit stops those
-        behind. A prefill that lacks only this step's tokens keeps its claim on blocks, and pulled sequences,
-        which need none of the step, may pass it. Prefills for another worker wait, and all may pass them,
-        while transfers hold more than half of the pool. Returns who is in this step now, and with how many of
-        the `budget` tokens."""
-        shares: list[tuple[EngineSequence, int]] = []
+        """Admit queued sequences in order: each gets the blocks of all its tokens.
+
+        Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in all.
+
+        - A sequence that does not get its blocks blocks those behind it.
+        - If only the token budget is used up, a prefill keeps its claim on blocks. Pulled sequences, which need no
+          tokens in this step, may overtake it.
+        - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake them.
+        """
+        scheduled: list[tuple[EngineSequence, int]] = []
         slots = self._config.max_num_seqs - sum(seq.num_slots for seq in self._sequences.admitted())
         if not slots:
-            return shares
-        holds_too_much = 2 * self._pool.held_for_others > self._pool.num_blocks
+            return scheduled
+        readers_hold_too_much = 2 * self._pool.held_for_others > self._pool.num_blocks
         claimed = 0
         for seq in admission_order(self._sequences.queue.values()):
-            if seq.request.for_reader and holds_too_much:
+            if seq.request.for_reader and readers_hold_too_much:
                 continue
             if seq.num_slots > slots or claimed >= self._pool.num_allocatable:
                 break
@@ -67,19 +71,21 @@ class BlockAllocator:
             slots -= seq.num_slots
             if seq.state is SequenceState.RUNNING:
                 num_scheduled_tokens = min(seq.num_uncomputed_tokens, budget)
-                shares.append((seq, num_scheduled_tokens))
+                scheduled.append((seq, num_scheduled_tokens))
                 budget -= num_scheduled_tokens
-        return shares
+        return scheduled
 
     def release_copies(self) -> None:
-        """The step that made them is over: nobody needs their sources for it any more."""
+        """Release the sources of block copies after the step that made them."""
         self._pool.unref([source for source, _ in self.copies])
         self._counters.block_copies += len(self.copies)
         self.copies.clear()
 
-    def _has_or_gets(self, seq: EngineSequence) -> bool:
-        """Whether the next token has a place of its own: if not, and there is a block, a new one, or a copy
-        of what other samples share."""
+    def _ensure_writable_block(self, seq: EngineSequence) -> bool:
+        """Make the block of the next token writable. Returns False if that needs a block and none is free.
+
+        A block that other samples share is copied (copy on write).
+        """
         index = seq.num_computed_tokens // self._config.block_size_tokens
         if index == len(seq.block_table):
             new = self._pool.allocate(1)
@@ -93,7 +99,7 @@ class BlockAllocator:
         new = self._pool.allocate(1)
         if new is None:
             return False
-        self.copies.append((shared, new[0]))  # its reference to the source lasts until the copy is done
+        self.copies.append((shared, new[0]))  # takes over the sequence's reference to the source
         seq.replace_block(index, new[0])
         return True
 
@@ -103,8 +109,10 @@ class BlockAllocator:
         self._counters.preemptions += 1
 
     def _give_blocks(self, seq: EngineSequence, claimed: int) -> bool:
-        """All blocks or none: cached ones for as much of its beginning as is here, new ones for the rest,
-        leaving what is claimed and one for each sequence that may soon need it."""
+        """Give a queued sequence all its blocks or none: cached ones for its prefix, new ones for the rest.
+
+        Leaves the `claimed` blocks, and one block for each running sequence that may need one soon.
+        """
         block_size_tokens = self._config.block_size_tokens
         cached = self._pool.lookup(islice(seq.hashes, max_cached_blocks(len(seq.token_ids), block_size_tokens)))
         missing = num_blocks_needed(seq, block_size_tokens) - len(cached)
@@ -113,7 +121,7 @@ class BlockAllocator:
             return False
         self._pool.ref(cached)
         new = self._pool.allocate_receiving(missing) if seq.waits_for_pull else self._pool.allocate(missing)
-        if new is None:  # enough, but a step in flight may still write to them
+        if new is None:  # enough blocks are free, but a step in flight may still write to them
             self._pool.unref(cached)
             return False
         self._start(seq, cached, new)

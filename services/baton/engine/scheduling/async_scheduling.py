@@ -1,10 +1,8 @@
-"""Steps that are planned while the one before still runs, so that the device need not wait for us: what they
-may be, and what they become once that one's tokens are known.
+"""Async scheduling: plans the next step while the current one runs, so that the device does not wait for the host.
 
-Only answers go on so, each by one token. Whatever else may be due (a prompt, a part of one, samples that
-part, memory that somebody must give up) waits for the result and is planned from it. An answer that turns out
-to have ended was in one step too many: its result is passed over, and the pool's fence keeps what it writes
-to from everybody else until then.
+Only decodes are planned ahead, one token per sequence. Everything else (prefill, forks of samples, preemption) waits
+for the result of the current step. A sequence that turns out to have ended is in one step too many. The result of
+that step is ignored for it, and the pool's fence keeps its blocks from being reallocated until the step has ended.
 """
 
 from collections.abc import Iterable
@@ -18,20 +16,23 @@ from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import NothingToFollow, StepPlan, StepResult, StepSequence
 
 PLACEHOLDER = token_ids((0,))
-"""Stands for the one token of a sequence in a step that follows another."""
+"""Stands for the token of a sequence that the preceding step has not drawn yet."""
 
 
 def plan_next_decode(
     plan: StepPlan, sequences: SequenceTable, pool: BlockPool, config: EngineConfig
 ) -> list[EngineSequence]:
-    """Those that the step after `plan`, which runs now, carries by one token; each has a place for it, taken
-    from the pool where it lacked one. Empty if that step cannot be known, or if all end with this one."""
+    """Return the sequences that decode in the step after `plan`, while `plan` is running.
+
+    Each has a block for its token; missing blocks are allocated here. Empty if the next step depends on the result
+    of `plan`, or if all sequences end with it.
+    """
     if sequences.queue or plan.block_copies or not sequences.running.keys() <= {part.seq_id for part in plan.sequences}:
         return []
     found: list[EngineSequence] = []
     for part in plan.sequences:
         seq = sequences.running.get(part.seq_id)
-        if seq is None:  # it has ended since
+        if seq is None:  # it has ended in the meantime
             continue
         if part.sample is None or len(seq.sample_indices) > 1:
             return []
@@ -39,45 +40,50 @@ def plan_next_decode(
             seq.request, len(seq.token_ids) + 1, config.max_model_len
         ):
             found.append(seq)
-    return found if all(_has_or_gets(seq, pool) for seq in found) else []
+    return found if all(_ensure_block(seq, pool) for seq in found) else []
 
 
 class LastResult:
-    """What a device keeps of the step before, where that has ended well: the step that follows it lacks its
-    tokens."""
+    """Keeps the result of the last successful step, to fill in the placeholders of the step that follows it."""
 
     def __init__(self) -> None:
         self._last: StepResult | None = None
 
     def fill_in(self, plan: StepPlan) -> StepPlan:
-        """`plan`, which begins now, with the tokens that the step before it has drawn, without the sequences
-        that failed in that. Raises NothingToFollow if it follows another one, or one that has not ended
-        well."""
+        """Return `plan`, which starts now, with the tokens that the preceding step has drawn.
+
+        Sequences that failed in that step are removed. Raises NothingToFollow if `plan` follows a step other than
+        the last successful one.
+        """
         last, self._last = self._last, None
         if plan.follows is None:
             return plan
         if last is None or last.step_id != plan.follows:
             raise NothingToFollow(f"step {plan.step_id} follows step {plan.follows}, which has no result")
-        return replace(plan, sequences=tuple(_known(plan.sequences, last)), follows=None)
+        return replace(plan, sequences=tuple(_with_tokens(plan.sequences, last)), follows=None)
 
     def keep(self, result: StepResult) -> StepResult:
+        """Store the result of a successful step, and return it."""
         self._last = result
         return result
 
 
-def _known(parts: Iterable[StepSequence], before: StepResult) -> Iterable[StepSequence]:
+def _with_tokens(parts: Iterable[StepSequence], before: StepResult) -> Iterable[StepSequence]:
+    """Yield `parts` with their placeholders replaced by the tokens drawn in step `before`."""
     for part in parts:
         if tokens := before.samples.get(part.seq_id):
             token = token_ids((tokens[0].token_id,))
             assert part.sample is not None
-            # The history is the engine's own, and may have the token by now.
+            # The history is shared with the engine, which may have appended the token already.
             history = part.sample.history[: part.sample.position - 1] + token
             yield replace(part, token_ids=token, sample=replace(part.sample, history=history))
 
 
-def _has_or_gets(seq: EngineSequence, pool: BlockPool) -> bool:
-    """Whether the token after the next has a place. The block that the next one is written to is no other
-    sample's any more."""
+def _ensure_block(seq: EngineSequence, pool: BlockPool) -> bool:
+    """Allocate a block for the token after the next, if it is missing. Returns False if no block is free.
+
+    Unlike in `BlockAllocator`, no copy is needed: the block of the next token is not shared with other samples.
+    """
     if len(seq.token_ids) // pool.block_size_tokens < len(seq.block_table):
         return True
     new = pool.allocate(1)

@@ -1,5 +1,8 @@
-"""What goes into a step and who waits: pure functions over sequences. They know no phases: a sequence is some
-tokens behind, a step closes part of the gap."""
+"""Pure functions that order sequences and divide the token budget of a step between them.
+
+There is no separate prefill or decode phase. A sequence has some tokens whose KV is not computed, and a step computes
+a part of them.
+"""
 
 from collections.abc import Iterable
 
@@ -8,40 +11,48 @@ from baton.engine.state.sequence import EngineSequence
 
 
 def admission_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """In which order sequences get blocks: those that were preempted first, then by priority, then as they
-    came."""
+    """Return queued sequences in the order of admission: preempted ones first, then by priority and arrival."""
     return sorted(waiting, key=lambda seq: (seq.state is not SequenceState.PREEMPTED, seq.sort_key))
 
 
 def decode_order(running: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """Those that the step carries by one token, best first. They get blocks in this order, so nobody who has
-    got one is a victim later."""
+    """Return the decoding sequences, highest priority first.
+
+    They get blocks in this order, and victims are taken from the end, so a sequence that got a block is not preempted later.
+    """
     return sorted((seq for seq in running if seq.num_uncomputed_tokens == 1), key=lambda seq: seq.sort_key)
 
 
 def preemption_victim(running: Iterable[EngineSequence]) -> EngineSequence | None:
-    """Who loses its blocks when they run out: the lowest priority (highest number), then the youngest, of
-    those that may be preempted."""
+    """Return the sequence to preempt: the one with the lowest priority (highest number), then the latest arrival.
+
+    None if no sequence may be preempted.
+    """
     return max((seq for seq in running if seq.can_be_preempted), key=lambda seq: seq.sort_key, default=None)
 
 
 def split_budget(
     running: Iterable[EngineSequence], budget: int, max_num_batched_tokens: int
 ) -> list[tuple[EngineSequence, int]]:
-    """Tokens for each running sequence: first to those one token behind, then chunks of what is left to the
-    others, each best first."""
-    shares: list[tuple[EngineSequence, int]] = []
+    """Divide the token budget between running sequences. Returns (sequence, scheduled tokens), without zeros.
+
+    Decodes are scheduled first, one token each. Prefill chunks share the rest of the budget.
+    """
+    scheduled: list[tuple[EngineSequence, int]] = []
     for seq in sorted(running, key=lambda seq: (seq.num_uncomputed_tokens > 1, seq.sort_key)):
         num_scheduled_tokens = _chunk(seq, budget, max_num_batched_tokens)
         if num_scheduled_tokens:
-            shares.append((seq, num_scheduled_tokens))
+            scheduled.append((seq, num_scheduled_tokens))
             budget -= num_scheduled_tokens
-    return shares
+    return scheduled
 
 
 def _chunk(seq: EngineSequence, budget: int, max_num_batched_tokens: int) -> int:
-    """Of a prompt of four chunks and more whose KV another worker reads, the last one is at most a sixth:
-    with what does not fill a block the reader has four fifths by the time the prompt is done."""
+    """Return how many tokens of `seq` to schedule.
+
+    The last chunk of a long prompt is limited to a sixth of the prompt if another worker reads its KV. The reader
+    then has about four fifths of the KV when the prompt is done. Long means: at least four chunks.
+    """
     num_tokens = min(seq.num_uncomputed_tokens, budget)
     sixth = len(seq.token_ids) // 6
     is_long = seq.request.for_reader and seq.num_computed_tokens >= 3 * max_num_batched_tokens

@@ -1,5 +1,7 @@
-"""What will be in the cache by the time a prompt that waits is computed: its worker's queue is shorter than
-its prompts."""
+"""Estimates how much of each queued prompt will already be cached when it runs.
+
+Queued prompts often share prefixes, so the work in the queue is less than the sum of its prompts.
+"""
 
 from collections import Counter
 
@@ -9,8 +11,10 @@ from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
 
 
 class QueuedPrefixEstimate:
-    """Prompts from when they are asked for until their requests have ended. An estimate: what a prompt would
-    have shared may be evicted, or its request cancelled."""
+    """Tracks prompts from `add` until their request has ended.
+
+    This is an estimate: a shared prefix may be evicted, or the request that would compute it may be cancelled.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -19,7 +23,7 @@ class QueuedPrefixEstimate:
         self._hashes: dict[int, tuple[BlockHash, ...]] = {}
 
     def add(self, request: SequenceRequest) -> None:
-        """Again for the same request: nothing happens."""
+        """Register a prompt. Does nothing if the request is registered already."""
         if request.seq_id in self._hashes:
             return
         num_shared = 0
@@ -34,7 +38,7 @@ class QueuedPrefixEstimate:
         self._num_of.update(request.block_hashes)
 
     def remove(self, seq_id: int) -> None:
-        """Unknown ids are ignored."""
+        """Forget a request that has ended. Unknown ids are ignored."""
         self._shared_tokens.pop(seq_id, None)
         for block_hash in self._hashes.pop(seq_id, ()):
             self._num_of[block_hash] -= 1
@@ -42,8 +46,7 @@ class QueuedPrefixEstimate:
                 del self._num_of[block_hash]
 
     def shared_tokens(self, seq_id: int) -> int:
-        """Leading tokens of the prompt that were cached when it was asked for, or that a prompt before it
-        brings."""
+        """Return the leading prompt tokens that were cached at `add`, or that an earlier prompt will compute."""
         return self._shared_tokens.get(seq_id, 0)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""An engine's limits, and what they refuse."""
+"""Limits of an engine, and the check of requests against them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,15 @@ from baton.engine.state.sequence import SequenceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Raises ConfigError for values that cannot work together."""
+    """Limits of one engine. Raises ConfigError for values that cannot work together.
+
+    max_num_batched_tokens: token budget of a step.
+    max_num_seqs: sequences that may have blocks at the same time.
+    max_model_len: longest prompt plus response, in tokens.
+    block_size_tokens: tokens per KV block.
+    eos_token_ids: tokens that end a response, unless the request ignores them.
+    max_waiting_seqs: length of the queue.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -27,45 +35,52 @@ class EngineConfig:
             "max_waiting_seqs",
         ):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"{name} is {getattr(self, name)}; must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs ({self.max_num_seqs}): "
-                "a step could not carry every running sequence by one token; raise the first or lower the second"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that a step has a token for every sequence: raise it or lower max_num_seqs"
             )
 
 
 def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: int) -> None:
-    """Raises Refused for what an engine with these limits and `num_blocks` blocks can never run, whatever
-    else it does; ValueError for a mistake of the caller's own."""
+    """Check that an engine with these limits and `num_blocks` KV blocks can run `request` at all.
+
+    Raises Refused if it can never run, and ValueError if the caller built the request incorrectly.
+    """
     num_tokens = len(request.token_ids)
     num_full_blocks = num_tokens // config.block_size_tokens
     if len(request.block_hashes) != num_full_blocks:
-        raise ValueError(f"{num_full_blocks} full blocks, but {len(request.block_hashes)} block hashes")
+        raise ValueError(
+            f"{len(request.block_hashes)} block hashes for {num_full_blocks} full blocks; give one per block"
+        )
     if not request.sample_indices or len(set(request.sample_indices)) < len(request.sample_indices):
-        raise ValueError(f"sample indices {request.sample_indices}: at least one, and each once")
+        raise ValueError(f"sample_indices is {request.sample_indices}; must have at least one index and no duplicates")
     if not 1 <= request.num_prompt_tokens <= num_tokens:
-        raise invalid(f"{request.num_prompt_tokens} of {num_tokens} tokens are the prompt; a prompt has at least one")
+        raise invalid(f"num_prompt_tokens is {request.num_prompt_tokens}; must be between 1 and {num_tokens}")
     if num_tokens - request.num_prompt_tokens >= request.sampling.max_tokens:
         raise invalid(
-            f"all of max_tokens ({request.sampling.max_tokens}) are there already; nothing is left to generate"
+            f"max_tokens ({request.sampling.max_tokens}) output tokens are given already; nothing is left to generate"
         )
     if num_tokens >= config.max_model_len:
-        message = f"{num_tokens} tokens leave no room for an answer within the model's length of {config.max_model_len}; send fewer"
+        message = (
+            f"{num_tokens} tokens; must be fewer than the maximum length of {config.max_model_len}, which includes "
+            "the response: send fewer"
+        )
         raise invalid(message, Reason.CONTEXT_LENGTH_EXCEEDED)
     if request.num_slots > config.max_num_seqs:
         raise no_capacity(
             Reason.NO_CAPACITY,
-            f"{request.num_slots} samples, but this worker runs {config.max_num_seqs} sequences at most; ask for fewer",
+            f"{request.num_slots} samples; this worker runs at most {config.max_num_seqs} sequences: ask for fewer",
         )
     needed = num_blocks_for(request.max_kv_tokens(config.max_model_len), config.block_size_tokens)
     if needed > num_blocks:
         raise no_capacity(
             Reason.NO_CAPACITY,
-            f"prompt and max_tokens need {needed} KV blocks, this worker has {num_blocks}; send or ask for fewer tokens",
+            f"prompt and max_tokens need {needed} KV blocks; this worker has {num_blocks}: send or ask for fewer tokens",
         )
 
 
 def no_capacity(reason: Reason, message: str) -> Refused:
-    """Another worker, or this one later, may have the room."""
+    """Return a retriable refusal: another worker, or this one later, may have the capacity."""
     return Refused(Failure(code=Code.RESOURCE_EXHAUSTED, reason=reason, message=message, retriable=True))

@@ -1,4 +1,4 @@
-"""What the engine tells its worker after planning or applying a step."""
+"""Results of planning or applying a step, as the engine returns them to its worker."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,17 @@ from baton.core.request import FinishReason
 from baton.engine.state.step import SampledToken
 
 MEAN_OVER_SAMPLES = 64
-"""About so many are remembered in the mean length of an answer."""
+"""The mean response length is a moving average over about this many samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedSequence:
-    """The sequence has all blocks of its `token_ids`, in order; sent once, not again after a preemption. The
-    first `num_cached_blocks` hold their KV already; `receiving_block_ids` (pulled sequences only) are the
-    rest, which the pull is to fill."""
+    """A sequence got its KV blocks. Sent once per sequence, not again after a preemption.
+
+    block_table: the blocks of all its tokens, in order.
+    num_cached_blocks: leading blocks whose KV is in the cache already.
+    receiving_block_ids: the other blocks, which the pull must fill. Empty unless the sequence is pulled.
+    """
 
     seq_id: int
     block_table: tuple[int, ...]
@@ -24,8 +27,10 @@ class AdmittedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProgress:
-    """A `prefill_only` sequence has advanced: the KV of its first `num_computed_tokens` tokens is written,
-    full blocks are hashed."""
+    """Progress of a `prefill_only` sequence.
+
+    The KV of its first `num_computed_tokens` tokens is written, and the hashes of its full blocks are published.
+    """
 
     seq_id: int
     num_computed_tokens: int
@@ -33,10 +38,14 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """New tokens of one sample, `output_index` that of the first (0 = the sample's first output, over all
-    attempts). `finish` or `failure` ends the sample: every sample that is not cancelled gets exactly one,
-    except that a `prefill_only` one ends with its first token and carries a `finish` only if that token ended
-    the sample."""
+    """New tokens of one sample, or its end.
+
+    output_index: position of the first new token in the response, over all attempts of the request; starts at 0.
+    finish, failure: one of them is set in the last output of a sample. Every sample that is not cancelled gets
+        exactly one. Exception: a `prefill_only` sequence ends with its first token, and has a `finish` only if
+        that token ends the response.
+    num_cached_tokens: prompt tokens that were found in the cache at the first admission.
+    """
 
     seq_id: int
     sample_index: int
@@ -49,8 +58,10 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutcome:
-    """In the order in which things happened, each kind for itself. May name sequences that were cancelled
-    since."""
+    """Everything that has happened since the last outcome, each kind in order.
+
+    May name sequences that were cancelled in the meantime.
+    """
 
     admissions: tuple[AdmittedSequence, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
@@ -58,23 +69,26 @@ class EngineOutcome:
 
     @property
     def is_empty(self) -> bool:
+        """True if nothing has happened."""
         return not (self.admissions or self.progress or self.outputs)
 
     @property
     def only_continues(self) -> bool:
-        """Nothing begins or ends with it: there are tokens of samples that have had some, and will have
-        more."""
-        begins = self.admissions or self.progress
-        return not begins and all(
+        """True if it has only tokens of samples that neither start nor end with it."""
+        starts = self.admissions or self.progress
+        return not starts and all(
             out.output_index and out.finish is None and out.failure is None for out in self.outputs
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounters:
-    """Totals since the start. `cached_tokens` were not computed because another sequence had; what a
-    preempted one finds again does not count. `mean_output_tokens`: of the samples that ended here lately (0
-    before the first), all attempts counted, without those that ended with a prefill."""
+    """Totals since the engine was created.
+
+    cached_tokens: prompt tokens found in the cache at first admission. Re-admission after preemption is not counted.
+    mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the first
+        sample has ended. `prefill_only` sequences are not counted.
+    """
 
     steps: int = 0
     scheduled_tokens: int = 0
@@ -86,7 +100,7 @@ class EngineCounters:
     mean_output_tokens: float = 0.0
 
     def sample_ended(self, num_output_tokens: int) -> None:
-        """The first few weigh alike; then each moves the mean by a fixed part."""
+        """Count an ended sample: the plain mean of the first samples, then an exponential moving average."""
         self.ended_samples += 1
         self.mean_output_tokens += (num_output_tokens - self.mean_output_tokens) / min(
             self.ended_samples, MEAN_OVER_SAMPLES

@@ -1,7 +1,7 @@
-"""How an invariant is asked for. Checks are for tests and audits: they read everything."""
+"""`require`: the assertion that invariant checks use. The checks read all state, so only tests and audits run them."""
 
 
 def require(holds: bool, what: str) -> None:
-    """Raises AssertionError, saying `what` is wrong, unless it `holds`."""
+    """Raise AssertionError with the message `what` if `holds` is false."""
     if not holds:
         raise AssertionError(what)

@@ -1,5 +1,4 @@
-"""One request (or one sample of it) inside the engine: its tokens, its blocks, where it stands and when it
-ends."""
+"""A request inside the engine (or one sample of it): tokens, blocks, state, and the rule for its end."""
 
 from array import array
 from collections.abc import Collection
@@ -11,22 +10,29 @@ from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceS
 
 
 def max_cached_blocks(num_tokens: int, block_size_tokens: int) -> int:
-    """How many leading blocks may come from cache: at least one token is left to compute, whose logits are
-    needed."""
+    """Return how many leading blocks of a prompt may come from the cache.
+
+    At least one token is always computed, because its logits are needed.
+    """
     return (num_tokens - 1) // block_size_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRequest:
-    """What a worker asks of its engine. `seq_id` is the caller's, unique among those that live here.
+    """A request as a worker gives it to its engine.
 
-    `token_ids`: prompt, then outputs that an earlier attempt has delivered. `root_hash`: parent of the first
-    block's hash; `block_hashes`: of every full block of `token_ids`, in order. The engine goes on with that
-    chain over the outputs. `prefill_only`: ends after its first token(s), whatever `max_tokens`; never
-    preempted. `for_reader`: its KV is for another worker, so it is not started while more than half of the
-    pool is held only for others. `pulled`: its KV is not computed here but lands: admission gives all missing
-    blocks at once, and `Engine.landed` starts it. `tpot_slo_s`: promised between two tokens in the mean, 0
-    for nothing.
+    seq_id: chosen by the caller; unique among the sequences in the engine.
+    token_ids: the prompt, followed by the output tokens that an earlier attempt has delivered.
+    num_prompt_tokens: how many of `token_ids` are the prompt.
+    root_hash: parent of the first block's hash.
+    block_hashes: hash of every full block of `token_ids`, in order. The engine extends the chain over new tokens.
+    sample_indices: which samples of the request to generate.
+    priority: lower values are scheduled first.
+    prefill_only: ends after the first token of each sample, whatever `max_tokens` says. Never preempted.
+    for_reader: another worker reads its KV. Not admitted while more than half of the pool is held for readers.
+    pulled: its KV is read from another worker instead of computed. Admission reserves all missing blocks, and
+        `Engine.received` starts the sequence.
+    tpot_slo_s: SLO for the mean time per output token, in seconds; 0 for none.
     """
 
     seq_id: int
@@ -44,24 +50,29 @@ class SequenceRequest:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that it will be once its samples have parted (`max_num_seqs` counts them)."""
+        """Number of sequences after its samples have forked. `max_num_seqs` limits their sum."""
         return 1 if self.prefill_only else len(self.sample_indices)
 
     def max_kv_tokens(self, max_model_len: int) -> int:
-        """Tokens of KV that one sample may come to hold. The last token sampled is never computed."""
+        """Return the most KV entries that one sample can need. The last sampled token is never computed."""
         if self.prefill_only:
             return len(self.token_ids)
         return max(len(self.token_ids), min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len) - 1)
 
 
 class EngineSequence:
-    """A sequence that lives in one engine. Until its first token it stands for all `sample_indices`; then
-    each has a sequence of its own.
+    """The state of one sequence. Until the first token it stands for all samples; then each sample forks off.
 
-    `key` is the engine's own number (`StepSequence.seq_id`): samples of one request share `request.seq_id`
-    and differ in `key`. `num_cached_blocks` counts the leading blocks that this life of the sequence took
-    from cache; `num_cached_tokens` is that of its first admission (None before), as usage reports it.
-    `due_s`: by when its next token is to come, 0 where none is promised (`engine.scheduling.slo_slack`).
+    key: number given by the engine, used as `StepSequence.seq_id`. Samples of a request share `seq_id` and differ
+        in `key`.
+    arrival: order of arrival.
+    sample_indices: the samples that it stands for.
+    num_computed_tokens: leading tokens whose KV is in its blocks.
+    num_cached_blocks: leading blocks that its last admission found in the cache.
+    num_cached_tokens: tokens that its first admission found in the cache; None before. Reported as usage.
+    num_hashed_blocks: leading blocks whose hash is published.
+    due_s: time at which its next token is due by its TPOT SLO; 0 without SLO or before the first token
+        (`engine.scheduling.step_budget.record_token`).
     """
 
     __slots__ = (
@@ -113,45 +124,48 @@ class EngineSequence:
 
     @property
     def sort_key(self) -> tuple[int, int, int]:
-        """Smaller goes first: priority, then arrival, then sample."""
+        """Scheduling order, smallest first: priority, then arrival, then sample."""
         return self.request.priority, self.arrival, self.sample_indices[0]
 
     @property
     def num_output_tokens(self) -> int:
+        """Output tokens so far, including those of earlier attempts."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Tokens whose KV is not computed yet: 1 for a decoding sequence, more for a prompt."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_slots(self) -> int:
-        """As `SequenceRequest.num_slots`, of the samples that it still stands for."""
+        """`SequenceRequest.num_slots` of the samples that it still stands for."""
         return 1 if self.request.prefill_only else len(self.sample_indices)
 
     @property
     def waits_for_pull(self) -> bool:
-        """Whether its admission is one to land in. A pulled sequence that was preempted is computed here."""
+        """True if its KV is to be pulled. A pulled sequence that was preempted is computed here instead."""
         return self.request.pulled and self.state is SequenceState.WAITING
 
     @property
     def can_be_preempted(self) -> bool:
+        """True if it runs and may lose its blocks. `prefill_only` sequences may not."""
         return self.state is SequenceState.RUNNING and not self.request.prefill_only
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """`block_table` as a tuple, made anew only when it has changed."""
+        """`block_table` as a tuple, cached until the table changes."""
         if len(self._table) != len(self.block_table):
             self._table = tuple(self.block_table)
         return self._table
 
     def replace_block(self, index: int, block_id: int) -> None:
+        """Set entry `index` of the block table."""
         self.block_table[index] = block_id
         self._table = ()
 
     def take_blocks(self, cached: list[int], new: list[int], block_size_tokens: int) -> None:
-        """Start (again) from these blocks, the leading ones computed before."""
+        """Set the block table on admission. The KV of the `cached` blocks is there already."""
         self.block_table = [*cached, *new]
         self._table = ()
         self.num_cached_blocks = self.num_hashed_blocks = len(cached)
@@ -160,13 +174,13 @@ class EngineSequence:
             self.num_cached_tokens = self.num_computed_tokens
 
     def drop_blocks(self) -> list[int]:
-        """Forget all KV; the tokens stay. Returns the blocks, whose references are now the caller's."""
+        """Drop all KV but keep the tokens. Returns the blocks; the caller must release their references."""
         blocks, self.block_table, self._table = self.block_table, [], ()
         self.num_cached_blocks = self.num_hashed_blocks = self.num_computed_tokens = 0
         return blocks
 
     def hash_of_block(self, index: int, block_size_tokens: int) -> BlockHash:
-        """The chained hash of full block `index`, whose tokens are final. Blocks are asked for in order."""
+        """Return the chained hash of full block `index`. Its tokens are final. Call it for blocks in order."""
         while len(self.hashes) <= index:
             begin = len(self.hashes) * block_size_tokens
             parent = self.hashes[-1] if self.hashes else self.request.root_hash
@@ -174,14 +188,17 @@ class EngineSequence:
         return self.hashes[index]
 
     def append(self, token_id: int) -> None:
+        """Add one output token."""
         try:
             self.token_ids.append(token_id)
-        except BufferError:  # somebody still looks into the array through its buffer, which then cannot grow
+        except BufferError:  # an array cannot grow while its buffer is exported, for example to numpy
             self.token_ids = self.token_ids + array("I", (token_id,))
 
     def fork(self, *, key: int, sample_index: int) -> "EngineSequence":
-        """Another sequence over the same tokens and blocks. The caller takes a reference on each block for
-        it."""
+        """Return a new sequence for `sample_index` with the same tokens and blocks.
+
+        The caller must add a reference to each block.
+        """
         child = EngineSequence(self.request, key=key, arrival=self.arrival)
         child.sample_indices = (sample_index,)
         child.token_ids = self.token_ids[:]
@@ -197,7 +214,7 @@ class EngineSequence:
 
 
 def end_token_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Token ids that end this request."""
+    """Return the token ids that end a response, without duplicates."""
     eos = () if sampling.ignore_eos else tuple(eos_token_ids)
     return (*eos, *(t for t in sampling.stop_token_ids if t not in eos))
 
@@ -205,8 +222,11 @@ def end_token_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> tuple[i
 def finish_reason(
     token_id: int, request: SequenceRequest, *, num_tokens: int, eos_token_ids: Collection[int], max_model_len: int
 ) -> FinishReason | None:
-    """Does this token, sampled after `num_tokens` of prompt and outputs, end its sample? Counts from the
-    request's own `num_prompt_tokens`, so a replayed attempt ends where the first would have."""
+    """Return why `token_id` ends its sample, or None if the sample continues.
+
+    num_tokens: prompt and output tokens before this one. Output is counted from `request.num_prompt_tokens`, so a
+    replayed attempt ends at the same token as the first one.
+    """
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
     if num_output_tokens >= sampling.min_tokens and token_id in end_token_ids(sampling, eos_token_ids):
         return FinishReason.STOP
@@ -214,10 +234,10 @@ def finish_reason(
 
 
 def reaches_max_length(request: SequenceRequest, num_tokens: int, max_model_len: int) -> bool:
-    """Whether a sample of so many tokens, prompt and outputs, ends whatever its last token is."""
+    """Return True if a sample with `num_tokens` prompt and output tokens ends, whatever its last token is."""
     return num_tokens - request.num_prompt_tokens >= request.sampling.max_tokens or num_tokens >= max_model_len
 
 
 def num_blocks_needed(seq: EngineSequence, block_size_tokens: int) -> int:
-    """Blocks for all tokens that it has now: what admission gives."""
+    """Return the number of blocks that admission gives: enough for all present tokens."""
     return num_blocks_for(len(seq.token_ids), block_size_tokens)

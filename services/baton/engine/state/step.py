@@ -1,5 +1,4 @@
-"""What one forward pass is asked to do and what it answers: the contract between the integers (`Engine`) and
-a device (`Executor`)."""
+"""The contract between `Engine` and `Executor`: the plan of one forward pass, and its result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +12,13 @@ from baton.core.request import Sampling, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Draw one token for each of `sample_indices` from the logits of the sequence's last scheduled token.
+    """Draws one token for each of `sample_indices` from the logits of the sequence's last scheduled token.
 
-    `position`: that of the token to be drawn, counted from the first prompt token; with the seed and the
-    sample index it keys the noise. `history`: prompt and outputs so far (`num_prompt_tokens` of them prompt),
-    for penalties; shared with the engine, not to be written. `banned_token_ids`: ends of text that
-    `min_tokens` forbids yet.
+    position: position of the token to draw, counted from the first prompt token. Together with the seed and the
+        sample index it selects the random noise.
+    history: prompt and output tokens so far, for penalties. Shared with the engine: read-only.
+    num_prompt_tokens: how many of `history` are the prompt.
+    banned_token_ids: end tokens that are not allowed because `min_tokens` is not reached.
     """
 
     sampling: Sampling
@@ -31,10 +31,16 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSequence:
-    """One sequence's part of a step. `token_ids` [num_scheduled_tokens] stand at positions `position_begin`,
-    …; their KV is written at indices `kv_begin`, … of the sequence's cache: index i lies in block
-    `block_table[i // block_size_tokens]`. Each token attends to every index up to its own (within the layer's
-    window). `sample` is None while prompt tokens remain."""
+    """The part of a step that belongs to one sequence.
+
+    seq_id: `EngineSequence.key`.
+    token_ids: [num_scheduled_tokens] tokens to compute.
+    position_begin: position of the first token.
+    kv_begin: index in the sequence's KV at which the first token is written. Index i is in block
+        `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window of
+        the layer.
+    sample: the tokens to draw; None while prompt tokens remain.
+    """
 
     seq_id: int
     token_ids: TokenIds
@@ -45,19 +51,26 @@ class StepSequence:
 
     @property
     def num_scheduled_tokens(self) -> int:
+        """Number of tokens to compute."""
         return len(self.token_ids)
 
     @property
     def context_len(self) -> int:
-        """KV entries that exist once this step is done."""
+        """KV entries that exist after this step."""
         return self.kv_begin + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. `block_copies` (source, destination) are done before anything else. `follows`: the step
-    before it, whose result was not known when this one was planned: each of its sequences goes on by the one
-    token that step draws for it (`ahead.LastResult`)."""
+    """The plan of one step.
+
+    step_id: number of the step.
+    sequences: the sequences in it.
+    block_copies: (source, destination) blocks to copy before anything else.
+    follows: id of the preceding step, if its result was unknown when this step was planned. The executor then
+        replaces each placeholder token by the token that the preceding step draws
+        (`engine.scheduling.async_scheduling.LastResult`).
+    """
 
     step_id: int
     sequences: tuple[StepSequence, ...]
@@ -66,15 +79,19 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens that the step computes."""
         return sum(s.num_scheduled_tokens for s in self.sequences)
 
     @property
     def is_empty(self) -> bool:
+        """True if there is nothing to do."""
         return not self.sequences and not self.block_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
+    """One drawn token of one sample."""
+
     sample_index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -82,8 +99,12 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`samples` has, for each sequence with a `sample`, its new tokens in order (one for each sample index).
-    A sequence in `failures` has none: its logits or its request were at fault, the others' results stand."""
+    """The result of one step.
+
+    samples: `StepSequence.seq_id` -> one new token per sample index, for each sequence with a `sample`.
+    failures: `StepSequence.seq_id` -> failure of a sequence whose logits or request were invalid. It has no
+        samples. The results of the other sequences are valid.
+    """
 
     step_id: int
     samples: Mapping[int, tuple[SampledToken, ...]]
@@ -91,33 +112,48 @@ class StepResult:
 
 
 class DeviceFault(BatonError):
-    """The device will run no step any more, whosever it is: only a new process helps."""
+    """The device can run no further step of any sequence. Only a restart of the process helps."""
 
 
 class NothingToFollow(BatonError):
-    """The step that this one was to follow has failed, or was another: what it was to go on from does not
-    exist. Whatever the device was given of it has ended."""
+    """The preceding step has failed, or is not the one that this step follows, so its tokens are missing.
+
+    Work that the device has started for this step has ended when this is raised.
+    """
 
 
 class Executor(Protocol):
-    """A device with a model and KV memory. It runs one step at a time, and one more may wait meanwhile, to
-    begin without a pause."""
+    """A device with a model and KV memory.
+
+    It runs one step at a time. One more step may be queued, so that it starts without a pause.
+    """
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> KvLayout:
+        """Layout of the KV memory."""
+        ...
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Number of blocks in the KV memory."""
+        ...
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step, after the one that runs now; when it returns, the step's KV is written. Raises
-        DeviceFault where the device is known to be at fault, and NothingToFollow. Whatever else it raises is
-        a sequence's, which the loop finds; or the device's after all, if different requests fail in a row."""
+        """Run one step after the current one. The KV of the step is written when this returns.
+
+        Raises DeviceFault if the device is known to be at fault, and NothingToFollow. Any other exception is
+        attributed to a sequence of the step, which the loop finds by running them one by one. If several requests
+        fail in a row, the loop attributes it to the device.
+        """
         ...
 
     def withdraw(self, step_id: int) -> bool:
-        """That step is not to be run: its `execute` is cancelled. False, and nothing has changed, unless it
-        waits for another to end."""
+        """Cancel a queued step; its `execute` raises CancelledError.
+
+        Returns False, and changes nothing, if the step is not waiting for another one to end.
+        """
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Release threads and memory after the current step has ended."""
+        ...
