@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from baton.rpc.grpc_tls import SERVICE_NAME, Tls
-from baton.runtime.network.tls_files import Pair
+from baton.runtime.network.tls_files import CertificatePair
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Authority:
     def file(self) -> Path:
         return self.directory / "ca.pem"
 
-    def pair(self, file: str, *names: str, ends: datetime | None = None) -> Pair:
+    def pair(self, file: str, *names: str, ends: datetime | None = None) -> CertificatePair:
         """Certificate and key for these names, written over what is there."""
-        pair = Pair(certificate=self.directory / f"{file}.pem", key=self.directory / f"{file}.key")
+        pair = CertificatePair(certificate=self.directory / f"{file}.pem", key=self.directory / f"{file}.key")
         made = self.ca.issue_cert(*names, not_after=ends)
         made.private_key_pem.write_to_path(str(pair.key))
         pair.certificate.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
@@ -47,7 +47,7 @@ class Authority:
         return Tls(pair=self.pair(file, name, ends=ends), ca=self.file, name=SERVICE_NAME)
 
 
-def locked(pair: Pair) -> Pair:
+def locked(pair: CertificatePair) -> CertificatePair:
     """That pair, with its key behind a password."""
     key = load_pem_private_key(pair.key.read_bytes(), password=None)
     pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))

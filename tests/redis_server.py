@@ -11,7 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 from baton.store.redis.private_redis import RedisCommand, redis_command
 
 
@@ -35,7 +35,7 @@ class RunningRedis:
 
     def start(self) -> None:
         with self._command.log_file.open("ab") as output:
-            self.process = subprocess.Popen(tethered(self._command.argv), stdout=output, stderr=output)
+            self.process = subprocess.Popen(with_parent_death_signal(self._command.argv), stdout=output, stderr=output)
         for _ in range(500):
             assert self.process.poll() is None, self._command.last_words()
             with suppress(redis.ConnectionError), redis.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:

@@ -1,8 +1,11 @@
-"""Bring what the chart says of Baton's settings up to date: `python tools/gen_chart.py` after a change of a
-setting or of `values.yaml`. `--check` changes nothing and ends with 1 where something is out of date.
+"""Update the parts of the Helm chart that are generated from settings and from `values.yaml`.
 
-In `helm/baton/values.schema.json` the definitions of `GENERATED` come from the services' own settings, the
-rest is kept by hand; in `helm/baton/README.md` the table of values comes from the comments in `values.yaml`.
+    python tools/gen_chart.py            write them; run it after a change of a setting or of values.yaml
+    python tools/gen_chart.py --check    change nothing; exit 1 if a file is stale
+
+In `helm/baton/values.schema.json`, the definitions of `definitions()` are generated from the services'
+settings and the rest is written by hand. In `helm/baton/README.md`, the table of values is generated from the
+comments in `values.yaml`.
 """
 
 import json
@@ -20,53 +23,55 @@ from baton.runtime.config.settings import FleetConfig, GatewayConfig, SchedulerC
 
 CHART = Path(__file__).parents[1] / "helm" / "baton"
 SERVICES: Mapping[str, type[Config]] = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "fleet": FleetConfig}
-OURS = frozenset(
+SET_BY_CHART = frozenset(
     """advertise_host api_keys front_tls_cert front_tls_key log_dir ray_address redis_url schedulers tls_ca tls_cert tls_key
-    prefill decode hybrid ray_placement worker_start_s follow_places""".split()
+    prefill decode hybrid ray_placement worker_start_s scale_with_nodes""".split()
 )
-"""What the chart itself sets; `templates/_config.tpl` and `_pod.tpl` say to what."""
-NEEDED: Mapping[str, tuple[str, ...]] = {
+"""Settings that the templates `_config.tpl` and `_pod.tpl` set, so that values must not contain them."""
+REQUIRED: Mapping[str, tuple[str, ...]] = {
     "gateway": ("http_port", "grpc_port", "admin_port", "drain_s"),
     "scheduler": ("rpc_port", "admin_port", "drain_s"),
     "fleet": ("admin_port", "kv_port_range", "drain_s", "lease_s"),
 }
-"""What templates read, so that it cannot be left out: ports are those of Services and policies, seconds
-decide grace periods."""
+"""Settings that templates read, so that values must contain them: ports for Services and network policies,
+and times for grace periods."""
 OF_WORKERS = ("rpc_port", "admin_port")
-"""Settings of a worker that its pod has, and not the fleet: `fleet/ray/worker_actor.py` says which may be."""
+"""Settings of a worker that its pod sets instead of the fleet; see `fleet/ray/worker_actor.py`."""
 SHARED_BY_HAND = ("host",)
-"""A setting of the listening services that has one value in a cluster."""
+"""Setting of the listening services that has one value per cluster."""
 BEGIN, END = "<!-- values: written by tools/gen_chart.py -->", "<!-- end of values -->"
 
 
 def definitions() -> dict[str, Any]:
-    """The generated part of the schema: {definition: schema}."""
+    """Return the generated definitions of the schema by name."""
     of_service = {name: _schemas(cls) for name, cls in SERVICES.items()}
     count = Counter(name for schemas in of_service.values() for name in schemas)
     shared = {name: schema for schemas in of_service.values() for name, schema in schemas.items() if count[name] > 1}
-    shared = {name: schema for name, schema in shared.items() if not any(name in needed for needed in NEEDED.values())}
+    shared = {
+        name: schema for name, schema in shared.items() if not any(name in required for required in REQUIRED.values())
+    }
     found = {"config": _object(shared, required=("model", *SHARED_BY_HAND))}
     for service, schemas in of_service.items():
         own = {
-            name: _needed(schema) if name in NEEDED[service] else schema
+            name: _required(schema) if name in REQUIRED[service] else schema
             for name, schema in schemas.items()
             if name not in SHARED_BY_HAND
         }
-        found[f"{service}Config"] = _object(own, required=NEEDED[service])
+        found[f"{service}Config"] = _object(own, required=REQUIRED[service])
     worker = _schemas(WorkerConfig)
-    found["workerConfig"] = _object({name: _needed(worker[name]) for name in OF_WORKERS}, required=OF_WORKERS)
+    found["workerConfig"] = _object({name: _required(worker[name]) for name in OF_WORKERS}, required=OF_WORKERS)
     return found
 
 
 def schema_text() -> str:
-    """`values.schema.json` as it should be."""
+    """Return the up-to-date content of `values.schema.json`."""
     content = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     content["definitions"] |= definitions()
     return json.dumps(content, indent=2) + "\n"
 
 
 def readme_text() -> str:
-    """The chart's `README.md` as it should be."""
+    """Return the up-to-date content of the chart's `README.md`."""
     text = (CHART / "README.md").read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
@@ -75,7 +80,7 @@ def readme_text() -> str:
 
 
 def described_values() -> Iterator[tuple[str, Any, str]]:
-    """(path, default, description) of each value that a `# --` comment describes."""
+    """Yield (path, default, description) of each value that a `# --` comment describes."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     path: list[tuple[int, str]] = []
@@ -99,11 +104,15 @@ def described_values() -> Iterator[tuple[str, Any, str]]:
 
 
 def _schemas(cls: type[Config]) -> dict[str, Any]:
-    return {item.name: item.schema() for item in settings_of(cls) if item.name not in OURS}
+    """Schemas by key of the settings that values may contain, with their deprecated names."""
+    allowed = [item for item in settings_of(cls) if item.name not in SET_BY_CHART]
+    return {
+        key: schema for item in allowed for key, schema in {item.name: item.schema(), **item.alias_schemas()}.items()
+    }
 
 
-def _needed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same without null, and for a port without 0, which would be a port that nobody knows."""
+def _required(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove null from a schema, and 0 from a port's, because templates must know the port."""
     variants = [variant for variant in schema.get("anyOf", [schema]) if variant.get("type") != "null"]
     shape = {"description": schema["description"]} | {
         key: value for key, value in variants[0].items() if key != "default"
@@ -133,7 +142,7 @@ def _shown(default: Any) -> str:
 
 
 def main() -> int:
-    """Exit code 1 with `--check` where a file is out of date."""
+    """Write stale files, or with `--check` report them and return 1."""
     stale = 0
     for name, text in (("values.schema.json", schema_text()), ("README.md", readme_text())):
         file = CHART / name
@@ -141,7 +150,7 @@ def main() -> int:
             continue
         stale += 1
         if "--check" in sys.argv[1:]:
-            print(f"{file} is out of date: run `python tools/gen_chart.py`")
+            print(f"{file} is stale; run `python tools/gen_chart.py`")
         else:
             file.write_text(text, encoding="utf-8")
             print(f"wrote {file}")

@@ -1,11 +1,11 @@
-"""Write the Grafana dashboard that the chart brings, from the rows and panels below.
+"""Generate the Grafana dashboard of the Helm chart from the rows and panels below.
 
     python tools/gen_dashboard.py            write it
-    python tools/gen_dashboard.py --check    exit 1 if the file is not what this writes
+    python tools/gen_dashboard.py --check    exit 1 if the file is stale
 
-Only metrics of Baton's own are asked for (`services/baton/runtime/observability/metrics.py`). Every query is
-limited to the namespaces chosen above; where series have no such label, that is all of them. Worker metrics
-are told apart by role with `baton_worker_info`.
+All metrics are Baton's own (`services/baton/runtime/observability/metrics.py`). Every query is limited to the
+selected namespaces; series without a namespace label always match. Worker metrics get their role from
+`baton_worker_info`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _METRIC = re.compile(r"\b((?:baton|process)_\w+)(\{([^}]*)\})?")
 
 
 def in_namespace(query: str) -> str:
-    """The query with each of its metrics limited to the chosen namespaces."""
+    """Limit each metric of a query to the selected namespaces."""
     return _METRIC.sub(lambda m: f'{m[1]}{{{m[3] + ", " if m[3] else ""}namespace=~"$namespace"}}', query)
 
 
@@ -43,16 +43,16 @@ def quantile(q: float, histogram: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str, *qs: float, by: str = "") -> dict[str, str]:
-    """Legend → query."""
+    """Return {legend: query} for these quantiles of a histogram."""
     return {f"p{q * 100:g}" + (f" {{{{{by}}}}}" if by else ""): quantile(q, histogram, by) for q in qs}
 
 
 def by_role(query: str, by: str = "role") -> str:
-    """Of a worker's metrics."""
+    """Sum a worker metric by role."""
     return f"sum by ({by}) ({query} * {ROLE})"
 
 
-KEPT = share('baton_slo_attainment_total{outcome="kept"}', "baton_slo_attainment_total", "term")
+ATTAINMENT = share('baton_slo_attainment_total{outcome="met"}', "baton_slo_attainment_total", "term")
 ASKED = 'baton_prefix_hit_tokens_total{kind="asked"}'
 RATIOS = "baton_predicted_over_actual_ratio_count"
 RATIO_TO_80 = 'baton_predicted_over_actual_ratio_bucket{le="0.8"}'
@@ -63,7 +63,7 @@ LAG = f"sum by (service, instance, le) (rate(baton_event_loop_lag_seconds_bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """`queries`: legend → query."""
+    """One panel; `queries` maps legends to PromQL."""
 
     title: str
     queries: dict[str, str]
@@ -73,7 +73,7 @@ class Panel:
     height: int = 8
     text: str = ""
     stacked: bool = False
-    most: float | None = None
+    maximum: float | None = None
 
     def drawn(self, number: int, x: int, y: int) -> dict[str, Any]:
         is_heatmap = self.kind == "heatmap"
@@ -81,8 +81,8 @@ class Panel:
         if self.stacked:
             custom["stacking"] = {"mode": "normal"}
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0, "custom": {} if self.kind != "timeseries" else custom}
-        if self.most is not None:
-            defaults["max"] = self.most
+        if self.maximum is not None:
+            defaults["max"] = self.maximum
         return {
             "id": number,
             "type": self.kind,
@@ -107,22 +107,24 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """One row of panels."""
+
     title: str
     panels: list[Panel] = field(default_factory=list)
 
 
 def counted(title: str, counter: str, by: str, *, unit: str, text: str = "", width: int = 8) -> Panel:
-    """How much of a counter comes a second, one part over the other by its labels."""
+    """Panel with the stacked rates of a counter by its labels."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
     return Panel(title=title, queries={legend: rate(counter, by)}, unit=unit, text=text, width=width, stacked=True)
 
 
-def part(
+def ratio(
     title: str, queries: dict[str, str], *, text: str = "", kind: str = "timeseries", width: int = 8, height: int = 8
 ) -> Panel:
-    """Parts of a whole, from 0 to 1."""
+    """Panel with ratios from 0 to 1."""
     return Panel(
-        title=title, queries=queries, text=text, kind=kind, width=width, height=height, unit="percentunit", most=1
+        title=title, queries=queries, text=text, kind=kind, width=width, height=height, unit="percentunit", maximum=1
     )
 
 
@@ -137,7 +139,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 ROWS = [
     Row(
-        title="Requests and promises",
+        title="Requests and SLOs",
         panels=[
             Panel(
                 title="Requests",
@@ -147,18 +149,18 @@ ROWS = [
                 width=4,
                 height=4,
             ),
-            part(
-                "Ended well",
+            ratio(
+                "Successful requests",
                 {"": share('baton_requests_total{code="200"}', "baton_requests_total")},
                 kind="stat",
                 width=4,
                 height=4,
             ),
             Panel(title="Open requests", queries={"": "sum(baton_open_requests)"}, kind="stat", width=4, height=4),
-            part(
-                "Promises kept",
-                {"{{term}}": KEPT},
-                text="Of requests that ended well and had such a promise.",
+            ratio(
+                "SLO attainment now",
+                {"{{term}}": ATTAINMENT},
+                text="Share of completed requests with such an SLO that met it.",
                 kind="stat",
                 width=6,
                 height=4,
@@ -172,17 +174,17 @@ ROWS = [
             ),
             counted("Requests by status", "baton_requests_total", "code, reason", unit="reqps"),
             counted(
-                "Refused by schedulers, by reason",
+                "Refused by the scheduler, by reason",
                 "baton_rejections_total",
                 "reason",
                 unit="reqps",
-                text="Before any prefill was spent.",
+                text="Refused before any prefill.",
             ),
-            part("SLO attainment", {"{{term}}": KEPT}),
+            ratio("SLO attainment", {"{{term}}": ATTAINMENT}),
         ],
     ),
     Row(
-        title="Latency, as clients see it",
+        title="Latency of clients",
         panels=[
             Panel(
                 title="TTFT",
@@ -201,17 +203,17 @@ ROWS = [
             Panel(title="TTFT", queries=quantiles("baton_ttft_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(title="TPOT", queries=quantiles("baton_tpot_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(
-                title="Where a request's seconds go (mean)",
-                text="Placement and waiting for it; queue; prefill; KV that came after it; the wait for a decode step; decode.",
+                title="Mean time per request by phase",
+                text="placement: until the scheduler's answer; queue; prefill; kv_exposed: KV transfer after the prefill; admission: until the first decode step; decode.",
                 queries={
                     "{{phase}}": share("baton_request_phase_seconds_sum", "baton_request_phase_seconds_count", "phase")
                 },
                 unit="s",
                 stacked=True,
             ),
-            counted("Attempts lost, by reason", "baton_attempts_total", "reason", unit="reqps", width=12),
+            counted("Failed attempts, by reason", "baton_attempts_total", "reason", unit="reqps", width=12),
             Panel(
-                title="Pauses around lost workers, p99",
+                title="Pauses of streams that lost a worker, p99",
                 queries=quantiles("baton_resume_pause_seconds", 0.99),
                 unit="s",
                 width=12,
@@ -222,21 +224,21 @@ ROWS = [
         title="Queues",
         panels=[
             Panel(
-                title="Waiting at the scheduler",
+                title="Queue at the scheduler",
                 queries={
-                    "requests": "sum(baton_waiting_requests)",
-                    "p99 wait (s)": quantile(0.99, "baton_waiting_seconds"),
+                    "requests": "sum(baton_scheduler_queued_requests)",
+                    "p99 wait (s)": quantile(0.99, "baton_scheduler_queue_seconds"),
                 },
             ),
             Panel(
-                title="Prompt tokens that wait, by worker (P queue)",
+                title="Queued prompt tokens, by worker (P queue)",
                 queries={"{{role}} {{instance}}": f"baton_waiting_prefill_tokens * {ROLE}"},
             ),
             Panel(
-                title="Sequences that run, by worker (D batch)",
+                title="Running sequences, by worker (D batch)",
                 queries={"{{role}} {{instance}}": f"baton_running_seqs * {ROLE}"},
             ),
-            Panel(title="Sequences that wait, by role", queries={"{{role}}": by_role("baton_waiting_seqs")}),
+            Panel(title="Waiting sequences, by role", queries={"{{role}}": by_role("baton_waiting_seqs")}),
             Panel(
                 title="Step duration, p50 and p99 by role",
                 queries={f"p{q * 100:g} {{{{role}}}}": f"histogram_quantile({q:g}, {STEPS})" for q in (0.5, 0.99)},
@@ -249,7 +251,7 @@ ROWS = [
         ],
     ),
     Row(
-        title="KV flow",
+        title="KV transfers",
         panels=[
             Panel(
                 title="KV read, by transport",
@@ -257,8 +259,8 @@ ROWS = [
                 unit="Bps",
             ),
             Panel(
-                title="Speed while reading, by transport",
-                text="Bytes over the seconds in which a read of a transfer ran.",
+                title="Read speed, by transport",
+                text="Bytes divided by the seconds in which reads were running.",
                 queries={
                     "{{transport}}": share(
                         "baton_transfer_bytes_total", "baton_transfer_read_seconds_total", "transport"
@@ -272,7 +274,9 @@ ROWS = [
                 queries={"{{instance}} reads {{peer}} ({{transport}})": "baton_link_bytes_per_second"},
                 unit="Bps",
             ),
-            Panel(title="Transfers, p50 and p99", queries=quantiles("baton_transfer_seconds", 0.5, 0.99), unit="s"),
+            Panel(
+                title="Transfer duration, p50 and p99", queries=quantiles("baton_transfer_seconds", 0.5, 0.99), unit="s"
+            ),
             Panel(
                 title="Leases",
                 queries={
@@ -281,11 +285,11 @@ ROWS = [
                 },
             ),
             Panel(
-                title="What must not be",
+                title="Transfer faults (should be 0)",
                 queries={
                     "broken links": "sum(baton_broken_links)",
-                    "blocks disproved/s ({{field}})": rate("baton_proof_failures_total", "field"),
-                    "notices dropped/s ({{kind}})": rate("baton_dropped_notices_total", "kind"),
+                    "validation failures/s ({{field}})": rate("baton_validation_failures_total", "field"),
+                    "unexpected messages/s ({{kind}})": rate("baton_unexpected_peer_messages_total", "kind"),
                 },
             ),
         ],
@@ -293,14 +297,14 @@ ROWS = [
     Row(
         title="Cache and memory",
         panels=[
-            part(
-                "Prompt tokens from a cache",
+            ratio(
+                "Prefix cache hit rate (prompt tokens)",
                 {
-                    "told": share("baton_cached_tokens_total", "baton_prompt_tokens_total"),
+                    "reported": share("baton_cached_tokens_total", "baton_prompt_tokens_total"),
                     "predicted": share('baton_prefix_hit_tokens_total{kind="predicted"}', ASKED),
                     "actual": share('baton_prefix_hit_tokens_total{kind="actual"}', ASKED),
                 },
-                text="As clients are told; beside it, of placed requests, what the scheduler predicted and what was found.",
+                text="reported: to clients. predicted, actual: by the scheduler and by the workers, of completed requests.",
             ),
             Panel(
                 title="Blocks by tier and state",
@@ -308,7 +312,7 @@ ROWS = [
                 stacked=True,
             ),
             Panel(
-                title="Evictions, preemptions",
+                title="Evictions and preemptions",
                 queries={
                     "evicted/s {{role}}": by_role("rate(baton_evictions_total[$__rate_interval])"),
                     "preempted/s {{role}}": by_role("rate(baton_preemptions_total[$__rate_interval])"),
@@ -321,14 +325,14 @@ ROWS = [
             Panel(
                 title="Prefix index",
                 queries={
-                    "blocks": "max(baton_prefix_index_claims)",
-                    "workers behind": "max(baton_prefix_workers_behind)",
-                    "workers that lag in telling": "sum(baton_kv_publisher_behind)",
-                    "told anew/s": rate("baton_kv_resets_total"),
+                    "blocks": "max(baton_prefix_index_blocks)",
+                    "workers behind": "max(baton_prefix_index_workers_behind)",
+                    "workers with unpublished events": "sum(baton_kv_publisher_behind)",
+                    "snapshots after a reset/s": rate("baton_kv_resets_total"),
                 },
             ),
             Panel(
-                title="Tokens in and out",
+                title="Prompt and output tokens",
                 queries={"prompt/s": rate("baton_prompt_tokens_total"), "output/s": rate("baton_output_tokens_total")},
             ),
         ],
@@ -337,41 +341,43 @@ ROWS = [
         title="Predictions and decisions",
         panels=[
             Panel(
-                title="Predicted over actual, by term",
-                text="1 is right. Above: it was faster than predicted.",
+                title="Predicted / actual latency, by term",
+                text="1 is exact; above 1, requests were faster than predicted.",
                 queries=quantiles("baton_predicted_over_actual_ratio", 0.1, 0.5, 0.9, by="term"),
             ),
-            part(
-                "Within a quarter of what happened",
+            ratio(
+                "Predictions within -20 % to +25 %",
                 {"{{term}}": f"{share(RATIO_TO_125, RATIOS, 'term')} - {share(RATIO_TO_80, RATIOS, 'term')}"},
             ),
             Panel(
-                title="Median by worker",
+                title="Median of predicted / actual, by worker",
                 queries={"{{term}} {{worker}}": quantile(0.5, "baton_predicted_over_actual_ratio", "term, worker")},
             ),
             Panel(
                 title="Decisions", queries={"{{policy}}": rate("baton_decisions_total", "policy")}, unit="ops", width=12
             ),
-            Panel(title="Time to decide, p99", queries=quantiles("baton_decision_seconds", 0.99), unit="s", width=12),
+            Panel(title="Decision time, p99", queries=quantiles("baton_decision_seconds", 0.99), unit="s", width=12),
         ],
     ),
     Row(
         title="Processes",
         panels=[
             Panel(
-                title="Event loop late, p99",
+                title="Event loop lag, p99",
                 queries={"{{service}} {{instance}}": f"histogram_quantile(0.99, {LAG})"},
                 unit="s",
             ),
-            Panel(title="Tasks", queries={"{{service}} {{instance}}": f"baton_event_loop_tasks * {SERVICE}"}),
+            Panel(
+                title="Event loop tasks", queries={"{{service}} {{instance}}": f"baton_event_loop_tasks * {SERVICE}"}
+            ),
             Panel(
                 title="Workers by role and state",
                 queries={"{{role}} {{state}}": "max by (role, state) (baton_workers)"},
                 stacked=True,
             ),
             Panel(
-                title="Lives of workers in the last hour",
-                text="More than one at an instance: it was started again.",
+                title="Worker starts in the last hour",
+                text="More than one per instance: the worker was restarted.",
                 queries={
                     "{{instance}}": "count by (instance) (count by (instance, epoch) (last_over_time(baton_worker_info[1h])))",
                 },
@@ -386,19 +392,19 @@ ROWS = [
                 queries={"{{service}} {{instance}}": f"rate(process_cpu_seconds_total[$__rate_interval]) * {SERVICE}"},
             ),
             Panel(
-                title="Redis, as schedulers see it",
+                title="Redis access of schedulers (1 = degraded)",
                 queries={
-                    "records not written": "max(baton_store_degraded)",
+                    "decision records not written": "max(baton_store_degraded)",
                     "block events not read": "max(baton_kv_events_degraded)",
                 },
-                most=1,
+                maximum=1,
             ),
             counted(
-                "Spans of traces",
+                "Trace spans",
                 "baton_trace_spans_total",
                 "outcome",
                 unit="ops",
-                text="Not taken: by the collector. Dropped: too many waited for it. None at all where tracing is off.",
+                text="failed: the export failed. dropped: the queue was full. No series if tracing is off.",
             ),
         ],
     ),

@@ -1,9 +1,9 @@
 """Generate the protobuf and gRPC code under services/ from proto/.
 
     python tools/gen_proto.py            write it (make proto)
-    python tools/gen_proto.py --check    say what is stale, missing or left over; exit 1 if anything is
+    python tools/gen_proto.py --check    list stale, missing and left-over files; exit 1 if there are any
 
-The output depends on the version of grpcio-tools, which the extra `test` therefore pins exactly.
+The output depends on the version of grpcio-tools, so the extra `test` pins that version.
 """
 
 import argparse
@@ -22,14 +22,13 @@ PROTO_ROOT = ROOT / "proto"
 OUT_ROOT = ROOT / "services"
 WELL_KNOWN = Path(grpc_tools.__file__).parent / "_proto"
 _SERVICE = re.compile(r"^service\s+\w+", re.MULTILINE)
-_INIT = '"""Generated from {source}; `make proto` writes it anew."""\n'
+_INIT = '"""Generated from {source} by `make proto`."""\n'
 
 
 def generate(proto_root: Path, out: Path) -> None:
-    """Write messages, stubs and, for files that define a service, gRPC code below `out`, one package a
-    directory of .proto files.
+    """Write Python messages, stubs and gRPC code below `out`, one package per directory of .proto files.
 
-    Raises RuntimeError when protoc refuses a file; protoc has printed why.
+    Raises RuntimeError if protoc rejects a file; protoc prints the reason.
     """
     files = sorted(proto_root.rglob("*.proto"))
     services = [file for file in files if _SERVICE.search(file.read_text(encoding="utf-8"))]
@@ -44,7 +43,7 @@ def generate(proto_root: Path, out: Path) -> None:
 
 
 def differences(fresh: Path, committed: Path) -> list[str]:
-    """How the packages below `committed` differ from what was generated into `fresh`, one line a file."""
+    """List the differences between the packages below `committed` and those in `fresh`, one line per file."""
     found = []
     for package in sorted({file.parent.relative_to(fresh) for file in fresh.rglob("*.py")}):
         new, old = _generated_files(fresh / package), _generated_files(committed / package)
@@ -55,7 +54,7 @@ def differences(fresh: Path, committed: Path) -> list[str]:
 
 
 def install(fresh: Path, committed: Path) -> None:
-    """Make each generated package below `committed` equal to that below `fresh`."""
+    """Copy each generated package from `fresh` to `committed`, and delete files that are no longer generated."""
     for package in sorted({file.parent.relative_to(fresh) for file in fresh.rglob("*.py")}):
         target = committed / package
         target.mkdir(parents=True, exist_ok=True)
@@ -70,7 +69,7 @@ def _generated_files(package: Path) -> dict[str, bytes]:
 
 
 def _protoc(proto_root: Path, files: Sequence[Path], *outputs: str) -> None:
-    """In a process of its own: NIXL's libraries abort in one that has loaded protoc's."""
+    """Run protoc in its own process, because NIXL's libraries abort in a process that has loaded protoc's."""
     arguments = [f"-I{proto_root}", f"-I{WELL_KNOWN}", *outputs, *map(str, files)]
     if subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=False).returncode != 0:
         raise RuntimeError(f"protoc failed on {proto_root}")
@@ -78,7 +77,7 @@ def _protoc(proto_root: Path, files: Sequence[Path], *outputs: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Generate the protobuf and gRPC code under services/ from proto/.")
-    parser.add_argument("--check", action="store_true", help="change nothing; say what is not as it would be generated")
+    parser.add_argument("--check", action="store_true", help="change nothing; list differences from the generated code")
     check: bool = parser.parse_args().check
     with tempfile.TemporaryDirectory() as directory:
         fresh = Path(directory)
@@ -90,7 +89,7 @@ def main() -> int:
     for line in found:
         print(line)
     if found:
-        print("the generated code is not that of proto/: run `make proto`")
+        print("the generated code does not match proto/; run `make proto`")
     return 1 if found else 0
 
 

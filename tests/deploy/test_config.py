@@ -203,8 +203,8 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
 
     assert offered == asked
     if scaled.keys() & {workload.name for workload in workloads(rendered(name)) if workload.component == "worker"}:
-        assert fleet["follow_places"], "the pods above the least get workers, too"
-    assert fleet["follow_places"] is not bool(of_kind(rendered(name), "RayCluster")), (
+        assert fleet["scale_with_nodes"], "the pods above the least get workers, too"
+    assert fleet["scale_with_nodes"] is not bool(of_kind(rendered(name), "RayCluster")), (
         "Ray's autoscaler goes by what is asked for"
     )
 

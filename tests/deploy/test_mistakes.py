@@ -30,8 +30,8 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         ("fleet.config.block_size_tokens", "1024"),
     ),
     "a setting of another type": (
-        {"scheduler": {"config": {"max_waiting": "many"}}},
-        ("scheduler.config.max_waiting",),
+        {"scheduler": {"config": {"max_queued_requests": "many"}}},
+        ("scheduler.config.max_queued_requests",),
     ),
     "a policy that is none": (
         {"scheduler": {"config": {"policy": "kv_centrc"}}},

@@ -40,7 +40,7 @@ from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.runtime.network.in_process_network import duplex_pair
 from baton.runtime.observability.metrics import SchedulerMetrics
-from baton.runtime.process.process import rare_collections
+from baton.runtime.process.process import infrequent_gc
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
@@ -122,7 +122,7 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
         ours.send(report_of(worker, number, sources, rng))
     await asyncio.sleep(1.0)
     try:
-        with rare_collections():  # as the service does
+        with infrequent_gc():  # as the service does
             yield scheduler, population
     finally:
         await scheduler.aclose()

@@ -31,7 +31,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.process.process import settled_heap
+from baton.runtime.process.process import frozen_heap
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.worker.costs.calibrate import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper
@@ -166,7 +166,7 @@ class StallFreeBench:
             try:
                 await asyncio.to_thread(wait_for_memory)
                 keeper = CostKeeper(await measure_costs(device.executor, device.engine_config, device.pool))
-                with settled_heap():  # as in a worker
+                with frozen_heap():  # as in a worker
                     while len(found) < self._arguments.repeats:
                         found.append(await self._repeat(device, keeper, directory, len(found)))
                         self.known[model] = found

@@ -48,7 +48,7 @@ ray_placement: role
 {{- $seconds := 0 -}}
 {{- range (include "baton.pools" . | fromYaml).pools }}{{ $seconds = max $seconds (int .modelLoadSeconds) }}{{ end }}
 worker_start_s: {{ $seconds }}
-follow_places: {{ eq .Values.runtime.mode "ray-in-pods" }}
+scale_with_nodes: {{ eq .Values.runtime.mode "ray-in-pods" }}
 {{- end -}}
 
 {{/* One service's settings. root, service */}}

@@ -1,5 +1,4 @@
-"""`baton …`: one file a group of commands. What a command does lives in the package that owns it; here is
-only the command line."""
+"""Command line of Baton: one module per group of commands. The packages that own a feature implement it."""
 
 from baton.cli.main import main
 

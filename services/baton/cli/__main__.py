@@ -1,4 +1,4 @@
-"""`python -m baton.cli` is `baton`, without depending on the PATH."""
+"""Runs `baton` as `python -m baton.cli`, without depending on PATH."""
 
 from baton.cli.main import main
 

@@ -24,7 +24,7 @@ from baton.core.plain_json import to_plain
 from baton.runtime.config.settings import FrontDoorSettings
 from baton.runtime.network.addresses import host_of, own_addresses
 from baton.runtime.network.tls_files import machine_authorities
-from baton.runtime.process.drain_socket import ANSWER_S, asked_to_drain
+from baton.runtime.process.drain_socket import ANSWER_S, request_drain
 
 T = TypeVar("T")
 
@@ -358,7 +358,7 @@ class NobodyMeant(BatonError):
 
 def _drain_at(drain_socket: Path, wait_s: float | None) -> list[str]:
     """The same of the one worker that listens there. Raises BatonError where none does."""
-    with asked_to_drain(drain_socket, wait_s or ANSWER_S) as (name, has_ended):
+    with request_drain(drain_socket, wait_s or ANSWER_S) as (name, has_ended):
         click.echo(f"{name} finishes what it runs and leaves")
         if wait_s is None:
             return []

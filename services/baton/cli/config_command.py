@@ -1,4 +1,4 @@
-"""`baton config`: effective values and where each comes from."""
+"""Implements `baton config`, which shows effective settings and their sources."""
 
 import json
 from typing import Any
@@ -11,11 +11,11 @@ from baton.runtime.config.settings import SERVICES, ClusterConfig
 
 
 @click.command(cls=SettingsCommand)
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of the config file instead.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of the config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @settings_options(ClusterConfig)
 def config(schema: bool, as_json: bool, **options: Any) -> None:
-    """Show each setting of `baton up` and its source."""
+    """Show each setting of `baton up` with its source."""
     if schema:
         click.echo(json.dumps(json_schema(*SERVICES.values()), indent=2))
         return
@@ -31,13 +31,13 @@ def config(schema: bool, as_json: bool, **options: Any) -> None:
         click.echo(f"{name:<{name_width}}  {value:<{value_width}}  {source}")
     if options[CONFIG_FILE] is None:
         click.echo(
-            f"\nno config file; --config FILE reads one ({click.style('baton config --schema', bold=True)} describes it)",
+            f"\nno config file was read; set one with --config FILE ({click.style('baton config --schema', bold=True)} shows its format)",
             err=True,
         )
 
 
 def _as_json(loaded: Loaded[ClusterConfig]) -> dict[str, dict[str, Any]]:
-    """{name: {value, source}}; of a secret only what the table shows, too."""
+    """Return {name: {value, source}}, with secrets masked as in the table."""
     config = loaded.config
     return {
         item.name: {

@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine has and lacks, and what to do."""
+"""Implements `baton doctor`, which checks this machine and advises how to fix problems."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ import click
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def doctor(as_json: bool) -> None:
-    """Show what this machine has and lacks.
+    """Check whether this machine can run Baton.
 
-    With each lack stands what to do about it. Two processes try how fast KV moves between them, which takes
-    some seconds. The exit code is 1 if `baton up` cannot run here.
+    Each problem comes with advice. The check of KV transfers starts two processes and takes some seconds. The
+    exit code is 1 if `baton up` cannot run here.
     """
     from baton.cli.formatting import console
     from baton.core.plain_json import to_plain

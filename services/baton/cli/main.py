@@ -1,4 +1,4 @@
-"""The `baton` command."""
+"""The `baton` command and its entry point."""
 
 import sys
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ import click
 
 import baton
 from baton.cli import admin_commands, config_command, doctor_command, key_command, model_command, service_commands
-from baton.cli.expected_errors import on_purpose
+from baton.cli.service_commands import expected_error
 from baton.core.errors import BatonError
-from baton.runtime.process.process import report_to_nobody
+from baton.runtime.process.process import disable_usage_reports
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -19,8 +19,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 def cli() -> None:
     """Serve large language models with prefill and decode on different workers.
 
-    `baton up` starts a whole cluster on this machine. Completion for your shell: eval
-    "$(_BATON_COMPLETE=bash_source baton)"; for zsh and fish, zsh_source and fish_source.
+    `baton up` starts a complete cluster on this machine. To enable shell completion, run: eval
+    "$(_BATON_COMPLETE=bash_source baton)" (zsh_source for zsh, fish_source for fish).
     """
 
 
@@ -36,14 +36,13 @@ for command in (
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command; an error that Baton raised on purpose is one line on standard error and exit code 1,
-    not a traceback."""
-    report_to_nobody()
+    """Run one command. A BatonError prints one line to standard error and exits with 1, without a traceback."""
+    disable_usage_reports()
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")
     except (BatonError, BaseExceptionGroup) as error:
-        told = on_purpose(error)
-        if told is None:
+        expected = expected_error(error)
+        if expected is None:
             raise
-        click.echo(f"baton: {told}", err=True)
+        click.echo(f"baton: {expected}", err=True)
         sys.exit(1)

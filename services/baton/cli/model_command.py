@@ -1,4 +1,4 @@
-"""`baton model`: models on disk."""
+"""Implements `baton model`, which downloads and creates models."""
 
 from pathlib import Path
 
@@ -7,32 +7,34 @@ import click
 from baton.core.errors import BatonError
 
 SHAPES = ("tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b")
-"""The keys of `model.loading.model_shapes.SHAPES`, spelled out because importing that takes seconds."""
+"""Keys of `model.loading.model_shapes.SHAPES`, repeated here because importing that module takes seconds."""
 
 
 @click.group()
 def model() -> None:
-    """Models on disk."""
+    """Download or create models."""
 
 
 @model.command()
 @click.argument("name", metavar="HUB_ID")
 def fetch(name: str) -> None:
-    """Have the files of a hub's model that Baton reads in the cache (HF_HOME), and print their directory.
-    What is there stays."""
+    """Download a model from the Hugging Face hub and print its directory.
+
+    Only the files that Baton reads are downloaded, into the cache (HF_HOME). Files that exist are kept.
+    """
     from baton.model.loading.model_source import resolve_model
 
     click.echo(resolve_model(name))
 
 
 @model.command()
-@click.option("--like", "shape", required=True, type=click.Choice(SHAPES), help="Shape whose cost the model has.")
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="New or empty directory to write the model to."
-)
+@click.option("--like", "shape", required=True, type=click.Choice(SHAPES), help="Model shape to imitate.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="New or empty directory for the model.")
 def init(shape: str, out: Path) -> None:
-    """Write a model with random weights, for benchmarks: it costs what a real model of that shape costs, and
-    its answers are noise."""
+    """Write a model with random weights, for benchmarks.
+
+    It has the compute cost of a real model of that shape, but its output is meaningless.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,8 +1,7 @@
-"""`baton up`, and one service a command: gateway, scheduler, worker, fleet. Each runs until SIGTERM or
-Ctrl-C; the second one cuts it off.
+"""Implements `baton up` and the commands that run one service: gateway, scheduler, worker, fleet.
 
-A service's module is imported by its own command only, so that `baton --help` is quick and a gateway never
-loads torch.
+Each runs until SIGTERM or Ctrl-C, then drains; a second signal stops it immediately. A command imports its
+service only when it runs, so that `baton --help` is fast and a gateway never loads torch.
 """
 
 import os
@@ -13,9 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.cli.expected_errors import on_purpose
 from baton.cli.setting_options import SettingsCommand, load_options, settings_options
-from baton.core.errors import ConfigError
+from baton.core.errors import BatonError, ConfigError
 from baton.runtime.config.config_base import Loaded
 from baton.runtime.config.settings import (
     ClusterConfig,
@@ -30,15 +28,18 @@ from baton.runtime.process.process import Stop, run
 P = TypeVar("P", bound=ProcessSettings)
 OnReady = Callable[[str], None]
 Serve = Callable[[P, Stop, OnReady], Coroutine[Any, Any, None]]
-"""A service's main: calls back with its address once it serves, and returns when it has drained."""
+"""Main coroutine of a service.
+
+It passes its address to the callback once it serves, and returns after draining.
+"""
 
 
 @click.command(cls=SettingsCommand)
 @settings_options(ClusterConfig)
 def up(**options: Any) -> None:
-    """Start a whole cluster on this machine.
+    """Start a complete cluster on this machine.
 
-    Redis, Ray, scheduler, workers and gateway; it serves until Ctrl-C and leaves nothing behind.
+    Starts Redis, Ray, a scheduler, workers and a gateway. It serves until Ctrl-C and then stops all of them.
     """
     loaded = load_options(ClusterConfig, options)
     for warning in loaded.warnings:
@@ -48,7 +49,7 @@ def up(**options: Any) -> None:
         try:
             log_dir.expanduser().mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _no_log(log_dir, error) from error
+            raise _log_dir_error(log_dir, error) from error
     from baton.fleet.up import up as bring_up
 
     sys.exit(run(lambda stop: bring_up(loaded.config, stop, click.echo)))
@@ -57,7 +58,7 @@ def up(**options: Any) -> None:
 @click.command(cls=SettingsCommand)
 @settings_options(GatewayConfig)
 def gateway(**options: Any) -> None:
-    """The front door: OpenAI API over HTTP, and gRPC."""
+    """Run a gateway, which serves the OpenAI API over HTTP and the gRPC API."""
     loaded = load_options(GatewayConfig, options)
     from baton.gateway.gateway_main import serve
 
@@ -67,7 +68,7 @@ def gateway(**options: Any) -> None:
 @click.command(cls=SettingsCommand)
 @settings_options(SchedulerConfig)
 def scheduler(**options: Any) -> None:
-    """Decides where each request runs."""
+    """Run a scheduler, which selects the workers of each request."""
     loaded = load_options(SchedulerConfig, options)
     from baton.scheduler.scheduler_main import serve
 
@@ -77,7 +78,7 @@ def scheduler(**options: Any) -> None:
 @click.command(cls=SettingsCommand)
 @settings_options(WorkerConfig)
 def worker(**options: Any) -> None:
-    """One worker: a model, its KV, and some requests."""
+    """Run one worker, which loads the model and runs prefill, decode or both."""
     loaded = load_options(WorkerConfig, options)
     from baton.worker.worker_main import serve
 
@@ -87,10 +88,7 @@ def worker(**options: Any) -> None:
 @click.command(cls=SettingsCommand)
 @settings_options(FleetConfig)
 def fleet(**options: Any) -> None:
-    """The workers of a cluster, as Ray actors.
-
-    They are placed, started, and started again when they die.
-    """
+    """Run the fleet, which starts workers as Ray actors and restarts those that fail."""
     loaded = load_options(FleetConfig, options)
     from baton.fleet.fleet_main import serve
 
@@ -100,10 +98,24 @@ def fleet(**options: Any) -> None:
 COMMANDS = (up, gateway, scheduler, worker, fleet)
 
 
+def expected_error(error: BaseException) -> BatonError | None:
+    """Return the BatonError to report for `error`, or None if `error` is a bug that needs a traceback.
+
+    An exception group is expected if all of its errors are; its first error, which ended the others, is
+    returned.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        expected = [expected_error(each) for each in error.exceptions]
+        return expected[0] if all(expected) else None
+    return error if isinstance(error, BatonError) else None
+
+
 def _serve(name: str, loaded: Loaded[P], serve: Serve[P]) -> None:
-    """Run one service as this process's work; prints `ready ADDRESS` once it serves, which is what the fleet
-    waits for."""
-    log = _logging(name, loaded)
+    """Run one service until it ends, then exit.
+
+    Prints `ready ADDRESS` once it serves; `baton up` waits for that line.
+    """
+    log = _configure_logging(name, loaded)
 
     def on_ready(address: str) -> None:
         click.echo(f"ready {address}")
@@ -111,40 +123,42 @@ def _serve(name: str, loaded: Loaded[P], serve: Serve[P]) -> None:
     try:
         code = run(lambda stop: serve(loaded.config, stop, on_ready))
     except BaseException as error:
-        _note(log, error)
+        _log_failure(log, error)
         raise
     sys.exit(code)
 
 
-def _logging(name: str, loaded: Loaded[P]) -> Any:
-    """Set the log up; says where it is, and what was odd about the settings, once: in the log where that is
-    standard error."""
+def _configure_logging(name: str, loaded: Loaded[P]) -> Any:
+    """Configure logging, print the log file's path, and report warnings about settings.
+
+    Warnings go to standard error; if that is where logs go, they are log events.
+    """
     from baton.runtime import logging
 
     config = loaded.config
     try:
         path: Path | None = logging.configure(name, level=config.log_level, log_dir=config.log_dir, pid=os.getpid())
     except OSError as error:
-        raise _no_log(config.log_dir, error) from error
+        raise _log_dir_error(config.log_dir, error) from error
     log = logging.get_logger(__name__)
     if path is not None:
         click.echo(f"log {path}", err=True)
     for warning in loaded.warnings:
         if path is None:
-            log.warning("odd_setting", problem=warning)
+            log.warning("setting_warned", problem=warning)
         else:
             click.echo(f"warning: {warning}", err=True)
     return log
 
 
-def _no_log(log_dir: Path | None, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write a log into {log_dir}: {error.strerror}; choose another directory with --log-dir")
+def _log_dir_error(log_dir: Path | None, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write logs to {log_dir}: {error.strerror}; choose another directory with --log-dir")
 
 
-def _note(log: Any, error: BaseException) -> None:
-    """The log says why the process ended, too; an error that we raised on purpose needs no traceback."""
-    told = on_purpose(error)
-    if told is not None:
-        log.error("service_failed", problem=str(told))
+def _log_failure(log: Any, error: BaseException) -> None:
+    """Log why the process ends, with a traceback unless the error is expected."""
+    expected = expected_error(error)
+    if expected is not None:
+        log.error("service_failed", problem=str(expected))
     elif isinstance(error, Exception | BaseExceptionGroup):
         log.error("service_crashed", exc_info=error)

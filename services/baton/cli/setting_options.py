@@ -1,5 +1,4 @@
-"""Command-line options made from settings: every flag has its key, its variable and its default in `--help`,
-written down once."""
+"""Builds command-line options from settings declarations."""
 
 import os
 import re
@@ -10,7 +9,8 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from baton.runtime.config.config_base import Config, Loaded, Setting, settings_of
+from baton.runtime.config.config_base import Config, Loaded, settings_of
+from baton.runtime.config.setting import Setting, flag_of
 from baton.runtime.config.settings import load_settings
 
 C = TypeVar("C", bound=Config)
@@ -21,7 +21,7 @@ _KINDS = {str: "text", int: "integer", float: "number", tuple: "list", Path: "pa
 
 
 class SettingType(click.ParamType):
-    """A setting's own text form; completes its choices."""
+    """Parameter type that parses and validates one setting and completes its choices."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -31,8 +31,8 @@ class SettingType(click.ParamType):
         return "|".join(self._setting.choices) or self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
+        if not isinstance(value, str) or value in self._setting.value_aliases:
+            return value  # a deprecated choice stays as given, so that `load` can warn about it
         try:
             parsed = self._setting.parse(value)
         except ValueError as error:
@@ -48,7 +48,7 @@ class SettingType(click.ParamType):
 
 
 class SettingOption(click.Option):
-    """An option of one setting; `section` is the heading that it stands under in `--help`."""
+    """Option of one setting; `section` is its heading in `--help`."""
 
     def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,8 +56,7 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """A command whose `--help` lists its settings in sections, those of its own first and those of every
-    process last."""
+    """Command whose `--help` groups settings by section, its own first and those of every process last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -74,8 +73,10 @@ class SettingsCommand(click.Command):
 
 
 def settings_options(cls: type[Config]) -> Callable[[F], F]:
-    """Give a command one option for each setting of `cls`, and `--config FILE`. Values that were not given
-    are None."""
+    """Decorate a command with one option per setting of `cls`, hidden options for aliases, and `--config FILE`.
+
+    Options that were not given are None.
+    """
 
     def decorate(function: F) -> F:
         function = click.option(
@@ -83,25 +84,30 @@ def settings_options(cls: type[Config]) -> Callable[[F], F]:
             CONFIG_FILE,
             type=click.Path(dir_okay=False, path_type=Path),
             envvar="BATON_CONFIG",
-            help="YAML file with any of these settings as keys; a flag or a variable goes before it. Default: none. [BATON_CONFIG]",
+            help="YAML file with these settings as keys; flags and variables take precedence. Default: none. [BATON_CONFIG]",
         )(function)
         by_name = {setting.name: setting for setting in settings_of(cls)}
         for section, name in reversed(list(_sections(cls))):
-            function = _option(by_name[name], section)(function)
+            setting = by_name[name]
+            for alias in setting.aliases:
+                function = _option(setting, alias, section, hidden=True)(function)
+            function = _option(setting, name, section)(function)
         return function
 
     return decorate
 
 
 def load_options(cls: type[C], options: dict[str, Any]) -> Loaded[C]:
-    """The settings of a command from what `settings_options` passed it: flag before variable before file
-    before default."""
-    flags = {setting.name: options[setting.name] for setting in settings_of(cls)}
+    """Load a command's settings from its options, the environment and the config file.
+
+    `options` are the values of the options that `settings_options` added. Raises ConfigError.
+    """
+    flags = {name: options[name] for setting in settings_of(cls) for name in (setting.name, *setting.aliases)}
     return load_settings(cls, flags=flags, environ=os.environ, file=options[CONFIG_FILE])
 
 
 def _sections(cls: type[Config]) -> Iterable[tuple[str, str]]:
-    """(heading, setting) of every setting, under the group of settings that declares it first."""
+    """Yield (heading, setting name); the heading is the group that declares the setting first."""
     for group in cls.__mro__:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", re.sub(r"(Settings|Config)$", "", group.__name__)).lower()
         for name in getattr(group, "__annotations__", {}):
@@ -111,9 +117,11 @@ def _sections(cls: type[Config]) -> Iterable[tuple[str, str]]:
                 yield f"{words.capitalize()} settings", name
 
 
-def _option(setting: Setting, section: str) -> Callable[[F], F]:
+def _option(setting: Setting, name: str, section: str, *, hidden: bool = False) -> Callable[[F], F]:
+    """Option for `setting` under `name`, which is its own name or an alias."""
     default = "none" if setting.default is None else setting.shown(setting.default) or "none"
     text = f"{setting.description[0].upper()}{setting.description[1:]}. Default: {default}. [{setting.variable}]"
-    names = [f"{setting.flag}/--no-{setting.flag[2:]}" if setting.kind is bool else setting.flag, setting.name]
+    flag = flag_of(name)
+    names = [f"{flag}/--no-{flag[2:]}" if setting.kind is bool else flag, name]
     kind = None if setting.kind is bool else SettingType(setting)
-    return click.option(*names, cls=SettingOption, section=section, type=kind, default=None, help=text)
+    return click.option(*names, cls=SettingOption, section=section, type=kind, default=None, help=text, hidden=hidden)

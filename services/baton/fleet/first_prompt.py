@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from baton.core.errors import BatonError
-from baton.runtime.process.process import age_s
+from baton.runtime.process.process import process_age_s
 
 TIMEOUT_S = 120.0
 REHEARSED = {"prompt": "Ready?", "max_tokens": 2, "temperature": 0}
@@ -67,11 +67,11 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
                 if text and began_at_age_s is None:
-                    began_at_age_s = age_s()
+                    began_at_age_s = process_age_s()
                 write(text)
             last = event
     write(f"\n{proof(last)}\n")
-    return age_s() if began_at_age_s is None else began_at_age_s
+    return process_age_s() if began_at_age_s is None else began_at_age_s
 
 
 def client_of_ours(timeout_s: float) -> httpx.AsyncClient:

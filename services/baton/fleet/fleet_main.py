@@ -53,7 +53,7 @@ async def serve(config: FleetConfig, stop: Stop, on_ready: Callable[[str], None]
             log.info("admin_started", address=join_address(config.host, port))
         stack.push_async_callback(fleet.close, config.drain_s)
         ready = _ready(config, health, on_ready)
-        async with Background(watch_loop_lag(ProcessMetrics(registry).look_at_loop)):
+        async with Background(watch_loop_lag(ProcessMetrics(registry).observe_loop)):
             await unless_stopped(
                 stop, _serve_alone(config, fleet, ready) if joined is None else _serve_detached(config, fleet, ready)
             )
@@ -117,7 +117,7 @@ async def _serve_detached(config: FleetConfig, fleet: RayFleet, ready: Callable[
     await fleet.keep(
         Wanted(
             least=least,
-            follows_places=config.follow_places,
+            follows_places=config.scale_with_nodes,
             config_of=lambda spec: worker_config(config, spec, num_workers, config.model),
         )
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.core.errors import ModelError
 from baton.model.loading.model_source import DEMO, resolve_model
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 
 
 async def model_directory(model: str) -> str:
@@ -26,7 +26,7 @@ async def model_directory(model: str) -> str:
     if _is_here(model):
         return str(resolve_model(model))
     fetching = await asyncio.create_subprocess_exec(
-        *tethered([sys.executable, "-m", "baton.fleet.model_files", model]),
+        *with_parent_death_signal([sys.executable, "-m", "baton.fleet.model_files", model]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches us alone

@@ -25,7 +25,7 @@ from baton.runtime import logging
 from baton.runtime.config.config_base import Config, derive, dump
 from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from baton.runtime.network.addresses import choose_port, join_address
-from baton.runtime.process.process import Stop, give_way, unless_stopped
+from baton.runtime.process.process import Stop, set_batch_scheduling, unless_stopped
 from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
@@ -247,7 +247,7 @@ async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
     if config.ray_address is None:  # all that is started shares the cores with the workers
-        give_way()
+        set_batch_scheduling()
     run = RunDir()
     cluster = Cluster(config, run, log_dir, say)
     try:

@@ -32,7 +32,7 @@ from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.process.process import Background, Stop, settled_heap, watch_loop_lag
+from baton.runtime.process.process import Background, Stop, frozen_heap, watch_loop_lag
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_membership import RedisMembership
@@ -116,15 +116,15 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         announcements = (
             None if membership is None else Announcements(membership, member, heartbeat_s=config.heartbeat_s)
         )
-        work = [watch_loop_lag(process_metrics.look_at_loop)]
+        work = [watch_loop_lag(process_metrics.observe_loop)]
         if announcements is not None:
-            work.append(announcements.keep())  # for people who look at what is there: nobody waits for it
+            work.append(announcements.announce_forever())  # for people who look at what is there: nobody waits for it
         if config.front_tls_pair is not None:
             work.append(http_server.follow_certificate())
         if followed is not None:
             work.append(follow(followed, keys))
         async with Background(*work):
-            stack.enter_context(settled_heap())
+            stack.enter_context(frozen_heap())
             on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)

@@ -251,7 +251,7 @@ class GatewayService:
             metrics.tpot_s.observe(tpot_s)
         for term, promised_s, actual_s in (("ttft", slo.ttft_s, ttft_s), ("tpot", slo.tpot_s, tpot_s)):
             if promised_s is not None and actual_s is not None:
-                metrics.promises.labels(term, "kept" if actual_s <= promised_s else "broken").inc()
+                metrics.slo_attainment.labels(term, "met" if actual_s <= promised_s else "missed").inc()
         for phase, phase_s in phases(one.record, progress, one.received_s):
             self._phases[phase].observe(phase_s)
         metrics.prompt_tokens.inc(one.request.num_prompt_tokens)

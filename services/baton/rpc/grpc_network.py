@@ -104,7 +104,7 @@ class GrpcNetwork:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._look_s:
             self._look_s = now_s + LOOK_S
-            self._certificates.look()
+            self._certificates.reload_if_changed()
         return self._certificates.value
 
     def _check_open(self) -> None:

@@ -114,7 +114,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                 if message is None:  # grpc's clients say so
                     raise DecodeError("what came is no message of ours")
                 self._inbox.put(self._codec.from_wire(message))
-                await self._inbox.room()
+                await self._inbox.wait_for_space()
             self._break(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
             broken = grpc_status.broken(error, self._where)
@@ -362,7 +362,7 @@ class GrpcSource(Generic[ReceiveT]):
         try:
             while (message := await self._call.read()) is not EOF:
                 self._inbox.put(self._from_wire(message))
-                await self._inbox.room()
+                await self._inbox.wait_for_space()
             self._inbox.close(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
             broken = grpc_status.broken(error, self._where)

@@ -17,7 +17,7 @@ import grpc.aio
 
 from baton.core.errors import ConfigError
 from baton.runtime.config.tls_settings import TlsSettings
-from baton.runtime.network.tls_files import NOT_RENEWED, Pair, read_authorities
+from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair, read_authorities
 from baton.runtime.process.watched_files import WatchedFiles
 
 SERVICE_NAME = "baton.internal"
@@ -31,7 +31,7 @@ class Tls:
     for a server that takes any client, and for a client the authorities that come with grpc. `name`: for
     which a client looks instead of the address, and a server with `ca` in its clients' certificates."""
 
-    pair: Pair | None = None
+    pair: CertificatePair | None = None
     ca: Path | None = None
     name: str = ""
 
@@ -43,14 +43,14 @@ class Tls:
 
     def followed_credentials(self) -> WatchedFiles[grpc.ChannelCredentials]:
         """For who dials for a long time. Raises ConfigError when a file cannot be used at first."""
-        return WatchedFiles(self.channel_credentials, *self._files, event=NOT_RENEWED)
+        return WatchedFiles(self.channel_credentials, *self._files, event=CERTIFICATE_RELOAD_FAILED)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Follow the files. Raises ConfigError when one cannot be used at first."""
-        followed = WatchedFiles(self._configuration, *self._files, event=NOT_RENEWED)
+        followed = WatchedFiles(self._configuration, *self._files, event=CERTIFICATE_RELOAD_FAILED)
         return grpc.dynamic_ssl_server_credentials(
             followed.value,
-            followed.look,  # type: ignore[arg-type]  # in grpc's threads, for each connection; None is for no change, which the stubs lack
+            followed.reload_if_changed,  # type: ignore[arg-type]  # in grpc's threads, for each connection; None is for no change, which the stubs lack
             require_client_authentication=self.ca is not None,
         )
 

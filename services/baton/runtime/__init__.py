@@ -1,2 +1,1 @@
-"""What every process needs: settings, logs, metrics, signals, health, failpoints. Rank 1: imports
-`baton.core` only."""
+"""Runtime of every process: settings, logs, metrics, signals, health, failpoints. Imports only `baton.core`."""

@@ -1,15 +1,15 @@
-"""Named places where a test can make a process fail, armed only by `BATON_FAILPOINTS`.
+"""Injects faults at named points of the code, for tests; enabled only by `BATON_FAILPOINTS`.
 
 BATON_FAILPOINTS='engine.step[worker=w0]=exit:9@3; transfer.read_posted[token=123]=sleep:2.5'
 
-A rule is `name[key=value,…]=action:argument@n`; brackets, argument and `@n` may be left out, rules are
-separated by `;`. It fires at every hit of its name whose context has each `key=value`, or with `@n` at the
-n-th of them only. What fires is logged before it is done. Actions:
+A rule has the form `name[key=value,…]=action:argument@n`; rules are separated by `;`. Brackets, argument and
+`@n` are optional. A rule fires at every hit of its name whose context contains each `key=value`, or with `@n`
+only at the n-th such hit. Each firing is logged first. Actions:
 
-    exit:CODE    end the process at once, without clean-up (137 if not given, what kill -9 leaves)
-    stop         SIGSTOP this process; someone else has to continue it
+    exit:CODE        end the process without cleanup (default 137, the status after kill -9)
+    stop             send SIGSTOP to this process; the test must continue it
     sleep:SECONDS    block the calling thread
-    raise:TEXT   raise FailpointError
+    raise:TEXT       raise FailpointError
 """
 
 import os
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 class FailpointError(BatonError):
-    """Raised by a failpoint whose action is `raise`."""
+    """Raised by a failpoint with the action `raise`."""
 
 
 def _exit(argument: str) -> None:
@@ -66,7 +66,7 @@ class _Rule:
     matches: int = field(default=0)
 
     def is_due(self, context: Mapping[str, object]) -> bool:
-        """Count this hit if its context matches; whether to fire."""
+        """Count this hit if its context matches, and return True if the rule fires."""
         if any(str(context.get(key)) != value for key, value in self.context.items()):
             return False
         self.matches += 1
@@ -74,10 +74,10 @@ class _Rule:
 
 
 class Failpoints:
-    """Rules by name. The process's own stands behind the functions of this module."""
+    """Set of failpoint rules. The module's functions use the set of this process."""
 
     def __init__(self, text: str = "") -> None:
-        """Raises ConfigError when `text` has a rule that cannot be read."""
+        """Parse the rules in `text`. Raises ConfigError if a rule is malformed."""
         self._rules: dict[str, list[_Rule]] = {}
         self._identity: dict[str, object] = {}
         self._lock = threading.Lock()
@@ -86,18 +86,18 @@ class Failpoints:
             self._rules.setdefault(name, []).append(rule)
 
     def identify(self, **context: object) -> None:
-        """Context that every hit of this process has from now on, such as `worker="w0"`."""
+        """Add context to every later hit of this process, such as `worker="w0"`."""
         self._identity.update(context)
 
     def hit(self, name: str, **context: object) -> None:
-        """Do what the rules for `name` say, if any match. Returns at once while there are none."""
+        """Run the actions of the rules for `name` that match. Costs almost nothing if there are no rules."""
         if not self._rules:
             return
         rules = self._rules.get(name, ())
         with self._lock:
             due = [rule for rule in rules if rule.is_due({**self._identity, **context})]
         for rule in due:
-            log.warning("failpoint", rule=rule.text, **context)
+            log.warning("failpoint_fired", rule=rule.text, **context)
             _ACTIONS[rule.action](rule.argument)
 
 
@@ -108,7 +108,7 @@ def _parse(text: str) -> tuple[str, _Rule]:
         raise ConfigError(f"{VARIABLE}: expected name[key=value,…]=action:argument@n, got {text!r}")
     action, argument = match["action"], match["argument"] or ""
     if action not in _ACTIONS:
-        raise ConfigError(f"{VARIABLE}: unknown action {action!r} in {text!r}; there are {', '.join(_ACTIONS)}")
+        raise ConfigError(f"{VARIABLE}: unknown action {action!r} in {text!r}; use one of {', '.join(_ACTIONS)}")
     try:
         if action == "sleep":
             float(argument)

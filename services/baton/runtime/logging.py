@@ -1,8 +1,7 @@
-"""Logs are events with fields: one line a state change, JSON in a file per process, or readable on a
-terminal.
+"""Structured logging: events with fields, as JSON in one file per process or as text on a terminal.
 
-`get_logger` may be called at import; `configure` decides once per process where the lines go. What other
-libraries log goes the same way.
+`get_logger` may be called at import; `configure` sets the destination once per process. Messages of other
+libraries go to the same destination.
 """
 
 import faulthandler
@@ -30,12 +29,14 @@ _BEFORE_STDLIB: tuple[Processor, ...] = (
 )
 _HANDLER = "baton"
 _QUIET: Mapping[str, int] = {"asyncio": logging.WARNING, "httpcore": logging.WARNING, "httpx": logging.WARNING}
-"""Libraries whose `info` is one line a request."""
+"""Minimum levels of libraries that log one `info` line per request."""
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose methods take an event name and fields: `log.info("kv_pull_done", transfer_bytes=n,
-    duration_s=t)`."""
+    """Return a logger whose methods take an event name and fields.
+
+    Example: `log.info("kv_pull_done", transfer_bytes=n, duration_s=t)`.
+    """
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         logging.getLogger(name), processors=_BEFORE_STDLIB, wrapper_class=structlog.stdlib.BoundLogger
     )
@@ -45,11 +46,11 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 def configure(
     name: str, *, level: str = "info", log_dir: Path | None = None, stream: TextIO | None = None, **fields: object
 ) -> Path | None:
-    """Send this process's logs to `{log_dir}/{name}.log`, or without `log_dir` to `stream` (standard error).
+    """Send this process's logs to `{log_dir}/{name}.log`, or to `stream` (standard error) without `log_dir`.
 
-    A file, and a stream that is no terminal, get JSON lines; a terminal gets coloured text. `fields` stand in
-    every line, beside `process`, which is `name`. A second call replaces the first. A crash in native code
-    leaves its stacks in the file. Returns the file's path. Raises OSError when it cannot be opened.
+    A terminal gets coloured text; a file or any other stream gets JSON lines. Every line contains `fields`
+    and the field `process`, which is `name`. A crash in native code writes its stacks to the file. A second
+    call replaces the first. Returns the path of the file, or None. Raises OSError if it cannot be opened.
     """
     _remove_handler()
     path: Path | None = None
@@ -62,7 +63,7 @@ def configure(
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8")
         handler.setFormatter(_formatter(False, {"process": name, **fields}))
-        if handler.stream is not None:  # it is None only with `delay`
+        if handler.stream is not None:  # None only with the handler's option `delay`
             faulthandler.enable(handler.stream)
     handler.set_name(_HANDLER)
     root = logging.getLogger()
@@ -75,12 +76,12 @@ def configure(
 
 
 def _remove_handler() -> None:
-    """Take back what an earlier `configure` installed."""
+    """Remove the handler that an earlier `configure` installed."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if h.get_name() == _HANDLER]:
         root.removeHandler(handler)
         if isinstance(handler, logging.FileHandler):
-            faulthandler.disable()  # it holds the file's descriptor, which may soon be another file's
+            faulthandler.disable()  # it keeps the file descriptor, which may soon be reused for another file
         handler.close()
 
 
@@ -100,7 +101,7 @@ def _formatter(is_human: bool, fields: Mapping[str, object]) -> logging.Formatte
 
 
 def _jsonable(value: object) -> object:
-    """Ids are bytes, states are enums; anything else is shown as its text."""
+    """Convert a value for JSON: bytes (ids) to hex, enums (states) to their value, others to text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Enum):

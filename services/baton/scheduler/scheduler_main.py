@@ -18,7 +18,7 @@ from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.process.process import Background, Stop, rare_collections, watch_loop_lag
+from baton.runtime.process.process import Background, Stop, infrequent_gc, watch_loop_lag
 from baton.scheduler.decisions.scheduler_spans import TracedScheduler
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
@@ -81,9 +81,9 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
         announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
         await announcements.announce()
-        with rare_collections():
+        with infrequent_gc():
             health.ready("rpc")
-            async with Background(announcements.repeat(), watch_loop_lag(process_metrics.look_at_loop)):
+            async with Background(announcements.reannounce_forever(), watch_loop_lag(process_metrics.observe_loop)):
                 on_ready(member.address)
                 await _until_drain(stop, scheduler)
         log.info("scheduler_draining", scheduler=member.member_id)

@@ -60,9 +60,9 @@ class SchedulerRules:
         return cls(
             policy=config.policy,
             admission=AdmissionMode(config.admission),
-            max_waiting_seqs=config.max_queue,
+            max_waiting_seqs=config.max_queued_jobs,
             max_worker_queue_s=config.max_worker_queue_s,
-            max_waiting=config.max_waiting,
+            max_waiting=config.max_queued_requests,
         )
 
 
@@ -114,7 +114,7 @@ class Scheduler(SchedulerService):
             decide=self._decide_in_turn,
             refuse=self._refuse,
             abandon=self._abandon,
-            on_size=metrics.waiting_requests.set,
+            on_size=metrics.queued_requests.set,
         )
         self._open: OrderedDict[DecisionId, _Open] = OrderedDict()
         self._workers = WorkerStreams(
@@ -181,7 +181,7 @@ class Scheduler(SchedulerService):
     def _end_wait(self, decided: Decided, waiting_s: float) -> Placement | Rejection:
         if isinstance(decided.answer, Placement):
             decided = replace(decided, answer=replace(decided.answer, waiting_s=waiting_s))
-        self._metrics.waiting_s.observe(waiting_s)
+        self._metrics.queued_s.observe(waiting_s)
         return self._conclude(decided)
 
     def _conclude(self, decided: Decided) -> Placement | Rejection:

@@ -69,7 +69,7 @@ class SimCluster(LocalCluster):
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             block_size_tokens=config.block_size_tokens,
-            max_waiting_seqs=config.max_queue,
+            max_waiting_seqs=config.max_queued_jobs,
         )
         return WorkerLeaves(
             engine_config=engine_config,

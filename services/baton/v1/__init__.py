@@ -1,1 +1,1 @@
-"""Generated from proto/baton/v1; `make proto` writes it anew."""
+"""Generated from proto/baton/v1 by `make proto`."""

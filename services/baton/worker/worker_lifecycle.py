@@ -170,7 +170,7 @@ class WorkerLifecycle:
                 self._jobs.stop_all(draining(0.0))
             return
         if self._leases_until_s is None:
-            self._leases_until_s = now_s + max(self._config.lease_s, self._config.claim_s)
+            self._leases_until_s = now_s + max(self._config.lease_s, self._config.kv_claim_timeout_s)
         is_needed = self._owner.open_leases > 0 or not self._sessions.are_settled
         if not is_needed or now_s >= self._leases_until_s:
             self._engine_loop.drain()

@@ -33,7 +33,7 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import ProcessMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.drain_socket import DrainSocket
-from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, settled_heap, watch_loop_lag
+from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap, watch_loop_lag
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
@@ -190,10 +190,10 @@ async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[Worke
             device=ready.summary,
             start_s=ready.start_s,
         )
-        stack.enter_context(settled_heap())
+        stack.enter_context(frozen_heap())
         health.ready("model")
         unhealthy: WorkerUnhealthy | None = None
-        async with Background(watch_loop_lag(process_metrics.look_at_loop), _drain_when_asked(stop, worker)):
+        async with Background(watch_loop_lag(process_metrics.observe_loop), _drain_when_asked(stop, worker)):
             on_ready(ready)
             try:
                 await worker.run()

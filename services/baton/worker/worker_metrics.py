@@ -140,7 +140,7 @@ class WorkerMetrics:
         ):
             self._to(self.transfer.leases_ended.labels(outcome), number)
         for kind in ("dropped_notices", "early_follows", "refused_follows"):
-            self._to(self.transfer.dropped_notices.labels(kind), getattr(owner, kind))
+            self._to(self.transfer.unexpected_messages.labels(kind), getattr(owner, kind))
         self.pulls.forget_gone({link.peer for link in worker.reader.links()})
 
     def _to(self, counter: Counter, total: float) -> None:

@@ -107,8 +107,8 @@ class Worker:
             pins=parts.pool,
             lookup=parts.pool.lookup,
             lease_s=config.lease_s,
-            claim_s=config.claim_s,
-            early_s=config.early_s,
+            claim_s=config.kv_claim_timeout_s,
+            early_s=config.transfer_reorder_window_s,
             tracing=parts.tracing,
         )
         self.reader = KvReader(
@@ -139,11 +139,13 @@ class Worker:
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,
             block_size_tokens=self._layout.block_size_tokens,
-            handoff_wait_s=config.handoff_wait_s,
+            handoff_wait_s=config.pull_wait_s,
             tracing=parts.tracing,
         )
         self.jobs = JobTable(
-            leg_parts, max_following=config.max_queue, on_counted=lambda decision: self._reporter.counted(decision)
+            leg_parts,
+            max_following=config.max_queued_jobs,
+            on_counted=lambda decision: self._reporter.counted(decision),
         )
         self.sessions = Sessions(
             parts.worker,
@@ -343,7 +345,7 @@ class Worker:
         )
         announcements = Announcements(self._parts.membership, member, heartbeat_s=self._config.heartbeat_s)
         try:
-            await announcements.keep()
+            await announcements.announce_forever()
         finally:
             await announcements.withdraw()
 

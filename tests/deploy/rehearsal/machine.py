@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 import baton
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 from baton.store.redis.private_redis import find_server
 from tests.deploy.rehearsal.pods import Container, Files, Pod, Scratch
 from tests.netns import Netns, tool
@@ -52,7 +52,10 @@ class Machine:
             "--kill-child",
         ]
         self._pause = subprocess.Popen(
-            tethered([*enter, "sh", str(script)]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            with_parent_death_signal([*enter, "sh", str(script)]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert self._pause.stdout is not None
         said = self._pause.stdout.readline()
@@ -66,7 +69,7 @@ class Machine:
         argv = [*self._enter(self._first_pid), *alone, *self._as_user(container.argv)]
         with self.log_of(container).open("ab") as log:
             process = subprocess.Popen(
-                tethered(argv),
+                with_parent_death_signal(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -79,7 +82,7 @@ class Machine:
         says is in the log."""
         with self.log_of(container).open("ab") as log:
             done = subprocess.Popen(
-                tethered([*self._enter(running.pid()), *self._as_user(argv)]),
+                with_parent_death_signal([*self._enter(running.pid()), *self._as_user(argv)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -171,7 +171,7 @@ async def test_redis_may_go_and_come_back(tmp_path: Path) -> None:
             while not (await watch.receive()).reports:
                 pass
             assert isinstance(await dial.scheduler(process.address).place(query()), Placement)
-            while "store_away" not in process.events():
+            while "store_became_unavailable" not in process.events():
                 await moment()
             await asyncio.sleep(3 * TEST_TIMES["heartbeat_s"])
             redis.start()
@@ -179,8 +179,8 @@ async def test_redis_may_go_and_come_back(tmp_path: Path) -> None:
                 while not await listed(connection):
                     await moment()
         assert process.stop() == 0
-    assert process.events().count("store_away") == 1
-    assert process.events().count("store_back") == 1
+    assert process.events().count("store_became_unavailable") == 1
+    assert process.events().count("store_recovered") == 1
 
 
 async def test_it_starts_without_redis_and_says_so(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_it_starts_without_redis_and_says_so(tmp_path: Path) -> None:
             assert isinstance(nobody, Rejection)
             assert nobody.reason is Reason.NO_WORKERS
         assert process.stop() == 0
-    assert "store_away" in process.events()
+    assert "store_became_unavailable" in process.events()
 
 
 async def test_a_killed_one_is_forgotten(tmp_path: Path, redis: RunningRedis) -> None:
@@ -225,7 +225,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, redis: RunningRedis) -
     assert second.process.returncode == 1
     assert (
         errors.splitlines()[-1]
-        == f"baton: port {port} on 127.0.0.1 is taken; choose another with --rpc-port, or 0 for a free one"
+        == f"baton: port {port} on 127.0.0.1 is in use; choose another with --rpc-port, or 0 for a free one"
     )
 
 

@@ -138,7 +138,7 @@ async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessC
     rng = Random(25)
     asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
     async with process_cluster(
-        prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, handoff_wait_s=20.0
+        prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, pull_wait_s=20.0
     ) as cluster:
         got = await ask_all(cluster, asks)
         await cluster.check_clean()

@@ -27,7 +27,7 @@ RANGE = "60s"
 NEEDS_A_FAULT = {
     "baton_attempts_total",
     'baton_requests_total{reason=~"poison|numerical_error"}',
-    'baton_transfers_total{outcome!~"landed|cancelled"}',
+    'baton_transfers_total{outcome!~"received|cancelled"}',
 }
 """Selectors that find nothing while nothing breaks."""
 OF_A_FLEET = {'baton_fleet_workers{state=~"waiting|failing"}'}
@@ -124,9 +124,9 @@ async def test_what_was_asked_is_what_is_shown(recorded: Recorded) -> None:
     assert value('sum(baton_requests_total{code="200"})') == 14
     assert value('sum(baton_requests_total{code="429", reason="ttft_slo"})') == 2
     assert value('sum(baton_rejections_total{reason="ttft_slo"})') == 2
-    assert value('sum(baton_slo_attainment_total{term="tpot", outcome="kept"})') == 14
+    assert value('sum(baton_slo_attainment_total{term="tpot", outcome="met"})') == 14
     assert value('sum(baton_kv_blocks * on (instance) group_left (role) baton_worker_info{role="prefill"})') > 0
-    assert value('sum(baton_transfers_total{outcome="landed"})') >= recorded.num_moved > 0
+    assert value('sum(baton_transfers_total{outcome="received"})') >= recorded.num_moved > 0
     assert value("sum(baton_transfer_bytes_total) / sum(baton_transfer_read_seconds_total)") > 1e6
     actual, asked = (value(f'baton_prefix_hit_tokens_total{{kind="{kind}"}}') for kind in ("actual", "asked"))
     assert 0.3 < actual / asked < 1.0

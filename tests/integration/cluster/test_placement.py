@@ -63,7 +63,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         "kv_memory": 256 * 2**20,
         "max_model_len": MAX_MODEL_LEN,
         "scheduler_wait_s": 30.0,
-        "handoff_wait_s": 20.0,
+        "pull_wait_s": 20.0,
         "admin_port": 0,
         "detection_s": 4.0,  # what a busy machine holds up is not lost: here every attempt counts
     }
@@ -185,8 +185,8 @@ async def until_index_is_right(cluster: ProcessCluster, within_s: float) -> None
 
     async def is_right() -> bool:
         cached = sum(w.blocks.cached for w in (await cluster.status()).workers)
-        claims = await metric(cluster, "scheduler", "baton_prefix_index_claims")
-        return claims == cached and not await metric(cluster, "scheduler", "baton_prefix_workers_behind")
+        claims = await metric(cluster, "scheduler", "baton_prefix_index_blocks")
+        return claims == cached and not await metric(cluster, "scheduler", "baton_prefix_index_workers_behind")
 
     await until(is_right, within_s)
 
@@ -370,7 +370,7 @@ async def test_the_holder_of_a_prefix_may_die_in_the_middle_of_its_pull(cluster:
         reader = pair[holder]
 
         async def is_held_up() -> bool:
-            return bool(logged(cluster, reader, "failpoint"))
+            return bool(logged(cluster, reader, "failpoint_fired"))
 
         await until_index_is_right(cluster, BOUND_S)
         busy = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 2000)), 1)))

@@ -190,13 +190,13 @@ async def test_an_absent_collector_costs_a_line_in_the_log(cluster: ProcessClust
         assert (await complete(cluster, f"Nobody listens, {number}. " * 5)).status_code == 200
         slowest_s = max(slowest_s, loop.time() - began_s)
     assert slowest_s < 2.0  # a request takes some 0.1 s; a send that is given up takes 5
-    await collector.until(lambda: logged(cluster, "gateway", "traces_lost") == 1, within_s=15)
+    await collector.until(lambda: logged(cluster, "gateway", "trace_export_failed") == 1, within_s=15)
     await asyncio.sleep(1.0)
-    assert logged(cluster, "gateway", "traces_lost") == 1
+    assert logged(cluster, "gateway", "trace_export_failed") == 1
     await collector.start()
 
     async def taken_again() -> None:
-        while not logged(cluster, "gateway", "traces_taken_again"):
+        while not logged(cluster, "gateway", "trace_export_recovered"):
             await complete(cluster, "Somebody listens again. " * 5)
             await asyncio.sleep(0.2)
 

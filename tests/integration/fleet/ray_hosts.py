@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 from tests.netns import Netns, Network, own_environ, pid_below, tool
 
 T = TypeVar("T")
@@ -37,7 +37,9 @@ class Host:
         self._environ = environ
         namespaces = "--uts --ipc --pid --mount --mount-proc --fork --kill-child".split()
         self._unshare = subprocess.Popen(
-            tethered([tool("ip"), "netns", "exec", netns.name, "unshare", *namespaces, "sh", "-c", _BECOME, name]),
+            with_parent_death_signal(
+                [tool("ip"), "netns", "exec", netns.name, "unshare", *namespaces, "sh", "-c", _BECOME, name]
+            ),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -51,7 +53,7 @@ class Host:
         enter = [tool("nsenter"), "--target", str(self._init_pid), "--net", "--uts", "--ipc", "--pid", "--mount", "--"]
         with log.open("ab") as output:
             return subprocess.Popen(
-                tethered([*enter, *argv]),
+                with_parent_death_signal([*enter, *argv]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

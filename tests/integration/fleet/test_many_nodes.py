@@ -325,7 +325,7 @@ def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
     keeps one waiting."""
     hosts, before = cluster.hosts, cluster.workers()
     port = cluster.head.call(lambda: choose_port(cluster.head.address, 0, flag=""))
-    cluster.fleet = cluster.start_fleet(follow_places=True, admin_port=port)
+    cluster.fleet = cluster.start_fleet(scale_with_nodes=True, admin_port=port)
     there = {("prefill", "serving"): 1, ("decode", "serving"): 2, ("decode", "waiting"): 1}
     cluster.until(lambda: cluster.fleet_workers() == there, "a worker for each place")
     after = cluster.workers()

@@ -19,7 +19,7 @@ from baton.fleet.ray.ray_fleet import Joined, RayFleet, WorkerFailed
 from baton.fleet.worker_plan import WorkerSpec
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ def ray_address() -> Iterator[str]:
         environ.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         environ.setenv("RAY_USAGE_STATS_ENABLED", "0")
         head = subprocess.Popen(
-            tethered([sys.executable, "-c", HEAD, str(directory)]),
+            with_parent_death_signal([sys.executable, "-c", HEAD, str(directory)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 from tests.integration.fleet.leftovers import GONE_S, Leftovers, shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -39,7 +39,7 @@ class Up:
     def __init__(self, *argv: str, **environ: str) -> None:
         self.shared_memory_before = shared_memory()
         self._process = subprocess.Popen(
-            tethered(argv),  # a pytest that is killed leaves none behind, either
+            with_parent_death_signal(argv),  # a pytest that is killed leaves none behind, either
             cwd=ROOT,
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,

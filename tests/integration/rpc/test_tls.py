@@ -263,7 +263,7 @@ async def test_half_of_a_renewal_changes_nothing(ours: Authority, half: str, cap
         said: list[Any] = [
             record.msg for record in caplog.records if record.name == "baton.runtime.process.watched_files"
         ]
-        assert [line["event"] for line in said] == ["certificate_not_renewed"] * 2, "once at either end"
+        assert [line["event"] for line in said] == ["certificate_reload_failed"] * 2, "once at either end"
         ours.service("client")
         ours.service()
         ours.ca.cert_pem.write_to_path(str(ours.file))
@@ -304,12 +304,12 @@ async def test_files_that_are_replaced_while_they_are_read_are_not_taken(
         ours.pair("service", SERVICE_NAME)
 
     monkeypatch.setattr(Pair, "check", check)
-    with pytest.raises(ConfigError, match="are being replaced just now"):
+    with pytest.raises(ConfigError, match="are being replaced; try again"):
         pair.read()
 
 
 def test_a_key_behind_a_password_is_refused_without_asking_for_it(ours: Authority) -> None:
-    with pytest.raises(ConfigError, match=r"service\.key is encrypted, and there is nobody to ask"):
+    with pytest.raises(ConfigError, match=r"service\.key is encrypted, and its password cannot be entered"):
         locked(ours.pair("service", SERVICE_NAME)).check()
 
 
@@ -317,9 +317,9 @@ def test_half_of_it_is_refused_by_name(ours: Authority, theirs: Authority, tmp_p
     pair = ours.pair("service", SERVICE_NAME)
     with pytest.raises(ConfigError, match="tls_ca is missing"):
         load(SchedulerConfig, flags={"tls_cert": pair.certificate, "tls_key": pair.key}, environ={})
-    with pytest.raises(ConfigError, match="no certificate and its key"):
+    with pytest.raises(ConfigError, match="are not a certificate and its key"):
         Pair(certificate=pair.certificate, key=theirs.pair("other", "x").key).check()
-    with pytest.raises(ConfigError, match=r"missing\.pem: there is no such file"):
+    with pytest.raises(ConfigError, match=r"missing\.pem: no such file"):
         Pair(certificate=tmp_path / "missing.pem", key=pair.key).check()
 
 

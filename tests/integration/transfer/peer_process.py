@@ -94,8 +94,8 @@ class Peer:
             pins=self.pool,
             lookup=self.pool.lookup,
             lease_s=TEST_TIMES["lease_s"],
-            claim_s=TEST_TIMES["claim_s"],
-            early_s=TEST_TIMES["early_s"],
+            claim_s=TEST_TIMES["kv_claim_timeout_s"],
+            early_s=TEST_TIMES["transfer_reorder_window_s"],
         )
         self.reader = KvReader(
             worker=self.worker,

@@ -304,7 +304,7 @@ def test_authorities_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture
     (tmp_path / "empty.pem").touch()
     for file, problem in (
         ("missing.pem", "cannot read {}: No such file"),
-        ("empty.pem", "{} holds no certificates of authorities"),
+        ("empty.pem", "{} contains no CA certificates"),
     ):
         with pytest.raises(SystemExit) as end:
             main(["status", "--gateway-ca", str(tmp_path / file)])

@@ -51,7 +51,7 @@ def test_mistakes_are_told_and_change_nothing(tmp_path: Path) -> None:
     for arguments, message in (
         (("new", str(file), "--name", "alice"), "same name"),
         (("new", str(file), "--name", "a b"), "`name` must be"),
-        (("remove", str(file), "bob"), "no key called 'bob'; there are: alice"),
+        (("remove", str(file), "bob"), "no key called 'bob'; it has alice"),
         (("remove", str(file), "alice"), "the last key"),
         (("new", str(tmp_path / "missing" / "keys.yaml"), "--name", "x"), "cannot write"),
         (("remove", str(tmp_path / "none.yaml"), "x"), "cannot read"),

@@ -24,7 +24,7 @@ def effective(*args: str, env: dict[str, str] | None = None) -> dict[str, dict[s
     ("args", "message"),
     [
         (["--device", "tpu"], "'--device': expected one of auto, cpu, cuda, emulated, got 'tpu'"),
-        (["--http-port", "http"], "'--http-port': expected a whole number, got 'http'"),
+        (["--http-port", "http"], "'--http-port': expected an integer, got 'http'"),
         (["--http-port", "65536"], "'--http-port': must be at most 65535, got 65536"),
         (["--kv-memory", "much"], "'--kv-memory': 'much' is not a size such as 512MiB"),
         (["--lease-s", "0"], "'--lease-s': must be more than 0, got 0"),
@@ -91,6 +91,26 @@ def test_an_unknown_key_of_the_file_names_the_nearest(capsys: pytest.CaptureFixt
 
 
 def test_settings_that_contradict_each_other_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nobody could decode" in failed(capsys, "up", "--decode", "0")
+    assert "no worker could decode" in failed(capsys, "up", "--decode", "0")
     assert "cannot read the config file" in failed(capsys, "config", "--config", "/nowhere/baton.yaml")
     assert "once needs first_prompt" in failed(capsys, "up", "--once")
+
+
+def test_old_spellings_still_work_and_warn() -> None:
+    done = run("config", "--json", "--device", "paced", "--paced-costs", "step=1ms")
+    found = json.loads(done.stdout)
+    assert found["device"] == {"value": "emulated", "source": "--device"}
+    assert found["emulated_costs"] == {"value": "step=1ms", "source": "--paced-costs"}
+    assert "--paced-costs is deprecated and will be removed in the next release; use --emulated-costs" in done.stderr
+    assert "--device: paced is deprecated and will be removed in the next release; use emulated" in done.stderr
+
+
+def test_old_and_new_flag_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = failed(capsys, "config", "--paced-costs", "step=1ms", "--emulated-costs", "step=1ms")
+    assert "--emulated-costs and --paced-costs are the same setting" in error
+
+
+def test_help_hides_old_spellings() -> None:
+    text = run("worker", "--help").output
+    assert "--emulated-costs" in text
+    assert "paced" not in text

@@ -69,7 +69,7 @@ async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_worke
     monkeypatch.setattr(RayFleet, "_join_ray", lambda self: joined.wait(5) and "10.0.0.1")
     port = choose_port("127.0.0.1", 0, flag="")
     async with serving(
-        FleetConfig(ray_address="h:1", ray_placement="role", follow_places=True, admin_port=port)
+        FleetConfig(ray_address="h:1", ray_placement="role", scale_with_nodes=True, admin_port=port)
     ) as client:
         await until_answered(client, "/health", "ok")
         answer = await client.get("/ready")
@@ -120,6 +120,6 @@ async def test_how_long_a_worker_may_take_is_a_setting(
 
 @pytest.mark.parametrize("settings", [{}, {"ray_address": "h:1", "ray_placement": "spread"}])
 def test_places_to_follow_are_those_that_nodes_offer_by_role(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="follow_places"):
-        FleetConfig(follow_places=True, **settings)
-    assert FleetConfig(follow_places=True, ray_address="h:1").follow_places
+    with pytest.raises(ConfigError, match="scale_with_nodes"):
+        FleetConfig(scale_with_nodes=True, **settings)
+    assert FleetConfig(scale_with_nodes=True, ray_address="h:1").scale_with_nodes

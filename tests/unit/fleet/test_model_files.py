@@ -23,12 +23,12 @@ from baton.runtime.process.process import Stop
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], object]:
     """Sets the shell script that stands in for the process that fetches; it gets the model's name."""
     script = tmp_path / "fetch"
-    monkeypatch.setattr(model_files, "tethered", lambda argv: ["/bin/sh", str(script), argv[-1]])
+    monkeypatch.setattr(model_files, "with_parent_death_signal", lambda argv: ["/bin/sh", str(script), argv[-1]])
     return script.write_text
 
 
 async def test_what_lies_here_is_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model_files, "tethered", lambda argv: pytest.fail("a process was started"))
+    monkeypatch.setattr(model_files, "with_parent_death_signal", lambda argv: pytest.fail("a process was started"))
     assert await model_directory("demo") == str(DEMO_DIR)
     assert await model_directory(str(tmp_path)) == str(tmp_path)
 

@@ -71,7 +71,7 @@ async def test_the_directory_goes_when_closing_fails_or_is_cut_off(
     monkeypatch.setattr(module, "Cluster", CutOff)
     monkeypatch.setattr(module, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: closed.append(True)))
     monkeypatch.setattr(module.logging, "configure", lambda *_, **__: None)
-    monkeypatch.setattr(module, "give_way", lambda: None)  # this process is pytest's
+    monkeypatch.setattr(module, "set_batch_scheduling", lambda: None)  # this process is pytest's
     stop = Stop()
     stop.request()
     try:

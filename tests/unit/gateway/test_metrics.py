@@ -34,7 +34,7 @@ def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
 async def test_promises_are_counted_where_something_was_promised() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask("hello")
-        assert c.registry.get_sample_value("baton_slo_attainment_total", {"term": "ttft", "outcome": "kept"}) is None
+        assert c.registry.get_sample_value("baton_slo_attainment_total", {"term": "ttft", "outcome": "met"}) is None
         await c.ask("hello", slo={"ttft_ms": 60_000, "tpot_ms": 0.001})
         await c.ask("hello", slo={"ttft_ms": 0.001})
         counts = {
@@ -42,9 +42,9 @@ async def test_promises_are_counted_where_something_was_promised() -> None:
                 "baton_slo_attainment_total", {"term": term, "outcome": outcome}
             )
             for term in ("ttft", "tpot")
-            for outcome in ("kept", "broken")
+            for outcome in ("met", "missed")
         }
-        assert counts == {("ttft", "kept"): 1, ("ttft", "broken"): 1, ("tpot", "kept"): None, ("tpot", "broken"): 1}
+        assert counts == {("ttft", "met"): 1, ("ttft", "missed"): 1, ("tpot", "met"): None, ("tpot", "missed"): 1}
 
 
 @virtual

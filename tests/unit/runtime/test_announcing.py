@@ -56,7 +56,11 @@ async def test_a_store_that_goes_and_comes_is_logged_once_each_way(caplog: pytes
             await announcements.announce()
         await announcements.withdraw()
     events: list[Any] = [record.msg for record in caplog.records]
-    assert [event["event"] for event in events] == ["store_away", "store_back", "store_away"]
+    assert [event["event"] for event in events] == [
+        "store_became_unavailable",
+        "store_recovered",
+        "store_became_unavailable",
+    ]
     assert {event["member"] for event in events} == {"s0"}
     assert membership.ttls == [5.0] * 3
 
@@ -77,7 +81,9 @@ def test_one_announcement_a_heartbeat_until_it_is_withdrawn(is_first_made: bool,
     async def scenario() -> None:
         membership = Counting()
         announcements = Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S)
-        keeping = asyncio.create_task(announcements.repeat() if is_first_made else announcements.keep())
+        keeping = asyncio.create_task(
+            announcements.reannounce_forever() if is_first_made else announcements.announce_forever()
+        )
         await asyncio.sleep(2.5 * HEARTBEAT_S)
         assert membership.told_s == told_s
         assert await membership.members(MemberKind.SCHEDULER) == (MEMBER,)

@@ -93,24 +93,24 @@ def test_numbers_as_templating_tools_write_them(tmp_path: Path) -> None:
 def test_null_and_an_empty_variable(tmp_path: Path) -> None:
     assert load_service(write(tmp_path, "where: null\n")).where is None
     assert load_service(environ={"BATON_PORT": ""}).port == 8000
-    with pytest.raises(ConfigError, match="port: expected a whole number, got None"):
+    with pytest.raises(ConfigError, match="port: expected an integer, got None"):
         load_service(write(tmp_path, "port: null\n"))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"port": "http"}, "--port: expected a whole number, got 'http'"),
-        ({"port": "1.5"}, "--port: expected a whole number, got '1.5'"),
+        ({"port": "http"}, "--port: expected an integer, got 'http'"),
+        ({"port": "1.5"}, "--port: expected an integer, got '1.5'"),
         ({"port": "70000"}, "--port: must be at most 65535, got 70000"),
-        ({"port": True}, "--port: expected a whole number, got True"),
+        ({"port": True}, "--port: expected an integer, got True"),
         ({"lease_s": "0"}, "--lease-s: must be more than 0, got 0"),
         ({"lease_s": "nan"}, "--lease-s: expected a finite number, got nan"),
         ({"mode": "sage"}, "--mode: expected one of fast, safe, got 'sage'"),
         ({"eager": "perhaps"}, "--eager: expected true or false, got 'perhaps'"),
         ({"memory": "lots"}, "--memory: 'lots' is not a size"),
         ({"memory": "0"}, "--memory: must be at least 1, got 0"),
-        ({"peers": 3}, "--peers: expected a list of texts, got 3"),
+        ({"peers": 3}, "--peers: expected a list of strings, got 3"),
         ({"lease_s": "1"}, "beat_s is more than lease_s"),
     ],
 )
@@ -200,7 +200,7 @@ def test_names_follow_from_the_field() -> None:
     assert (lease.flag, lease.variable, lease.description) == (
         "--lease-s",
         "BATON_LEASE_S",
-        "life of a lease, in seconds",
+        "life of a lease (seconds)",
     )
 
 
@@ -239,3 +239,70 @@ def test_a_setting_has_one_simple_type() -> None:
 
     with pytest.raises(TypeError, match="a setting cannot be of type"):
         settings_of(Odd)
+
+
+@config
+class Renamed(Config):
+    kv_timeout_s: float = setting(30.0, help="timeout", unit="seconds", above=0, aliases=("claim_s",))
+    device: Literal["cpu", "emulated"] = setting("cpu", help="device", value_aliases={"paced": "emulated"})
+
+
+def deprecated(old: str, new: str) -> str:
+    return f"{old} is deprecated and will be removed in the next release; use {new}"
+
+
+def test_an_old_flag_is_accepted_with_a_warning() -> None:
+    loaded = load(Renamed, flags={"claim_s": "3", "kv_timeout_s": None}, environ={})
+    assert loaded.config.kv_timeout_s == 3.0
+    assert loaded.sources["kv_timeout_s"] == "--claim-s"
+    assert loaded.warnings == (deprecated("--claim-s", "--kv-timeout-s"),)
+
+
+def test_an_old_variable_is_accepted_with_a_warning() -> None:
+    loaded = load(Renamed, flags={}, environ={"BATON_CLAIM_S": "3"})
+    assert (loaded.config.kv_timeout_s, loaded.sources["kv_timeout_s"]) == (3.0, "BATON_CLAIM_S")
+    assert loaded.warnings == (deprecated("BATON_CLAIM_S", "BATON_KV_TIMEOUT_S"),)
+
+
+def test_an_old_yaml_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    file = write(tmp_path, "claim_s: 3\n")
+    loaded = load(Renamed, flags={}, environ={}, file=file)
+    assert (loaded.config.kv_timeout_s, loaded.sources["kv_timeout_s"]) == (3.0, f"{file}: claim_s")
+    assert loaded.warnings == (deprecated(f"{file}: claim_s", f"{file}: kv_timeout_s"),)
+
+
+@pytest.mark.parametrize("order", [("claim_s", "kv_timeout_s"), ("kv_timeout_s", "claim_s")])
+def test_old_and_new_name_in_one_source_are_refused(tmp_path: Path, order: tuple[str, str]) -> None:
+    both = dict.fromkeys(order, "3")
+    with pytest.raises(ConfigError, match=r"^--kv-timeout-s and --claim-s are the same setting, and both are given"):
+        load(Renamed, flags=both, environ={})
+    with pytest.raises(ConfigError, match="BATON_KV_TIMEOUT_S and BATON_CLAIM_S are the same setting"):
+        load(Renamed, flags={}, environ={"BATON_CLAIM_S": "1", "BATON_KV_TIMEOUT_S": "1"})
+    with pytest.raises(ConfigError, match=r"baton\.yaml: kv_timeout_s and .*baton\.yaml: claim_s are the same setting"):
+        load(Renamed, flags={}, environ={}, file=write(tmp_path, "".join(f"{name}: 3\n" for name in order)))
+
+
+def test_a_flag_replaces_an_old_key_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "claim_s: 3\n")
+    assert load(Renamed, flags={"kv_timeout_s": "4"}, environ={}, file=file).config.kv_timeout_s == 4.0
+
+
+def test_an_old_choice_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    loaded = load(Renamed, flags={"device": "paced"}, environ={})
+    assert loaded.config.device == "emulated"
+    assert loaded.warnings == (deprecated("--device: paced", "emulated"),)
+    file = write(tmp_path, "device: paced\n")
+    assert load(Renamed, flags={}, environ={}, file=file).config.device == "emulated"
+
+
+def test_an_invalid_value_of_an_old_name_names_that_source() -> None:
+    with pytest.raises(ConfigError, match="--claim-s: must be more than 0, got 0"):
+        load(Renamed, flags={"claim_s": "0"}, environ={})
+
+
+def test_the_schema_marks_old_names_as_deprecated() -> None:
+    schema = json_schema(Renamed)
+    assert schema["properties"]["claim_s"]["deprecated"] is True
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid({"claim_s": 3, "device": "paced"})
+    assert not validator.is_valid({"claim_s": 0})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import BatonError, ConfigError
-from baton.runtime.process.drain_socket import DrainSocket, asked_to_drain
+from baton.runtime.process.drain_socket import DrainSocket, request_drain
 
 
 class Asked:
@@ -24,7 +24,7 @@ class Asked:
 
 
 def ask(path: Path, limit_s: float) -> tuple[str, bool]:
-    with asked_to_drain(path) as (name, has_ended):
+    with request_drain(path) as (name, has_ended):
         return name, has_ended(limit_s)
 
 

@@ -49,10 +49,10 @@ def test_a_version_changes_with_content_mode_and_file(file: Path, tmp_path: Path
 
 def test_what_has_changed_is_read_again_and_nothing_else(file: Path) -> None:
     followed = WatchedFiles(lambda: number(file), file, event="not_read")
-    assert (followed.look(), followed.value) == (None, 1)
+    assert (followed.reload_if_changed(), followed.value) == (None, 1)
     file.write_text("22")
-    assert (followed.look(), followed.value) == (22, 22)
-    assert followed.look() is None
+    assert (followed.reload_if_changed(), followed.value) == (22, 22)
+    assert followed.reload_if_changed() is None
 
 
 def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(
@@ -61,13 +61,13 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(
     followed = WatchedFiles(lambda: number(file), file, event="not_read")
     for broken in ("half", "other half"):
         file.write_text(broken)
-        assert [followed.look() for _ in range(3)] == [None] * 3
+        assert [followed.reload_if_changed() for _ in range(3)] == [None] * 3
     file.unlink()
-    assert [followed.look() for _ in range(3)] == [None] * 3
+    assert [followed.reload_if_changed() for _ in range(3)] == [None] * 3
     assert followed.value == 1
     assert said(caplog) == ["not_read"] * 3
     file.write_text("333")
-    assert followed.look() == 333
+    assert followed.reload_if_changed() == 333
 
 
 def test_what_could_not_be_read_is_tried_again_without_another_change(
@@ -83,7 +83,7 @@ def test_what_could_not_be_read_is_tried_again_without_another_change(
 
     followed = WatchedFiles(read, file, event="not_read")
     file.write_text("22")
-    assert [followed.look() for _ in range(4)] == [None, None, 22, None]
+    assert [followed.reload_if_changed() for _ in range(4)] == [None, None, 22, None]
     assert said(caplog) == ["not_read"]
 
 
@@ -95,7 +95,7 @@ def test_what_changes_while_it_is_read_is_read_again(file: Path) -> None:
         return value
 
     followed = WatchedFiles(read, file, event="not_read")
-    assert (followed.value, followed.look()) == (1, 22)
+    assert (followed.value, followed.reload_if_changed()) == (1, 22)
 
 
 def test_at_first_it_is_an_error(file: Path) -> None:

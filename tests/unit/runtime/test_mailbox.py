@@ -20,10 +20,10 @@ async def test_a_receiver_that_waits_gets_what_is_put() -> None:
 async def test_room_is_waited_for_until_one_is_taken() -> None:
     box: Mailbox[int] = Mailbox(2)
     box.put(1)
-    await box.room()
+    await box.wait_for_space()
     box.put(2)
     assert box.is_full
-    waiting = asyncio.create_task(box.room())
+    waiting = asyncio.create_task(box.wait_for_space())
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await box.get() == 1
@@ -34,7 +34,7 @@ async def test_room_is_waited_for_until_one_is_taken() -> None:
 async def test_closing_wakes_both_sides_and_keeps_what_was_put() -> None:
     box: Mailbox[int] = Mailbox(1)
     box.put(1)
-    waiting = asyncio.create_task(box.room())
+    waiting = asyncio.create_task(box.wait_for_space())
     await asyncio.sleep(0)
     box.close("over", failure := builders.failure())
     await waiting
@@ -65,5 +65,5 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
 
 
 def test_a_mailbox_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="room for one"):
+    with pytest.raises(ValueError, match="max_messages is 0; must be at least 1"):
         Mailbox(0)

@@ -36,15 +36,15 @@ def test_two_workers_in_one_process_count_apart() -> None:
 async def test_tasks_that_have_not_ended_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = ProcessMetrics(registry)
-    metrics.look_at_loop(0.001)
+    metrics.observe_loop(0.001)
     before = registry.get_sample_value("baton_event_loop_tasks")
     sleepers = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
-    metrics.look_at_loop(0.002)
+    metrics.observe_loop(0.002)
     assert registry.get_sample_value("baton_event_loop_tasks") == (before or 0) + 3
     for sleeper in sleepers:
         sleeper.cancel()
     await asyncio.gather(*sleepers, return_exceptions=True)
-    metrics.look_at_loop(0.003)
+    metrics.observe_loop(0.003)
     assert registry.get_sample_value("baton_event_loop_tasks") == before
     assert registry.get_sample_value("baton_event_loop_lag_seconds_count") == 3
 

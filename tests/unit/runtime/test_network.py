@@ -28,7 +28,7 @@ def test_a_taken_port_names_port_and_flag(claim: object) -> None:
     with listen("127.0.0.1", 0, flag="--x") as server:
         port = server.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=rf"port {port} on 127\.0\.0\.1 is taken; choose another with --http-port, or 0"
+            ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use; choose another with --http-port, or 0"
         ):
             claim("127.0.0.1", port, flag="--http-port")  # type: ignore[operator]
 

@@ -17,13 +17,13 @@ from baton.runtime.process.process import (
     ServiceThread,
     Stop,
     StoppedNow,
-    age_s,
-    rare_collections,
-    settled_heap,
-    tethered,
+    frozen_heap,
+    infrequent_gc,
+    process_age_s,
     unless_stopped,
     until_stopped,
     watch_loop_lag,
+    with_parent_death_signal,
 )
 
 
@@ -193,9 +193,9 @@ async def test_loop_lag_is_observed() -> None:
 
 PARENT = """
 import subprocess, sys, time
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 code = "print('up', flush=True); import time; time.sleep(60)"
-child = subprocess.Popen(tethered([sys.executable, "-c", code]))
+child = subprocess.Popen(with_parent_death_signal([sys.executable, "-c", code]))
 print(child.pid, flush=True)
 time.sleep(60)
 """
@@ -214,7 +214,7 @@ def test_a_tethered_child_dies_with_its_parent() -> None:
 
 
 def test_a_tethered_child_whose_parent_has_gone_does_not_begin() -> None:
-    command = tethered([sys.executable, "-c", "print('lives')"])
+    command = with_parent_death_signal([sys.executable, "-c", "print('lives')"])
     orphan = [*command[:5], str(1 << 22), *command[6:]]
     done = subprocess.run(orphan, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -255,19 +255,21 @@ async def test_work_is_left_when_a_stop_is_asked_for_and_its_error_is_raised() -
 
 
 def test_a_process_knows_its_age_from_its_very_start() -> None:
-    with program("from baton.runtime.process.process import age_s; print(age_s(), flush=True); input()") as process:
+    with program(
+        "from baton.runtime.process.process import process_age_s; print(process_age_s(), flush=True); input()"
+    ) as process:
         assert process.stdout is not None
         age = float(process.stdout.readline())
-    assert 0.0 < age < age_s()
+    assert 0.0 < age < process_age_s()
 
 
 SCHEDULED = """
 import os, subprocess, sys
 from baton.model.device.compute_thread import compute_thread
-from baton.runtime.process.process import give_way
+from baton.runtime.process.process import set_batch_scheduling
 given = getattr(os, sys.argv[1])
 os.sched_setscheduler(0, given, os.sched_param(0))
-give_way()
+set_batch_scheduling()
 child = "import os; print(os.sched_getscheduler(0))"
 with compute_thread(1) as computing:
     print(os.sched_getscheduler(0), computing.submit(os.sched_getscheduler, 0).result(), end=" ", flush=True)
@@ -286,13 +288,13 @@ def test_what_gives_way_does_so_with_all_it_starts_but_for_what_computes(given: 
     assert list(map(int, said)) == [gives_way, computes, gives_way]
 
 
-@pytest.mark.parametrize("scope", [settled_heap, rare_collections])
+@pytest.mark.parametrize("scope", [frozen_heap, infrequent_gc])
 def test_what_was_there_is_left_out_of_collections_until_the_end(
     scope: Callable[[], AbstractContextManager[None]],
 ) -> None:
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     with scope():
         assert gc.get_freeze_count() > num_frozen + 1000
-        assert (gc.get_threshold() == threshold) == (scope is settled_heap)
+        assert (gc.get_threshold() == threshold) == (scope is frozen_heap)
     assert gc.get_freeze_count() <= num_frozen
     assert gc.get_threshold() == threshold

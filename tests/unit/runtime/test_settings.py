@@ -37,7 +37,7 @@ def test_a_name_means_one_thing_in_every_service() -> None:
 
 
 def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "follow_places"}
+    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "scale_with_nodes"}
     decided_by_up |= {"workers_on_host", "workers_on_gpu"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
 
@@ -58,8 +58,8 @@ def test_test_times_are_settings_below_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prefill": 1, "decode": 0}, "nobody could decode"),
-        ({"prefill": 0, "decode": 2}, "nobody could prefill"),
+        ({"prefill": 1, "decode": 0}, "no worker could decode"),
+        ({"prefill": 0, "decode": 2}, "no worker could prefill"),
         ({"http_port": 9, "grpc_port": 9}, "http_port and grpc_port are both 9"),
         ({"heartbeat_s": 3.0}, "at least two heartbeat_s"),
         ({"transfer_deadline_min_s": 50.0}, "is more than transfer_deadline_max_s"),
@@ -68,10 +68,10 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"emulated_costs": "step=4"}, "emulated_costs: step: expected a duration such as 4ms"),
         ({"slo": "ttft=500"}, "ttft: expected a duration such as"),
         ({"slo": "latency=1s"}, "expected TERM=DURATION with a term of ttft, tpot"),
-        ({"slo": "tpot=0ms"}, "expected durations above 0"),
+        ({"slo": "tpot=0ms"}, "durations must be above 0"),
         ({"once": True}, "once needs first_prompt"),
         ({"cluster": "a/b"}, "cluster: expected up to 63 letters"),
-        ({"ray_address": "ray://h:10001"}, "ray://h:10001 is an address of Ray Client.*--num-cpus 0"),
+        ({"ray_address": "ray://h:10001"}, "ray://h:10001 is a Ray Client address.*--num-cpus 0"),
     ],
 )
 def test_rules_between_settings(values: dict[str, object], message: str) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from baton.core.step_cost import StepCostModel
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.runtime.config.worker_settings import parse_step_costs
 
 
 def costs(**seconds: float) -> StepCostModel:
@@ -26,16 +26,16 @@ def test_costs_are_read(text: str, expected: StepCostModel) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no step would take any time"),
-        ("step=0ms", "no step would take any time"),
+        ("", "every step would take no time"),
+        ("step=0ms", "every step would take no time"),
         ("4ms", "expected TERM=DURATION with a term of step, prefill_token, .*got '4ms'"),
         ("steps=4ms", "got 'steps=4ms'"),
-        ("step=4ms,step=5ms", "step is there twice"),
+        ("step=4ms,step=5ms", "step is given twice"),
         ("step=4", "step: expected a duration such as 4ms, 50us or 2ns, got '4'"),
         ("step=4min", "step: expected a duration"),
         ("step=-4ms", "step: expected a duration"),
         ("decode_seq=", "decode_seq: expected a duration"),
-        ("step=1e999s", "step: 1e999s is no finite time"),
+        ("step=1e999s", "step: 1e999s is not a finite duration"),
     ],
 )
 def test_what_are_no_costs_is_refused(text: str, message: str) -> None:

@@ -15,7 +15,7 @@ from baton.core.errors import ConfigError
 from baton.runtime.config.settings import GatewayConfig, TracingSettings
 from baton.runtime.observability.metrics import ProcessMetrics
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.observability.otlp import BATCH_SPANS, FLUSH_S, MAX_WAITING_SPANS, SEND_S, OtlpTracing
+from baton.runtime.observability.otlp import BATCH_SPANS, FLUSH_S, MAX_QUEUED_SPANS, SEND_S, OtlpTracing
 from baton.runtime.observability.tracing import NO_SPAN, OFF, is_traceparent
 from tests.otlp_collector import Collector
 
@@ -93,7 +93,7 @@ def test_services_load_the_exporter_only_when_they_trace() -> None:
 
 async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: Collector) -> None:
     metrics = a_process()
-    assert counted(metrics) == {"sent": 0, "not_taken": 0, "dropped": 0}
+    assert counted(metrics) == {"sent": 0, "failed": 0, "dropped": 0}
     tracing = open_tracing(
         TracingSettings(otlp_endpoint=collector.endpoint), metrics, "worker", "d0", {"baton.role": "decode"}
     )
@@ -108,7 +108,7 @@ async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: 
     await tracing.aclose()
     spans = collector.of_trace(TRACE)
     assert spans.keys() == {"decode", "kv pull"}
-    assert counted(metrics) == {"sent": 2, "not_taken": 0, "dropped": 0}
+    assert counted(metrics) == {"sent": 2, "failed": 0, "dropped": 0}
     decode, pull = spans["decode"], spans["kv pull"]
     assert (decode.parent_id, pull.parent_id) == (SPAN, decode.span_id)
     assert outer.context == f"00-{TRACE}-{decode.span_id}-01"
@@ -174,7 +174,7 @@ async def test_a_collector_that_takes_nothing_holds_nobody_up(collector: Collect
         await collector.stop()
     tracing = tracing_to(collector.endpoint)
     began_s = loop.time()
-    for _ in range(2 * MAX_WAITING_SPANS):
+    for _ in range(2 * MAX_QUEUED_SPANS):
         tracing.start("request").end()
     assert loop.time() - began_s < 5.0
     began_s = loop.time()
@@ -189,18 +189,18 @@ async def test_spans_that_find_no_room_are_counted_and_those_that_waited_are_sen
     for _ in range(BATCH_SPANS):
         tracing.start("first").end()
     await collector.until(lambda: collector.num_calls == 1)
-    for _ in range(MAX_WAITING_SPANS):
+    for _ in range(MAX_QUEUED_SPANS):
         tracing.start("waits").end()
     assert counted(metrics)["dropped"] == 0
     for _ in range(3):
         tracing.start("too much").end()
-    assert counted(metrics) == {"sent": 0, "not_taken": 0, "dropped": 3}
+    assert counted(metrics) == {"sent": 0, "failed": 0, "dropped": 3}
     collector.answers = True  # the first call alone goes unanswered, until its time is over
-    await collector.until(lambda: len(collector.spans) == MAX_WAITING_SPANS, within_s=3 * SEND_S)
+    await collector.until(lambda: len(collector.spans) == MAX_QUEUED_SPANS, within_s=3 * SEND_S)
     assert {span.name for span in collector.spans} == {"waits"}
     tracing.start("there is room").end()
     await tracing.aclose()
-    assert counted(metrics) == {"sent": MAX_WAITING_SPANS + 1, "not_taken": BATCH_SPANS, "dropped": 3}
+    assert counted(metrics) == {"sent": MAX_QUEUED_SPANS + 1, "failed": BATCH_SPANS, "dropped": 3}
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ class Node:
             max_model_len=4096,
             block_size_tokens=BLOCK,
             eos_token_ids=(0,),
-            max_waiting_seqs=self.config.max_queue,
+            max_waiting_seqs=self.config.max_queued_jobs,
         )
         self.backend = SimTransferBackend(
             fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, generations=generations

@@ -9,7 +9,7 @@ from baton.core.client_api import WorkerStatus
 from baton.core.errors import ConfigError, LayoutMismatch
 from baton.engine.executors.emulated import EmulatedExecutor
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.runtime.config.worker_settings import parse_step_costs
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from tests import builders
@@ -49,7 +49,7 @@ def test_its_costs_are_what_it_was_told_and_are_kept_nowhere(opened: Open) -> No
 
 
 def test_an_answer_ends_by_its_length_alone(opened: Open) -> None:
-    config = opened(max_num_seqs=7, max_queue=9).engine_config
+    config = opened(max_num_seqs=7, max_queued_jobs=9).engine_config
     assert config.eos_token_ids == ()
     assert (config.max_num_seqs, config.max_model_len, config.max_waiting_seqs) == (7, 256, 9)
 

@@ -276,7 +276,7 @@ async def test_a_reader_that_never_comes_leaves_the_owner_clean_after_the_claim(
         made.to_p.send(prefill)
         await made.to_p.ended_prefill(prefill.job)
         assert made.p.pool.counts().held_for_others == 15
-        await made.until_clean(within_s=TEST_TIMES["claim_s"] + 0.2)
+        await made.until_clean(within_s=TEST_TIMES["kv_claim_timeout_s"] + 0.2)
 
 
 @virtual
@@ -340,7 +340,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
 
 @virtual
 async def test_too_many_jobs_are_refused() -> None:
-    async with pair(max_queue=3) as made:
+    async with pair(max_queued_jobs=3) as made:
         made.p.executor.gate.clear()
         jobs = [made.send(num_tokens=10, request=b"r%d" % n) for n in range(8)]
         await made.settle()

@@ -101,7 +101,7 @@ async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
 
 @virtual
 async def test_what_waits_for_a_prefix_is_bounded_and_not_counted() -> None:
-    async with trio(link=SLOW, max_queue=2) as made:
+    async with trio(link=SLOW, max_queued_jobs=2) as made:
         await made.hold()
         waiting = [made.send_local(0, decision_id="zero"), made.send_local(1, decision_id="one")]
         await asyncio.sleep(0.02)

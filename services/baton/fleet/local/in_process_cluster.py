@@ -134,7 +134,7 @@ class LocalCluster:
 
         async def run() -> None:
             try:
-                await announcements.keep()
+                await announcements.announce_forever()
             finally:
                 await scheduler.aclose()
 

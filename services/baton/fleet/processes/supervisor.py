@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.runtime.logging import get_logger
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 
 log = get_logger(__name__)
 
@@ -104,7 +104,7 @@ class Child:
         self.spec.output.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.output.open("ab") as errors:
             self._process = await asyncio.create_subprocess_exec(
-                *tethered(self.spec.argv),
+                *with_parent_death_signal(self.spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

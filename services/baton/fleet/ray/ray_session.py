@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.fleet.ray.ray_calls import the_ray
-from baton.runtime.process.process import report_to_nobody
+from baton.runtime.process.process import disable_usage_reports
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: nothing of ours goes through it."""
@@ -32,7 +32,7 @@ def join_ray(address: str, namespace: str) -> str:
 
 
 def _init(**options: Any) -> None:
-    report_to_nobody()
+    disable_usage_reports()
     os.environ |= {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",

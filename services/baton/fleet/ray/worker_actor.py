@@ -56,9 +56,9 @@ class WorkerActor:
             os.sched_setaffinity(0, cores)
         if gpu:
             os.environ[VISIBLE] = gpu
-        from baton.runtime.process.process import report_to_nobody
+        from baton.runtime.process.process import disable_usage_reports
 
-        report_to_nobody()
+        disable_usage_reports()
         self._starting = threading.Lock()
         self._worker: Any = None
 

@@ -39,6 +39,6 @@ async def follow(followed: WatchedFiles[Keys], ring: KeyRing) -> None:
     """Give `ring` what the file says, each time that it has changed, for ever."""
     while True:
         await asyncio.sleep(LOOK_S)
-        if (keys := await asyncio.to_thread(followed.look)) is not None:
+        if (keys := await asyncio.to_thread(followed.reload_if_changed)) is not None:
             ring.replace(keys)
             log.info("api_keys_read", num_keys=len(keys))

@@ -10,7 +10,7 @@ from typing import Any, Self
 import uvicorn
 
 from baton.gateway.http.http_protocol import GatewayProtocol, protocol_class
-from baton.runtime.network.tls_files import NOT_RENEWED, Pair
+from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair
 from baton.runtime.process.watched_files import WatchedFiles
 
 RENEW_S = 5.0
@@ -25,10 +25,18 @@ class HttpServer:
     `grace_s`, and closes. `app.refused` is told of requests that never reach it."""
 
     def __init__(
-        self, app: Any, sock: socket.socket, *, receive_deadline_s: float, grace_s: float = 1.0, tls: Pair | None = None
+        self,
+        app: Any,
+        sock: socket.socket,
+        *,
+        receive_deadline_s: float,
+        grace_s: float = 1.0,
+        tls: CertificatePair | None = None,
     ) -> None:
         """`tls`: without it, plain text. Raises ConfigError when its files are no certificate and key."""
-        certificate = WatchedFiles(tls.context, *tls.files, event=NOT_RENEWED) if tls is not None else None
+        certificate = (
+            WatchedFiles(tls.context, *tls.files, event=CERTIFICATE_RELOAD_FAILED) if tls is not None else None
+        )
         config = uvicorn.Config(
             app,
             http=protocol_class(receive_deadline_s, app.refused),  # type: ignore[arg-type]
@@ -65,7 +73,7 @@ class HttpServer:
         assert self._certificate is not None
         while True:
             await asyncio.sleep(RENEW_S)
-            await asyncio.to_thread(self._certificate.look)
+            await asyncio.to_thread(self._certificate.reload_if_changed)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")

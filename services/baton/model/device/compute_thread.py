@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from baton.runtime.process.process import compute_first
+from baton.runtime.process.process import set_default_scheduling
 
 SWITCH_S = 0.0002
 """So soon the thread gets the interpreter back from the event loop, which it needs between any two products.
@@ -26,5 +26,5 @@ def compute_thread(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _begin(num_threads: int) -> None:
-    compute_first()  # before there is a team: its threads are as this one
+    set_default_scheduling()  # before there is a team: its threads are as this one
     torch.set_num_threads(num_threads)

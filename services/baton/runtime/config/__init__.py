@@ -1,1 +1,1 @@
-"""Settings: declaration, parsing, sources and defaults."""
+"""Declares, loads and validates settings."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `512MiB`, `2GB`, `64Gi`, `4096`."""
+"""Parses and formats byte sizes such as `512MiB`, `2GB`, `64Gi` and `4096`."""
 
 import re
 
@@ -27,8 +27,10 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*(?P<unit>[A-Z
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `text`. `MiB` and `Mi` are powers of 1024, `MB` and `M` of 1000. Raises ValueError for
-    anything else, and for a fraction of a byte."""
+    """Parse a byte size: `MiB` and `Mi` are powers of 1024, `MB` and `M` powers of 1000.
+
+    Raises ValueError if the text is not a size, or not an integral number of bytes.
+    """
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match["unit"].upper()) if match else None
     if match is None or factor is None:
@@ -36,12 +38,12 @@ def parse_size(text: str) -> int:
     number = match["number"]
     size = int(number) * factor if number.isdecimal() else float(number) * factor
     if size != int(size):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
+        raise ValueError(f"{text!r} is not an integral number of bytes")
     return int(size)
 
 
 def format_size(num_bytes: int) -> str:
-    """The shortest exact form that `parse_size` reads back: 8388608 is `8MiB`, 1000 is `1000`."""
+    """Format a byte count exactly, in the largest binary unit that divides it: 8388608 is `8MiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = _UNITS[unit.upper()]
         if num_bytes and num_bytes % factor == 0:

@@ -1,9 +1,9 @@
-"""Settings as values: one flat frozen dataclass per service, filled from flag before variable before file
-before default.
+"""Declares and loads settings: one flat frozen dataclass per service.
 
-A field is declared once, with `setting(...)`; from that follow its flag (`--http-port`), its environment
-variable (`BATON_HTTP_PORT`), its key in the YAML file (`http_port`), its check, its help and its JSON schema.
-Nothing here knows a command-line library.
+A field is declared once, with `setting(...)`. Its flag (`--http-port`), environment variable
+(`BATON_HTTP_PORT`), YAML key (`http_port`), validation, help and JSON schema are derived from that
+declaration. A flag takes precedence over a variable, a variable over the file, and the file over the default.
+This module does not depend on a command-line library.
 """
 
 import dataclasses
@@ -14,30 +14,30 @@ import stat
 import tempfile
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Union, dataclass_transform
 
 import yaml
 
 from baton.core.errors import ConfigError
-from baton.runtime.config.setting import Setting
+from baton.runtime.config.setting import Setting, flag_of, variable_of
 
 PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
-    "BATON_CONFIG": "the YAML file, where --config is not given",
-    "BATON_GATEWAY": "the gateway that `baton status`, `explain` and `drain` ask, where --gateway is not given",
-    "BATON_GATEWAY_CA": "who signs the certificate of that gateway, where --gateway-ca is not given",
-    "BATON_GATEWAY_NAME": "what the certificate of that gateway calls it, where --gateway-name is not given",
-    "BATON_API_KEY": "the API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",
-    "BATON_RUN_ID": "the mark of a `baton up` on every process that it starts",
+    "BATON_CONFIG": "config file, if --config is not given",
+    "BATON_GATEWAY": "gateway address for `baton status`, `explain` and `drain`, if --gateway is not given",
+    "BATON_GATEWAY_CA": "CA file of that gateway's certificate, if --gateway-ca is not given",
+    "BATON_GATEWAY_NAME": "host name in that gateway's certificate, if --gateway-name is not given",
+    "BATON_API_KEY": "API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",
+    "BATON_RUN_ID": "identifies the processes that one `baton up` started",
     "BATON_FAILPOINTS": "faults to inject into this process, for tests (baton.runtime.failpoints)",
-    "BATON_TEST_LONG": "run the full-size form of the tests",
+    "BATON_TEST_LONG": "run the tests at full size",
 }
-"""Variables with Baton's prefix that are no settings."""
+"""Variables with Baton's prefix that are not settings."""
 
-# Kubernetes gives each pod such variables for each Service that it can see; a Service called baton-… has our
-# prefix.
+# Kubernetes sets these variables in each pod for every Service in its namespace. A Service named baton-...
+# produces variables with Baton's prefix.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 
 T = TypeVar("T")
@@ -53,29 +53,45 @@ def setting(
     above: float | None = None,
     maximum: float | None = None,
     secret: bool = False,
+    aliases: tuple[str, ...] = (),
+    value_aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> T:
     """Declare a field of a `Config`.
 
-    `unit`: what the number counts; an int in `bytes` may be written `512MiB`. `minimum` and `maximum` are
-    allowed values, `above` is not. `secret`: a password may stand in it; never shown or logged.
+    unit: what the number counts; an int in `bytes` may be written as `512MiB`.
+    minimum, maximum: inclusive bounds. above: exclusive lower bound.
+    secret: True if the value may contain a password; it is never shown or logged.
+    aliases: former names, accepted for one release as flag, variable and YAML key. Using one adds a warning.
+    value_aliases: former spellings of a choice, by old spelling, accepted in the same way.
     """
-    metadata = {"help": help, "unit": unit, "minimum": minimum, "above": above, "maximum": maximum, "secret": secret}
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "secret": secret,
+        "aliases": aliases,
+        "value_aliases": value_aliases,
+    }
     return dataclasses.field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
 def config(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass. Not slotted, so that services can share groups of fields by
-    inheriting several of them."""
+    """Class decorator that makes a frozen, keyword-only dataclass.
+
+    The class has no slots, so that a service can inherit several groups of fields.
+    """
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 @config
 class Config:
-    """Base of every service's settings. Rules between settings go into `__post_init__` of the class that has
-    them, after `super()`'s.
+    """Base class of every service's settings.
 
-    Raises ConfigError when a value is of the wrong type or out of its range.
+    Rules that involve several settings belong in `__post_init__` of the class that declares them, after
+    `super().__post_init__()`. Raises ConfigError if a value has the wrong type or is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -86,7 +102,7 @@ class Config:
 
 
 def settings_of(cls: type[Config]) -> tuple[Setting, ...]:
-    """What can be set in `cls`, in the order of declaration."""
+    """Return the settings of `cls` in order of declaration."""
     hints = typing.get_type_hints(cls)
     return tuple(
         Setting(name=field.name, default=field.default, **_kind_of(hints[field.name]), **field.metadata)
@@ -96,15 +112,19 @@ def settings_of(cls: type[Config]) -> tuple[Setting, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A service's settings, where each value came from, and what was odd but no error (say it once the log is
-    set up)."""
+    """Loaded settings of a service with the source of each value.
+
+    config: the validated settings.
+    sources: by setting name: `--flag`, `BATON_VARIABLE`, `FILE: key` or `default`.
+    warnings: unknown variables and deprecated spellings; the caller logs them once logging is configured.
+    """
 
     config: C
     sources: Mapping[str, str]
     warnings: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(name, value as one would write it, source) for `baton config`; secrets are masked."""
+        """Return (name, formatted value, source) of each setting, with secrets masked."""
         return [
             (item.name, item.shown(getattr(self.config, item.name)), self.sources[item.name])
             for item in settings_of(type(self.config))
@@ -119,45 +139,80 @@ def load(
     file: Path | None = None,
     also_known: Collection[str] = (),
 ) -> Loaded[C]:
-    """Read `cls` from flags (by field name; None: not given; text or typed), variables and a YAML file.
+    """Load the settings of `cls` from flags, environment variables and a YAML file.
 
-    `also_known`: keys of other services, which may stand in a file or environment that a whole cluster
-    shares; they are passed over. Raises ConfigError, naming where the value came from, when one cannot be
-    used, and the nearest known name when a key is unknown.
+    flags: values by field name or alias, as text or typed; None means not given.
+    also_known: keys of other services. They are ignored, so that a cluster can share one file or environment.
+
+    Raises ConfigError if a value is invalid (naming its source), a key is unknown (naming the nearest known
+    one), or one source gives a setting under both its name and an alias.
     """
-    items = {item.name: item for item in settings_of(cls)}
-    known = items.keys() | set(also_known)
-    values: dict[str, object] = {}
-    sources = dict.fromkeys(items, "default")
+    loader = _Loader(settings_of(cls))
+    known = loader.names | set(also_known)
+    content = read_file(file) if file else {}
+    if unknown := [key for key in content if key not in known]:
+        raise ConfigError(f"{file}: unknown key {unknown[0]!r}{_nearest(unknown[0], known)}")
+    loader.take_all({key: value for key, value in content.items() if key in loader.names}, lambda key: f"{file}: {key}")
+    given = {name: environ[variable_of(name)] for name in loader.names if environ.get(variable_of(name))}
+    loader.take_all(given, variable_of)
+    if unknown := [name for name in flags if name not in loader.names]:
+        raise ConfigError(f"unknown setting {unknown[0]!r}{_nearest(unknown[0], loader.names)}")
+    loader.take_all({name: value for name, value in flags.items() if value is not None}, flag_of)
+    warnings = (*loader.warnings, *_unknown_variables(environ, known))
+    return Loaded(config=cls(**loader.values), sources=loader.sources, warnings=warnings)
 
-    def take(item: Setting, raw: object, source: str) -> None:
+
+class _Loader:
+    """Collects values from one source after another; a later source replaces what an earlier one gave."""
+
+    def __init__(self, items: Sequence[Setting]) -> None:
+        self._items = {name: item for item in items for name in (item.name, *item.aliases)}
+        self.values: dict[str, Any] = {}
+        self.sources = {item.name: "default" for item in items}
+        self.warnings: list[str] = []
+
+    @property
+    def names(self) -> Set[str]:
+        """Names and aliases of all settings."""
+        return self._items.keys()
+
+    def take_all(self, given: Mapping[str, object], spell: Callable[[str], str]) -> None:
+        """Take the values of one source, by name or alias. `spell` returns how that source writes a name."""
+        names: dict[str, str] = {}
+        for name, raw in given.items():
+            item = self._items[name]
+            if item.name in names:
+                both = sorted((names[item.name], name), key=lambda each: each != item.name)
+                raise ConfigError(
+                    f"{spell(both[0])} and {spell(both[1])} are the same setting, and both are given; "
+                    f"keep {spell(item.name)}"
+                )
+            names[item.name] = name
+            if name != item.name:
+                self._deprecate(spell(name), spell(item.name))
+            self._take(item, raw, spell(name))
+
+    def _take(self, item: Setting, raw: object, source: str) -> None:
+        if isinstance(raw, str) and raw in item.value_aliases:
+            self._deprecate(f"{source}: {raw}", item.value_aliases[raw])
+            raw = item.value_aliases[raw]
         try:
             value = item.parse(raw) if isinstance(raw, str) else item.convert(raw)
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from error
         if problem := item.problem(value):
             raise ConfigError(f"{source}: {problem}")
-        values[item.name], sources[item.name] = value, source
+        self.values[item.name], self.sources[item.name] = value, source
 
-    for key, raw in (read_file(file) if file else {}).items():
-        if key not in known:
-            raise ConfigError(f"{file}: unknown key {key!r}{_nearest(key, known)}")
-        if key in items:
-            take(items[key], raw, f"{file}: {key}")
-    for item in items.values():
-        if text := environ.get(item.variable):
-            take(item, text, item.variable)
-    for name, raw in flags.items():
-        if name not in items:
-            raise ConfigError(f"unknown setting {name!r}{_nearest(name, items)}")
-        if raw is not None:
-            take(items[name], raw, items[name].flag)
-    return Loaded(config=cls(**values), sources=sources, warnings=_unknown_variables(environ, known))
+    def _deprecate(self, old: str, new: str) -> None:
+        self.warnings.append(f"{old} is deprecated and will be removed in the next release; use {new}")
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError when it cannot be read, is no flat mapping, or has a key
-    twice."""
+    """Read a flat mapping from a YAML file.
+
+    Raises ConfigError if the file cannot be read, is not a flat mapping, or contains a key twice.
+    """
     try:
         with file.open(encoding="utf-8") as stream:
             content = yaml.load(stream, Loader=_NoDuplicates)
@@ -171,17 +226,20 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def write_private(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML, all of it or nothing. A new file is readable by its owner alone; one that is
-    there stays whose it is, and readable by whom it was. Raises ConfigError when it cannot be written so."""
+    """Write a mapping to a YAML file atomically.
+
+    A new file is readable by its owner only; an existing file keeps its owner and mode. Raises ConfigError if
+    the file cannot be written.
+    """
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             yaml.safe_dump(dict(content), stream, sort_keys=False)
             if file.exists():
-                was = file.stat()
-                os.fchown(stream.fileno(), was.st_uid, was.st_gid)
-                os.fchmod(stream.fileno(), stat.S_IMODE(was.st_mode))
+                before = file.stat()
+                os.fchown(stream.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(stream.fileno(), stat.S_IMODE(before.st_mode))
         Path(name).replace(file)
     except OSError as error:
         if name:
@@ -190,12 +248,15 @@ def write_private(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def json_schema(*classes: type[Config]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a file that may hold any setting of these services; the first that declares a
-    key describes it."""
+    """Return the JSON Schema (2020-12) of a config file with any settings of these services.
+
+    If several services declare a key, the first one describes it. Aliases are marked as deprecated.
+    """
     properties: dict[str, Any] = {}
     for cls in classes:
         for item in settings_of(cls):
-            properties.setdefault(item.name, item.schema())
+            for key, schema in {item.name: item.schema(), **item.alias_schemas()}.items():
+                properties.setdefault(key, schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Baton settings",
@@ -206,13 +267,12 @@ def json_schema(*classes: type[Config]) -> dict[str, Any]:
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """The settings as plain JSON values, to hand to another process; `restore` reads them back."""
+    """Convert settings to JSON values for another process; `restore` is the inverse."""
     return {item.name: item.plain(getattr(config, item.name)) for item in settings_of(type(config))}
 
 
 def restore(cls: type[C], values: Mapping[str, Any]) -> C:
-    """The settings that `dump` wrote. Raises ConfigError on an unknown name or a value that cannot be
-    used."""
+    """Rebuild settings from the result of `dump`. Raises ConfigError for an unknown name or invalid value."""
     items = {item.name: item for item in settings_of(cls)}
     if unknown := values.keys() - items.keys():
         raise ConfigError(f"unknown settings {sorted(unknown)}")
@@ -223,19 +283,21 @@ def restore(cls: type[C], values: Mapping[str, Any]) -> C:
 
 
 def derive(cls: type[C], source: Config, **changes: object) -> C:
-    """Settings of `cls` with the values that `source` has under the same names, and `changes`. How `baton up`
-    configures its services."""
+    """Build settings of `cls` from the fields that `source` shares with it, plus `changes`.
+
+    `baton up` configures its services this way.
+    """
     shared = {item.name: getattr(source, item.name) for item in settings_of(cls) if hasattr(source, item.name)}
     return cls(**{**shared, **changes})
 
 
 def _kind_of(hint: Any) -> dict[str, Any]:
-    """`kind`, `optional` and `choices` of a `Setting` from a field's annotation."""
+    """Derive `kind`, `optional` and `choices` of a `Setting` from a field's annotation."""
     optional = False
     if typing.get_origin(hint) in (Union, types.UnionType):
         inner = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
         if len(inner) != 1:
-            raise TypeError(f"a setting has one type, or one type or None, not {hint}")
+            raise TypeError(f"the type of a setting must be T or T | None, not {hint}")
         optional, hint = True, inner[0]
     if typing.get_origin(hint) is Literal:
         return {"kind": str, "optional": optional, "choices": typing.get_args(hint)}
@@ -253,9 +315,11 @@ def _nearest(key: str, known: Collection[str]) -> str:
 
 
 def _unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> tuple[str, ...]:
-    """A warning for each variable with our prefix that nobody reads. No error: other programs' variables may
-    have it, too."""
-    variables = {PREFIX + name.upper() for name in known} | OTHER_VARIABLES.keys()
+    """Return a warning for each variable with Baton's prefix that is not a setting.
+
+    It is not an error, because other programs may use variables with the same prefix.
+    """
+    variables = {variable_of(name) for name in known} | OTHER_VARIABLES.keys()
     return tuple(
         f"unknown environment variable {name}{_nearest_variable(name, variables)}"
         for name in sorted(environ)
@@ -269,7 +333,7 @@ def _nearest_variable(name: str, variables: Collection[str]) -> str:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
+    """YAML loader that rejects duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -277,8 +341,6 @@ class _NoDuplicates(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str):
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} stands twice", key_node.start_mark
-                    )
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)

@@ -1,4 +1,4 @@
-"""Durations as people write them: `500ms`, `50us`; and lists of named ones: `ttft=500ms,tpot=50ms`."""
+"""Parses and formats durations such as `500ms`, and lists of named ones such as `ttft=500ms,tpot=50ms`."""
 
 import math
 import re
@@ -9,20 +9,23 @@ _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(?P<unit>[
 
 
 def parse_durations(text: str, names: Collection[str]) -> dict[str, float]:
-    """Seconds by name, in any order; each at most once. Raises ValueError naming the term that is wrong."""
+    """Parse `NAME=DURATION,…` into seconds by name, in any order and each at most once.
+
+    Raises ValueError naming the wrong term.
+    """
     seconds: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, duration = (piece.strip() for piece in part.partition("="))
+    for term in filter(None, (term.strip() for term in text.split(","))):
+        name, equals, duration = (item.strip() for item in term.partition("="))
         if not equals or name not in names:
-            raise ValueError(f"expected TERM=DURATION with a term of {', '.join(names)}, got {part!r}")
+            raise ValueError(f"expected TERM=DURATION with a term of {', '.join(names)}, got {term!r}")
         if name in seconds:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} is given twice")
         seconds[name] = _parse_duration(name, duration)
     return seconds
 
 
 def format_duration(duration_s: float) -> str:
-    """To three digits, in the largest unit of which there is at least one: 0.008 is `8ms`."""
+    """Format seconds with three significant digits in the largest unit that gives at least 1: 0.008 is `8ms`."""
     unit = next((unit for unit in ("s", "ms", "us") if duration_s >= _UNITS[unit] * (1 - 1e-9)), "ns")
     return f"{duration_s / _UNITS[unit]:.3g}{unit}"
 
@@ -33,5 +36,5 @@ def _parse_duration(name: str, text: str) -> float:
         raise ValueError(f"{name}: expected a duration such as 4ms, 50us or 2ns, got {text!r}")
     seconds = float(match["number"]) * _UNITS[match["unit"]]
     if not math.isfinite(seconds):
-        raise ValueError(f"{name}: {text} is no finite time")
+        raise ValueError(f"{name}: {text} is not a finite duration")
     return seconds

@@ -1,6 +1,7 @@
-"""One setting: its names, how its text is read, what values it may have, and how it is described."""
+"""Describes one setting: its names, type, bounds and help, and converts and validates its values."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,27 @@ from baton.runtime.config.byte_sizes import SIZE_PATTERN, format_size, parse_siz
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _EXPECTED = {
     str: "text",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "true or false",
-    tuple: "a list of texts",
+    tuple: "a list of strings",
     Path: "a path",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A field of a `Config` as the command line, the environment and a YAML file see it.
+    """One field of a `Config` as seen by the command line, the environment and a YAML file.
 
-    `kind`: str, int, float, bool, Path, or tuple (of str). `choices`: the only texts allowed, when there are
-    any.
+    kind: str, int, float, bool, Path, or tuple (of str).
+    optional: True if the value may be None.
+    choices: the allowed texts; empty if any text is allowed.
+    help, unit: description for people, without a final period; the unit that the number counts.
+    minimum, maximum: inclusive bounds.
+    above: exclusive lower bound.
+    secret: True if the value may contain a password, which is never shown or logged.
+    aliases: deprecated names, as field names; still accepted, but hidden from help.
+    value_aliases: deprecated choices and their replacements.
     """
 
     name: str
@@ -38,35 +46,41 @@ class Setting:
     above: float | None
     maximum: float | None
     secret: bool
+    aliases: tuple[str, ...]
+    value_aliases: Mapping[str, str]
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        """Command-line flag, such as `--http-port`."""
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
-        return "BATON_" + self.name.upper()
+        """Environment variable, such as `BATON_HTTP_PORT`."""
+        return variable_of(self.name)
 
     @property
     def is_size(self) -> bool:
-        """Whether it may be written `512MiB`."""
+        """True if the value may be written with a unit, such as `512MiB`."""
         return self.kind is int and self.unit == "bytes"
 
     @property
     def description(self) -> str:
-        """The help with its unit, without default or names, which each front end shows in its own way."""
-        return f"{self.help}, in {self.unit}" if self.unit else self.help
+        """Help text with the unit, without default value and names."""
+        return f"{self.help} ({self.unit})" if self.unit else self.help
 
     def parse(self, text: str) -> Any:
-        """The value of a text, from a flag, a variable or a quoted value of a file. Raises ValueError saying
-        what was expected."""
+        """Parse text from a flag, a variable or a quoted YAML value.
+
+        Raises ValueError naming the expected form.
+        """
         if self.kind is bool:
             word = text.strip().lower()
             if word not in _WORDS:
                 raise ValueError(f"expected true or false, got {text!r}")
             return _WORDS[word]
         if self.kind is tuple:
-            return tuple(part.strip() for part in text.split(",") if part.strip())
+            return tuple(item.strip() for item in text.split(",") if item.strip())
         if self.is_size:
             return parse_size(text)
         if self.kind in (int, float):
@@ -74,13 +88,12 @@ class Setting:
         return Path(text) if self.kind is Path else text
 
     def convert(self, value: object) -> Any:
-        """The value of a typed object, from a YAML file or from `dump`. Raises ValueError saying what was
-        expected."""
+        """Convert a typed value from a YAML file or from `dump`. Raises ValueError naming the expected type."""
         if value is None and self.optional:
             return None
         if isinstance(value, str):
             return self.parse(value)
-        if self.kind is tuple and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        if self.kind is tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         if self.kind is Path and isinstance(value, Path):
             return value
@@ -91,9 +104,9 @@ class Setting:
         raise ValueError(f"expected {self._expected}, got {value!r}")
 
     def problem(self, value: Any) -> str:
-        """Why the field cannot have this value; empty when it can."""
+        """Return the reason why `value` is not allowed, or an empty string if it is allowed."""
         if value is None:
-            return "" if self.optional else f"expected {self._expected}, got nothing"
+            return "" if self.optional else f"expected {self._expected}, got none"
         is_kind = isinstance(value, self.kind) or (self.kind is float and isinstance(value, int))
         if not is_kind or (isinstance(value, bool) and self.kind is not bool):
             return f"expected {self._expected}, got {value!r}"
@@ -110,17 +123,17 @@ class Setting:
         return ""
 
     def plain(self, value: Any) -> Any:
-        """The value in JSON's types."""
+        """Convert a value to JSON types."""
         if isinstance(value, Path):
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 
     def shown(self, value: Any) -> str:
-        """The value as one would write it; a password in it is masked. Empty for None."""
+        """Format a value as one would write it in a flag, with its password masked; empty for None."""
         if value is None:
             return ""
         if self.secret:
-            return _masked(str(value))
+            return _mask_password(str(value))
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, tuple):
@@ -128,11 +141,11 @@ class Setting:
         return format_size(value) if self.is_size else str(value)
 
     def schema(self) -> dict[str, Any]:
-        """This key's JSON schema."""
+        """JSON schema of this setting's YAML key."""
         types = {str: "string", int: "integer", float: "number", bool: "boolean", tuple: "array", Path: "string"}
         shape: dict[str, Any] = {"type": types[self.kind]}
         if self.choices:
-            shape["enum"] = list(self.choices)
+            shape["enum"] = [*self.choices, *self.value_aliases]
         if self.kind is tuple:
             shape["items"] = {"type": "string"}
         bounds = {"minimum": self.minimum, "exclusiveMinimum": self.above, "maximum": self.maximum}
@@ -145,16 +158,24 @@ class Setting:
         described = {"description": self.description, "default": self.plain(self.default)}
         return {**described, **shape} if len(variants) == 1 else {**described, "anyOf": variants}
 
+    def alias_schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON schemas of the deprecated keys, by key."""
+        schema = {key: value for key, value in self.schema().items() if key != "default"}
+        notice = {"description": f"Deprecated: use {self.name}.", "deprecated": True}
+        return dict.fromkeys(self.aliases, schema | notice)
+
     def _number(self, value: str | float) -> float:
-        """An int or float, as `kind` says. A float that is whole is a whole number: templating tools write
-        8388608 as 8.388608e+06."""
+        """Convert to int or float, as `kind` requires.
+
+        An integral float is accepted as an int, because templating tools write 8388608 as 8.388608e+06.
+        """
         if self.kind is int and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
             return int(value)
         try:
             number = float(value)
         except (ValueError, OverflowError) as error:
-            # A Service that Kubernetes links into a pod sets NAME_PORT=tcp://10.0.0.1:80, also where
-            # NAME_PORT is a setting of ours.
+            # Kubernetes sets NAME_PORT=tcp://10.0.0.1:80 for every Service, even if NAME_PORT is one of Baton's
+            # settings.
             hint = (
                 "; Kubernetes set it for a Service of that name (enableServiceLinks: false)"
                 if "tcp://" in str(value)
@@ -174,7 +195,17 @@ class Setting:
         return "a size such as 512MiB" if self.is_size else _EXPECTED[self.kind]
 
 
-def _masked(url: str) -> str:
-    """`url` with its password, if it has one, replaced."""
+def flag_of(name: str) -> str:
+    """Return the command-line flag of the setting called `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of the setting called `name`."""
+    return "BATON_" + name.upper()
+
+
+def _mask_password(url: str) -> str:
+    """Replace the password in a URL, if there is one, by asterisks."""
     password = urlsplit(url).password
     return url.replace(f":{password}@", ":***@") if password else url

@@ -1,57 +1,69 @@
-"""The settings of what a worker computes with, and of how KV moves between workers."""
+"""Settings of a worker: the model and device it runs, and how it transfers KV."""
 
 from typing import Literal
 
 from baton.core.errors import ConfigError
+from baton.core.step_cost import StepCostModel
 from baton.runtime.config.config_base import Config, config, setting
-from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.runtime.config.durations import parse_durations
 
 MIB = 2**20
+_COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context")
 
 
 @config
 class ComputeSettings(Config):
-    """Read by the worker: its model, device and memory."""
+    """Model, device and memory of a worker."""
 
     device: Literal["auto", "cpu", "cuda", "emulated"] = setting(
         "auto",
-        help="where the model runs; auto is cuda where there is a GPU; emulated computes nothing: its steps take --emulated-costs",
+        help="device that runs the model; auto selects cuda if there is a GPU, else cpu; emulated runs no model: each step waits "
+        "as long as --emulated-costs predicts",
+        value_aliases={"paced": "emulated"},
     )
     emulated_costs: str = setting(
         "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",  # help is wrapped at spaces
-        help="what a step of --device emulated takes: step, and for each token of a prompt, pair of them that attends, sequence that decodes, "
-        "token of its context; the default is about an 8B model's on a GPU of 2 TB/s and 250 TFLOP/s",
+        help="step duration of --device emulated, as a sum of costs: per step, per prefill token, per (query, context) pair that prefill "
+        "attends, per decoding sequence and per token of its context; the default is about an 8B model on a GPU with 2 TB/s and 250 TFLOP/s",
+        aliases=("paced_costs",),
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", help="type of weights and KV; auto is what the checkpoint says"
+        "auto", help="data type of weights and KV; auto uses the checkpoint's"
     )
     kernels: Literal["auto", "torch"] = setting(
         "auto",
-        help="what computes on a CPU: auto is our kernels, compiled at the first start, where there is a C++ compiler; or torch alone",
+        help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses PyTorch only",
     )
     kv_memory: int | None = setting(
         None,
-        help="memory for KV blocks of one worker; without it, half of what the model and its largest step leave, of a GPU nine tenths",
+        help="KV cache size of one worker; unset uses 50 % of the host memory left after weights and peak activations, or 90 % on a GPU",
         unit="bytes",
         minimum=1,
     )
     block_size_tokens: int = setting(
-        16, help="tokens of a KV block, one size a cluster", unit="tokens", minimum=1, maximum=1024
+        16,
+        help="tokens per KV block; must be the same for all workers of a cluster",
+        unit="tokens",
+        minimum=1,
+        maximum=1024,
     )
     max_model_len: int | None = setting(
-        None, help="most tokens of prompt and answer together; without it, the model's own", unit="tokens", minimum=1
+        None, help="maximum prompt and output length together; unset uses the model's maximum", unit="tokens", minimum=1
     )
-    max_num_seqs: int = setting(64, help="sequences that a worker runs at a time", minimum=1)
+    max_num_seqs: int = setting(64, help="maximum number of sequences in one step of a worker", minimum=1)
     max_num_batched_tokens: int = setting(
-        512, help="token budget of a step, which is also the largest chunk of a prompt", unit="tokens", minimum=1
+        512, help="token budget of one step, and so the largest prefill chunk", unit="tokens", minimum=1
     )
     threads_per_worker: int | None = setting(
         None,
-        help="compute threads of a worker; without it, its share of the cores, or of what a container's limit leaves",
+        help="compute threads per worker; unset gives each worker an equal share of the cores, limited by the container's CPU quota",
         minimum=1,
     )
     step_limit_s: float = setting(
-        60.0, help="longest step; a worker whose step takes longer is stuck, and exits", unit="seconds", above=0
+        60.0,
+        help="maximum duration of one step; a worker that exceeds it is taken for stuck and exits",
+        unit="seconds",
+        above=0,
     )
 
     def __post_init__(self) -> None:
@@ -63,45 +75,60 @@ class ComputeSettings(Config):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
-                "each running sequence needs a token of every step"
+                "each running sequence needs one token of every step"
             )
 
 
 @config
 class TransferSettings(Config):
-    """Read by the worker: how KV moves, and how long each side waits for the other."""
+    """Timeouts and transport of KV transfers, and limits of a gateway's session with a worker."""
 
     transfer: Literal["nixl", "local"] = setting(
-        "nixl", help="how KV moves: nixl, or local (shared memory between processes of one machine)"
+        "nixl", help="KV transport: nixl, or local (shared memory between processes of one machine)"
     )
     kv_port_range: str | None = setting(
-        None, help="TCP ports for KV, LOW-HIGH, where a firewall needs to know; without it, any"
+        None, help="TCP ports for KV transfers, LOW-HIGH, for firewalls that must allow them; unset uses any free port"
     )
-    lease_s: float = setting(30.0, help="life of a lease after its last renewal", unit="seconds", above=0)
-    claim_s: float = setting(
-        30.0, help="time that computed KV is kept for a reader that has not come yet", unit="seconds", above=0
+    lease_s: float = setting(
+        30.0, help="time after which a KV lease expires unless its reader renews it", unit="seconds", above=0
     )
-    early_s: float = setting(
+    kv_claim_timeout_s: float = setting(
+        30.0,
+        help="time that finished prefill KV is kept for a decode worker that has not asked for it yet",
+        unit="seconds",
+        above=0,
+        aliases=("claim_s",),
+    )
+    transfer_reorder_window_s: float = setting(
         5.0,
-        help="time that a reader waits for a job it overtook, and that an ended transfer is remembered",
+        help="tolerance for transfer messages that arrive out of order: how long a reader's request waits for its prefill job, and how "
+        "long an ended transfer is remembered",
+        unit="seconds",
+        above=0,
+        aliases=("early_s",),
+    )
+    pull_wait_s: float = setting(
+        30.0,
+        help="time that a KV pull waits for free blocks before its request is placed again",
+        unit="seconds",
+        above=0,
+        aliases=("handoff_wait_s",),
+    )
+    transfer_deadline_min_s: float = setting(
+        5.0, help="minimum timeout of one KV read, even if it is small", unit="seconds", above=0
+    )
+    transfer_deadline_max_s: float = setting(
+        40.0, help="maximum timeout of one KV read, even if it is large", unit="seconds", above=0
+    )
+    session_grace_s: float = setting(
+        20.0,
+        help="time that a gateway's jobs keep running after its stream to the worker broke",
         unit="seconds",
         above=0,
     )
-    handoff_wait_s: float = setting(
-        30.0, help="time that a pull waits for memory before it is refused", unit="seconds", above=0
-    )
-    transfer_deadline_min_s: float = setting(
-        5.0, help="least deadline of a read, however small it is", unit="seconds", above=0
-    )
-    transfer_deadline_max_s: float = setting(
-        40.0, help="most deadline of a read, however large it is", unit="seconds", above=0
-    )
-    session_grace_s: float = setting(
-        20.0, help="time that jobs of a gateway live on after its stream broke", unit="seconds", above=0
-    )
     session_buffer_bytes: int = setting(
         16 * MIB,
-        help="unacknowledged messages kept for one gateway; a session that needs more is ended",
+        help="maximum size of messages that one gateway has not acknowledged; beyond it the worker ends the session",
         unit="bytes",
         minimum=64 * 1024,
     )
@@ -118,8 +145,19 @@ class TransferSettings(Config):
 
 
 def port_range(text: str) -> tuple[int, int]:
-    """(low, high) of `LOW-HIGH`, both included. Raises ConfigError."""
+    """Parse `LOW-HIGH` into (low, high), both inclusive. Raises ConfigError if it is malformed."""
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536):
         raise ConfigError(f"kv_port_range: expected LOW-HIGH with 1 <= LOW <= HIGH <= 65535, got {text!r}")
     return int(low), int(high)
+
+
+def parse_step_costs(text: str) -> StepCostModel:
+    """Parse the text form of a step cost model, such as `step=8ms,prefill_token=60us`.
+
+    Terms may be in any order; a missing term costs nothing. Raises ValueError naming the wrong term.
+    """
+    seconds = parse_durations(text, _COST_TERMS)
+    if not sum(seconds.values()):
+        raise ValueError(f"every step would take no time; set at least one of {', '.join(_COST_TERMS)} above 0")
+    return StepCostModel.of([seconds.get(name, 0.0) for name in _COST_TERMS])

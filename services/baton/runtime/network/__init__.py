@@ -1,1 +1,1 @@
-"""Addresses, TLS files, in-process networking and membership announcements."""
+"""Network basics: addresses, TLS files, in-process transport and membership announcements."""

@@ -1,4 +1,4 @@
-"""Ports and addresses of this machine."""
+"""Opens listening ports and determines addresses of this machine."""
 
 import errno
 import socket
@@ -6,16 +6,16 @@ import socket
 from baton.core.errors import ConfigError
 
 EVERY_ADDRESS = ("", "0.0.0.0", "::")
-"""What a service listens on to be reached at every address of its machine."""
-_OF_THIS_MACHINE_ALONE = ("127.", "::1", "fe80:")
-_ELSEWHERE = ("192.0.2.1", 9)
-"""An address reserved for documentation: asking for the way there sends nothing."""
+"""Wildcard addresses, which listen on every address of the machine."""
+_NOT_REACHABLE = ("127.", "::1", "fe80:")
+_REMOTE = ("192.0.2.1", 9)
+"""Address reserved for documentation; connecting a UDP socket to it sends nothing."""
 
 
 def listen(host: str, port: int, *, flag: str) -> socket.socket:
-    """A listening TCP socket with Nagle's delay off, on `port`, or on a free one for 0.
+    """Open a non-blocking TCP listening socket on `port` (0: a free one), without Nagle's delay.
 
-    Raises ConfigError naming port and `flag` when the port is taken or the address is not this machine's.
+    Raises ConfigError naming port and `flag` if the port is in use or the address is not of this machine.
     """
     sock = _bind(host, port, flag)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -25,10 +25,10 @@ def listen(host: str, port: int, *, flag: str) -> socket.socket:
 
 
 def choose_port(host: str, port: int, *, flag: str) -> int:
-    """`port` if nobody listens there, a free one for 0; for servers that open their socket themselves.
+    """Return `port` if it is free, or a free port for 0, for servers that open their socket themselves.
 
-    Someone else may take it in between: such a server must still check its own bind. Raises ConfigError as
-    `listen` does.
+    Another process may take the port before the server binds it, so the server must still handle a bind
+    error. Raises ConfigError as `listen` does.
     """
     with _bind(host, port, flag) as sock:
         chosen: int = sock.getsockname()[1]
@@ -36,19 +36,24 @@ def choose_port(host: str, port: int, *, flag: str) -> int:
 
 
 def advertised_host(host: str, advertise_host: str | None) -> str:
-    """The address under which others reach a service that listens on `host`: the given one, `host` itself,
-    or, where that means "every address", the one this machine would use towards other networks."""
+    """Return the address at which others reach a service that listens on `host`.
+
+    It is `advertise_host` if set, else `host`. If `host` is a wildcard, it is this machine's address towards
+    other networks.
+    """
     if advertise_host:
         return advertise_host
     return outward_address() if host in EVERY_ADDRESS else host
 
 
 def outward_address() -> str:
-    """This machine's address towards other networks; the loopback's where there is no way out. Sends
-    nothing."""
+    """Return this machine's address towards other networks, or the loopback address without a route.
+
+    Sends no packet.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(_ELSEWHERE)
+            sock.connect(_REMOTE)
         except OSError:
             return "127.0.0.1"
         address: str = sock.getsockname()[0]
@@ -56,24 +61,24 @@ def outward_address() -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Format `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """The host of `join_address`'s `host:port`."""
+    """Return the host of an address formatted by `join_address`."""
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def own_addresses() -> frozenset[str]:
-    """The addresses of this machine at which others may reach it: not those of the loopback."""
-    import psutil  # takes a while, and only few ask
+    """Return the addresses of this machine that other machines may reach, so without the loopback."""
+    import psutil  # imported here because it is slow and rarely needed
 
     return frozenset(
         entry.address
         for entries in psutil.net_if_addrs().values()
         for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith(_OF_THIS_MACHINE_ALONE)
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith(_NOT_REACHABLE)
     )
 
 
@@ -83,7 +88,9 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"{host} is no address to listen on: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot listen on {host}, which is not a valid address: {error.strerror or error}"
+        ) from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,7 +99,7 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is taken; choose another with {flag}, or 0 for a free one"
+                f"port {port} on {host} is in use; choose another with {flag}, or 0 for a free one"
             ) from error
         raise ConfigError(f"cannot listen on {join_address(host, port)} ({flag}): {error.strerror}") from error
     return sock

@@ -1,4 +1,4 @@
-"""How a process stays listed among the members of a cluster."""
+"""Keeps a process listed among the members of a cluster."""
 
 import asyncio
 from contextlib import suppress
@@ -10,14 +10,13 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 TTL_HEARTBEATS = 3
-"""An announcement ends when so many heartbeats bring no new one, unless another time is asked for."""
+"""Default lifetime of an announcement, in heartbeats."""
 
 
 class Announcements:
-    """Keeps one member listed, by an announcement every `heartbeat_s`, each of which ends by itself after
-    `ttl_s`.
+    """Announces one member every `heartbeat_s`; each announcement expires after `ttl_s`.
 
-    A store that is away is no error: it is logged once, and again when it is back.
+    An unavailable store is not an error: it is logged once, and again when the store is back.
     """
 
     def __init__(
@@ -27,33 +26,33 @@ class Announcements:
         self._member = member
         self._heartbeat_s = heartbeat_s
         self._ttl_s = TTL_HEARTBEATS * heartbeat_s if ttl_s is None else ttl_s
-        self._is_away = False
+        self._is_unavailable = False
 
     async def announce(self) -> None:
-        """Once; waits no longer than the store's own bound."""
+        """Announce once. Takes at most as long as the store's own timeout."""
         try:
             await self._membership.announce(self._member, self._ttl_s)
         except StoreUnavailable as error:
-            if not self._is_away:
-                log.warning("store_away", member=self._member.member_id, problem=str(error))
-            self._is_away = True
+            if not self._is_unavailable:
+                log.warning("store_became_unavailable", member=self._member.member_id, problem=str(error))
+            self._is_unavailable = True
         else:
-            if self._is_away:
-                log.info("store_back", member=self._member.member_id)
-            self._is_away = False
+            if self._is_unavailable:
+                log.info("store_recovered", member=self._member.member_id)
+            self._is_unavailable = False
 
-    async def keep(self) -> None:
-        """Now, and again every heartbeat, for ever."""
+    async def announce_forever(self) -> None:
+        """Announce now and then every heartbeat, until cancelled."""
         await self.announce()
-        await self.repeat()
+        await self.reannounce_forever()
 
-    async def repeat(self) -> None:
-        """Every heartbeat, for ever; the first one was `announce`."""
+    async def reannounce_forever(self) -> None:
+        """Announce every heartbeat after the first one, for which the caller used `announce`."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             await self.announce()
 
     async def withdraw(self) -> None:
-        """Be listed no more. Where the store is away the announcement ends by itself."""
+        """Remove the member. If the store is unavailable, the announcement expires by itself."""
         with suppress(StoreUnavailable):
             await self._membership.withdraw(self._member)

@@ -1,6 +1,7 @@
-"""The network of a cluster in one process: the same seams as over gRPC, without sockets, delays or copies.
+"""In-process implementation of the cluster's network, without sockets, delays or copies.
 
-`fleet/local` runs on it as it is; the simulator puts delays and cuts around it.
+It has the same interfaces as the gRPC network. `fleet/local` uses it unchanged; the simulator adds delays and
+link failures around it.
 """
 
 import asyncio
@@ -24,10 +25,11 @@ from baton.runtime.network.mailbox import Mailbox
 log = get_logger(__name__)
 
 MAX_MESSAGES = 4096
-"""Messages that wait in one direction of a stream before it counts as stuck."""
+"""Maximum number of unread messages in one direction of a stream; one more breaks it."""
 WATCH_MESSAGES = 16
 END_S = 5.0
-"""How long services get to return after their streams have been broken."""
+"""Time for services to return after their streams were broken."""
+BUFFER_FULL = "the stream's buffer is full: the other end does not read fast enough"
 
 SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 class InProcessDuplex(Generic[SendT, ReceiveT]):
-    """One end of a stream whose other end is in the same process. Implements `Duplex`."""
+    """One end of an in-process stream. Implements `Duplex`."""
 
     def __init__(self, inbox: Mailbox[ReceiveT], outbox: Mailbox[SendT]) -> None:
         self._inbox = inbox
@@ -45,8 +47,8 @@ class InProcessDuplex(Generic[SendT, ReceiveT]):
         if self._outbox.has_ended:
             raise StreamBroken("the stream has ended")
         if self._outbox.is_full:
-            self.break_("the stream's buffer is full: the other end does not keep up")
-            raise StreamBroken("the stream's buffer is full: the other end does not keep up")
+            self.break_(BUFFER_FULL)
+            raise StreamBroken(BUFFER_FULL)
         self._outbox.put(message)
 
     async def receive(self) -> ReceiveT:
@@ -57,7 +59,7 @@ class InProcessDuplex(Generic[SendT, ReceiveT]):
         self._inbox.close("this end has closed the stream", discard=True)
 
     def break_(self, message: str, failure: Failure | None = None) -> None:
-        """End the stream for both sides; what was sent before can still be received."""
+        """End the stream for both sides. Messages sent before can still be received."""
         self._inbox.close(message, failure)
         self._outbox.close(message, failure)
 
@@ -65,14 +67,14 @@ class InProcessDuplex(Generic[SendT, ReceiveT]):
 def duplex_pair(
     max_messages: int = MAX_MESSAGES,
 ) -> tuple[InProcessDuplex[SendT, ReceiveT], InProcessDuplex[ReceiveT, SendT]]:
-    """The two ends of one stream, each direction with room for `max_messages`."""
+    """Create both ends of a stream that buffers up to `max_messages` in each direction."""
     left: Mailbox[ReceiveT] = Mailbox(max_messages)
     right: Mailbox[SendT] = Mailbox(max_messages)
     return InProcessDuplex(left, right), InProcessDuplex(right, left)
 
 
 class InProcessNetwork:
-    """Services by address. Implements `Network`."""
+    """Network that connects services of this process by address. Implements `Network`."""
 
     def __init__(self, *, max_messages: int = MAX_MESSAGES) -> None:
         self._max_messages = max_messages
@@ -81,14 +83,19 @@ class InProcessNetwork:
         self._serving: dict[asyncio.Task[Any], _Served] = {}
 
     def add_worker(self, address: str, service: WorkerService) -> None:
+        """Make a worker reachable at `address`."""
         self._workers[address] = service
 
     def add_scheduler(self, address: str, service: SchedulerService) -> None:
+        """Make a scheduler reachable at `address`."""
         self._schedulers[address] = service
 
     def remove(self, address: str) -> None:
-        """As if the process at `address` had died: dials are refused, open streams break at both ends. Its
-        services are left to return."""
+        """Simulate the death of the process at `address`.
+
+        New connections are refused and open streams break at both ends. The services themselves keep running
+        until they return.
+        """
         self._workers.pop(address, None)
         self._schedulers.pop(address, None)
         for served in list(self._serving.values()):
@@ -108,7 +115,7 @@ class InProcessNetwork:
         return _SchedulerCalls(self, address)
 
     def scheduler_service(self, address: str) -> SchedulerService:
-        """Raises StreamBroken if no scheduler is there."""
+        """Return the scheduler at `address`. Raises StreamBroken if there is none."""
         service = self._schedulers.get(address)
         if service is None:
             raise StreamBroken(f"no scheduler answers at {address}")
@@ -120,7 +127,7 @@ class InProcessNetwork:
         served.task.add_done_callback(self._serving.pop)
 
     async def aclose(self) -> None:
-        """Break every stream and let its service return; one that does not in `END_S` is cancelled."""
+        """Break every stream and wait for its service; after `END_S` the service is cancelled."""
         self._workers.clear()
         self._schedulers.clear()
         tasks = list(self._serving)
@@ -141,16 +148,16 @@ class InProcessNetwork:
     def _open(
         self, address: str, serve: Callable[[InProcessDuplex[ReceiveT, SendT]], Coroutine[Any, Any, None]]
     ) -> InProcessDuplex[SendT, ReceiveT]:
-        ours: InProcessDuplex[SendT, ReceiveT]
-        ours, theirs = duplex_pair(self._max_messages)
-        task = asyncio.get_running_loop().create_task(_serve(serve(theirs), theirs))
-        self.track(_Served(address=address, task=task, break_=theirs.break_))
-        return ours
+        client: InProcessDuplex[SendT, ReceiveT]
+        client, server = duplex_pair(self._max_messages)
+        task = asyncio.get_running_loop().create_task(_serve(serve(server), server))
+        self.track(_Served(address=address, task=task, break_=server.break_))
+        return client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """One service's part of a stream or call, and how to break that."""
+    """Task that serves one stream or call, with a function that breaks it."""
 
     address: str
     task: asyncio.Task[Any]
@@ -158,11 +165,11 @@ class _Served:
 
 
 async def _serve(work: Coroutine[Any, Any, None], stream: InProcessDuplex[Any, Any]) -> None:
-    """The stream ends with the service's part of it."""
+    """Run the service side of a stream and close the stream when it returns."""
     try:
         await work
     except StreamBroken:
-        pass  # how a stream's service usually ends
+        pass  # the usual end of a stream's service
     except Refused as refused:
         stream.break_(str(refused), refused.failure)
     except Exception:
@@ -173,7 +180,7 @@ async def _serve(work: Coroutine[Any, Any, None], stream: InProcessDuplex[Any, A
 
 
 class _SchedulerCalls:
-    """`SchedulerApi` of whatever scheduler is at an address at the moment of each call."""
+    """`SchedulerApi` that looks up the scheduler at its address for each call."""
 
     def __init__(self, network: InProcessNetwork, address: str) -> None:
         self._network = network
@@ -198,7 +205,7 @@ class _SchedulerCalls:
         return await self._call(lambda service: service.drain(worker_id, node_shutting_down=node_shutting_down))
 
     async def _call(self, call: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
-        """In a task of its own, because a scheduler that dies meanwhile takes it along."""
+        """Run a call in its own task, which `InProcessNetwork.remove` can break."""
         task = asyncio.get_running_loop().create_task(call(self._network.scheduler_service(self._address)))
         broken: list[str] = []
 
@@ -216,8 +223,7 @@ class _SchedulerCalls:
 
 
 class _Watch:
-    """A scheduler's updates, copied by a task of their own, so that they can end before the scheduler's
-    source does."""
+    """Copy of a scheduler's updates, which can be broken independently of the scheduler's source."""
 
     def __init__(self, source: Source[ClusterUpdate]) -> None:
         self._inbox: Mailbox[ClusterUpdate] = Mailbox(WATCH_MESSAGES)
@@ -239,7 +245,7 @@ class _Watch:
         try:
             while True:
                 self._inbox.put(await source.receive())
-                await self._inbox.room()
+                await self._inbox.wait_for_space()
         except StreamBroken as broken:
             self._inbox.close(str(broken), broken.failure)
         finally:

@@ -1,4 +1,4 @@
-"""One direction of a message stream inside a process: bounded, in order, for one receiver."""
+"""Bounded in-process queue of one stream direction, with an end and its reason."""
 
 import asyncio
 from collections import deque
@@ -10,14 +10,16 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Whoever puts looks at `is_full` or waits for `room()` first; `get` waits for the next message.
-    Cancelling `get` loses none."""
+    """Bounded FIFO for one receiver, which can be closed with a reason.
+
+    A sender checks `is_full` or awaits `wait_for_space` before `put`. Cancelling `get` loses no message.
+    """
 
     __slots__ = ("_changed", "_end", "_max_messages", "_messages")
 
     def __init__(self, max_messages: int) -> None:
         if max_messages < 1:
-            raise ValueError(f"a mailbox needs room for one message, not {max_messages}")
+            raise ValueError(f"max_messages is {max_messages}; must be at least 1")
         self._max_messages = max_messages
         self._messages: deque[T] = deque()
         self._end: tuple[str, Failure | None] | None = None
@@ -25,46 +27,51 @@ class Mailbox(Generic[T]):
 
     @property
     def is_full(self) -> bool:
+        """True if no message should be put now."""
         return len(self._messages) >= self._max_messages
 
     @property
     def has_ended(self) -> bool:
+        """True after `close`."""
         return self._end is not None
 
     def put(self, message: T) -> None:
-        """Append; after `close` nothing is kept."""
+        """Append a message; after `close` it is dropped."""
         if self._end is None:
             self._messages.append(message)
             self._notify()
 
     async def get(self) -> T:
-        """The next message; after `close`, what was put before it and then StreamBroken, for ever."""
+        """Return the next message. Raises StreamBroken after `close`, once earlier messages are consumed."""
         while not self._messages:
             if self._end is not None:
                 message, failure = self._end
                 raise StreamBroken(message, failure)
-            await self._change()
+            await self._wait_for_change()
         taken = self._messages.popleft()
         if len(self._messages) == self._max_messages - 1:
             self._notify()
         return taken
 
-    async def room(self) -> None:
-        """Wait until a message can be put, or the mailbox has been closed."""
+    async def wait_for_space(self) -> None:
+        """Wait until a message can be put, or the mailbox is closed."""
         while self.is_full and self._end is None:
-            await self._change()
+            await self._wait_for_change()
 
     def close(self, message: str, failure: Failure | None = None, *, discard: bool = False) -> None:
-        """No more messages: `get` raises StreamBroken(message, failure) once those waiting are taken, or at
-        once with `discard`. A second call changes no reason, but may still discard."""
+        """End the stream: `get` raises StreamBroken(message, failure) after the remaining messages.
+
+        With `discard` the remaining messages are dropped. A second call does not change the reason, but may
+        still discard.
+        """
         if self._end is None:
             self._end = (message, failure)
         if discard:
             self._messages.clear()
         self._notify()
 
-    async def _change(self) -> None:
-        """Receiver and sender share one future: whichever waits looks again."""
+    async def _wait_for_change(self) -> None:
+        """Wait until messages or state have changed. Receiver and sender share one future and recheck."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._changed)

@@ -1,4 +1,4 @@
-"""Certificates as files, and what OpenSSL makes of them."""
+"""Reads and validates certificate files."""
 
 import ssl
 from dataclasses import dataclass
@@ -7,86 +7,93 @@ from pathlib import Path
 from baton.core.errors import ConfigError
 from baton.runtime.process.watched_files import version_of
 
-NOT_RENEWED = "certificate_not_renewed"
-"""What the log calls files that have changed into what cannot be used."""
+CERTIFICATE_RELOAD_FAILED = "certificate_reload_failed"
+"""Log event for certificate files that have changed but cannot be used."""
 BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
-"""Where distributions keep the authorities that a machine trusts."""
+"""Files where distributions store the certificate authorities that a machine trusts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A certificate chain and its key, in PEM."""
+class CertificatePair:
+    """Files of a certificate chain and its private key, in PEM."""
 
     certificate: Path
     key: Path
 
     @property
     def files(self) -> tuple[Path, Path]:
+        """Certificate file and key file."""
         return self.certificate, self.key
 
     def read(self) -> tuple[bytes, bytes]:
-        """(key, certificate chain). Raises ConfigError when they cannot be read, do not belong together or
-        are replaced meanwhile."""
+        """Read (key, certificate chain).
+
+        Raises ConfigError if the files cannot be read, do not match, or are replaced during the read.
+        """
         version = version_of(*self.files)
         self.check()
         pair = read_file(self.key), read_file(self.certificate)
-        if version_of(*self.files) != version:  # then it may not be these that were checked
-            raise ConfigError(f"{self.certificate} and {self.key} are being replaced just now")
+        if version_of(*self.files) != version:  # the files read may not be those that were checked
+            raise ConfigError(f"{self.certificate} and {self.key} are being replaced; try again")
         return pair
 
     def check(self) -> None:
-        """Raises ConfigError saying what is wrong with them."""
+        """Validate the files. Raises ConfigError naming the problem."""
         self.context()
 
     def context(self) -> ssl.SSLContext:
-        """For a server of one's own. Raises as `check`."""
+        """Create a TLS server context (1.2 or newer). Raises ConfigError if the files cannot be used."""
 
-        def ask() -> str:  # OpenSSL by itself would ask on the terminal, and wait
-            raise ConfigError(
-                f"{self.key} is encrypted, and there is nobody to ask for its password: give a key without one"
-            )
+        def refuse_password() -> str:  # without this, OpenSSL would wait for a password on the terminal
+            raise ConfigError(f"{self.key} is encrypted, and its password cannot be entered; use a key without one")
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for file in self.files:
             if not file.is_file():
-                raise ConfigError(f"cannot read {file}: there is no such file")
+                raise ConfigError(f"cannot read {file}: no such file")
         try:
-            context.load_cert_chain(self.certificate, self.key, password=ask)
+            context.load_cert_chain(self.certificate, self.key, password=refuse_password)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{self.certificate} and {self.key} are no certificate and its key: {error}") from error
+            raise ConfigError(
+                f"{self.certificate} and {self.key} are not a certificate and its key: {error}"
+            ) from error
         return context
 
 
 def read_authorities(file: Path) -> bytes:
-    """Raises ConfigError when it cannot be read or holds no certificates."""
-    read = read_file(file)
-    text = read.decode("ascii", "ignore")  # comments between certificates may be in any script
+    """Read a PEM file of certificate authorities.
+
+    Raises ConfigError if it cannot be read or contains no certificates.
+    """
+    content = read_file(file)
+    text = content.decode("ascii", "ignore")  # comments between certificates may contain any characters
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"{file} holds no certificates of authorities: {error}") from error
-    return read
+        raise ConfigError(f"{file} contains no CA certificates: {error}") from error
+    return content
 
 
 def machine_authorities() -> Path:
-    """The file of those whom this machine trusts: SSL_CERT_FILE, OpenSSL's or the distribution's. Raises
-    ConfigError without one."""
+    """Find the file of certificate authorities that this machine trusts.
+
+    Checks SSL_CERT_FILE, OpenSSL's default and the usual paths of distributions. Raises ConfigError if there
+    is none.
+    """
     for file in (ssl.get_default_verify_paths().cafile, *BUNDLES):
         if file is not None and Path(file).is_file():
             return Path(file)
-    raise ConfigError(
-        "this machine has no file of authorities that it trusts where one would be; name one, or set SSL_CERT_FILE"
-    )
+    raise ConfigError("this machine has no CA file in a known place; name a file, or set SSL_CERT_FILE")
 
 
 def read_file(file: Path) -> bytes:
-    """Raises ConfigError when it cannot be read."""
+    """Read a file. Raises ConfigError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:

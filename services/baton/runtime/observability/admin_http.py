@@ -1,4 +1,4 @@
-"""A service's own admin port: metrics, health and ready for Prometheus and probes, and nothing else."""
+"""Serves the admin port of a process: `/metrics`, `/health` and `/ready`."""
 
 import asyncio
 import socket
@@ -20,9 +20,12 @@ from baton.runtime.observability.metrics import CONTENT_TYPE, expose
 def probe_routes(
     health: Health, registry: CollectorRegistry, refresh: Callable[[], None] = lambda: None
 ) -> list[Route]:
-    """`/health`: 200 while the process lives. `/ready`: 200 when it can serve, else 503 with the reasons.
-    `/metrics`: Prometheus's text format; `refresh` is called first, for gauges that are read rather than
-    kept."""
+    """Create the routes for health, readiness and metrics.
+
+    /health: 200, or 503 if the process has failed.
+    /ready: 200 if it can serve, else 503 with the reasons.
+    /metrics: Prometheus text format, after a call of `refresh`, which updates gauges that are read on demand.
+    """
 
     async def alive(_: Request) -> Response:
         return JSONResponse(
@@ -43,11 +46,11 @@ def probe_routes(
 
 
 class AdminServer:
-    """Serves `probe_routes` from the service's own event loop."""
+    """HTTP server for `probe_routes` on the service's event loop."""
 
     def __init__(self, health: Health, registry: CollectorRegistry, refresh: Callable[[], None] = lambda: None) -> None:
         app = Starlette(routes=probe_routes(health, registry, refresh))
-        # h11, since it bounds a request's head; httptools would keep whatever somebody sends
+        # h11 limits the size of a request's head; httptools does not
         config = uvicorn.Config(
             app, http="h11", ws="none", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
@@ -56,14 +59,14 @@ class AdminServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, host: str, port: int) -> int:
-        """Listen and serve; the port, a free one for 0. Raises ConfigError when it is taken."""
+        """Start serving and return the port (0 selects a free one). Raises ConfigError if it is in use."""
         self._socket = listen(host, port, flag="--admin-port")
         self._task = asyncio.create_task(self._server._serve([self._socket]), name="admin-http")
         bound: int = self._socket.getsockname()[1]
         return bound
 
     async def stop(self) -> None:
-        """Safe to call when it was never started."""
+        """Stop serving. Does nothing if the server was never started."""
         self._server.should_exit = True
         if self._task is not None:
             with suppress(asyncio.CancelledError):

@@ -1,9 +1,8 @@
-"""The metrics of each part, as one class a part over an injected registry, so that several services can live
-in one process.
+"""Declares the Prometheus metrics of each service, as one class per component.
 
-Names begin with `baton_` and end with their unit. A field of these classes is a Prometheus metric:
-`metrics.running_seqs.set(n)`. A label has few values, whatever clients send; where these are workers, those
-that are gone are taken away.
+The registry is injected, so that several services can run in one process. Each field of these classes is a
+metric: `metrics.running_seqs.set(n)`. Names begin with `baton_` and end with their unit. Label values are
+bounded, regardless of what clients send; series of workers that are gone are removed.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import baton
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""What `expose` returns, for the HTTP header."""
+"""Content type of the result of `expose`."""
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
@@ -30,23 +29,22 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 
 def process_registry(service: str) -> CollectorRegistry:
-    """A registry for a process of its own: what the operating system says of it (memory, CPU, file
-    descriptors), and the version."""
+    """Create the registry of a service process, with memory, CPU, file descriptors and the version."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    Gauge("baton_build_info", "The version that runs, as a label.", ("service", "version"), registry=registry).labels(
-        service, baton.__version__
-    ).set(1)
+    Gauge(
+        "baton_build_info", "Always 1; the labels are service and version.", ("service", "version"), registry=registry
+    ).labels(service, baton.__version__).set(1)
     return registry
 
 
 def expose(registry: CollectorRegistry) -> bytes:
-    """The registry's metrics in Prometheus's text format."""
+    """Return the registry's metrics in Prometheus text format."""
     return generate_latest(registry)
 
 
 class _Family:
-    """Shorthands for declaring metrics in one registry."""
+    """Base class with helpers that declare metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -62,100 +60,104 @@ class _Family:
 
 
 class ProcessMetrics(_Family):
-    """What every process has."""
+    """Metrics of every process: event loop and trace export."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.loop_lag_s = self._histogram(
             "event_loop_lag_seconds",
-            "How late the event loop ran a timer: up to 0.002 where nothing held it up.",
+            "Delay of a timer on the event loop; up to 0.002 on an idle loop.",
             SHORT_BUCKETS_S,
         )
-        self.loop_tasks = self._gauge("event_loop_tasks", "Tasks of the event loop that have not ended.")
+        self.loop_tasks = self._gauge("event_loop_tasks", "Running tasks of the event loop.")
         self.trace_spans = self._counter(
             "trace_spans_total",
-            "Spans that ended: sent, not_taken by the collector, dropped because too many waited for it.",
+            "Ended trace spans by outcome: sent, failed (export failed), dropped (the queue was full).",
             "outcome",
         )
-        for outcome in ("sent", "not_taken", "dropped"):
-            self.trace_spans.labels(outcome)  # there from the start, so that the first one is an increase
+        for outcome in ("sent", "failed", "dropped"):
+            self.trace_spans.labels(outcome)  # created now, so that the first event is an increase
 
-    def look_at_loop(self, lag_s: float) -> None:
-        """Called from the event loop now and then; `lag_s`: how late."""
+    def observe_loop(self, lag_s: float) -> None:
+        """Record the delay of a timer and the number of tasks. Call it periodically on the event loop."""
         self.loop_lag_s.observe(lag_s)
         self.loop_tasks.set(len(asyncio.all_tasks()))
 
 
 class GatewayMetrics(_Family):
-    """What clients got."""
+    """Metrics of a gateway: requests, latency and SLO attainment."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.requests = self._counter(
-            "requests_total", "Requests that ended, by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
+            "requests_total", "Ended requests by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
         )
         self.open_requests = self._gauge("open_requests", "Requests that have not ended.")
-        self.attempts = self._counter(
-            "attempts_total", "Attempts that failed and were placed again or given up, by reason.", "reason"
-        )
+        self.attempts = self._counter("attempts_total", "Failed attempts by reason; most are placed again.", "reason")
         self.request_s = self._histogram(
-            "request_seconds", "From a request's receipt to its last token.", REQUEST_BUCKETS_S
+            "request_seconds", "Time from the receipt of a request to its last token.", REQUEST_BUCKETS_S
         )
-        self.ttft_s = self._histogram("ttft_seconds", "From a request's receipt to its first token.", TTFT_BUCKETS_S)
-        self.tpot_s = self._histogram("tpot_seconds", "Mean gap between a request's tokens.", TPOT_BUCKETS_S)
+        self.ttft_s = self._histogram(
+            "ttft_seconds", "Time from the receipt of a request to its first token.", TTFT_BUCKETS_S
+        )
+        self.tpot_s = self._histogram("tpot_seconds", "Mean time between two tokens of a request.", TPOT_BUCKETS_S)
         self.phase_s = self._histogram(
             "request_phase_seconds",
-            "Where the seconds of a request that ended well went: placement, queue, prefill, kv_exposed, admission, decode.",
+            "Time of completed requests by phase: placement, queue, prefill, kv_exposed, admission, decode.",
             PHASE_BUCKETS_S,
             "phase",
         )
-        self.promises = self._counter(
+        self.slo_attainment = self._counter(
             "slo_attainment_total",
-            "SLO terms of requests that ended well: kept or broken.",
+            "SLO terms (ttft, tpot) of completed requests by outcome: met or missed.",
             "term",
             "outcome",
         )
         self.pause_s = self._histogram(
-            "resume_pause_seconds", "Gap between tokens around a lost worker.", TTFT_BUCKETS_S
+            "resume_pause_seconds",
+            "Time between two tokens of a request that lost its worker in between.",
+            TTFT_BUCKETS_S,
         )
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts.")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens.")
         self.cached_tokens = self._counter(
-            "cached_tokens_total", "Tokens of prompts whose KV came from a prefix cache."
+            "cached_tokens_total", "Prompt tokens whose KV was reused from a prefix cache."
         )
         self.output_tokens = self._counter("output_tokens_total", "Tokens delivered to clients.")
 
 
 class SchedulerMetrics(_Family):
-    """What was decided."""
+    """Metrics of a scheduler: decisions, queue, prefix index and prediction error."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.decisions = self._counter("decisions_total", "Placements made, by policy.", "policy")
-        self.rejections = self._counter("rejections_total", "Requests refused before any prefill, by reason.", "reason")
-        self.decision_s = self._histogram("decision_seconds", "Time to decide.", SHORT_BUCKETS_S)
-        self.waiting_requests = self._gauge("waiting_requests", "Requests that wait at the scheduler for their turn.")
-        self.waiting_s = self._histogram(
-            "waiting_seconds", "Time at the scheduler of requests that waited there.", TTFT_BUCKETS_S
+        self.decisions = self._counter("decisions_total", "Placements by policy.", "policy")
+        self.rejections = self._counter("rejections_total", "Requests refused by the scheduler, by reason.", "reason")
+        self.decision_s = self._histogram("decision_seconds", "Time to decide about one request.", SHORT_BUCKETS_S)
+        self.queued_requests = self._gauge("scheduler_queued_requests", "Requests queued at the scheduler.")
+        self.queued_s = self._histogram(
+            "scheduler_queue_seconds", "Time in the scheduler's queue, of requests that were queued.", TTFT_BUCKETS_S
         )
-        self.workers = self._gauge(
-            "workers", "Workers with a living report stream, by role and state.", "role", "state"
+        self.workers = self._gauge("workers", "Connected workers by role and state.", "role", "state")
+        self.store_degraded = self._gauge(
+            "store_degraded", "1 while decision records cannot be written to Redis fast enough, else 0."
         )
-        self.store_degraded = self._gauge("store_degraded", "1 while Redis cannot be reached or lags behind.")
         self.kv_events_degraded = self._gauge(
-            "kv_events_degraded", "1 while the prefix index cannot follow what workers hold."
+            "kv_events_degraded", "1 while the prefix index cannot read the workers' block events, else 0."
         )
-        self.prefix_index_claims = self._gauge(
-            "prefix_index_claims", "Blocks in the prefix index, counted once a worker."
+        self.prefix_index_blocks = self._gauge(
+            "prefix_index_blocks", "Blocks in the prefix index; a block is counted once per worker that holds it."
         )
-        self.prefix_workers_behind = self._gauge("prefix_workers_behind", "Workers whose blocks have yet to be read.")
+        self.prefix_index_workers_behind = self._gauge(
+            "prefix_index_workers_behind", "Workers whose block events are not completely in the prefix index."
+        )
         self.prefix_tokens = self._counter(
             "prefix_hit_tokens_total",
-            "Prompt tokens of placed requests that ended well: asked for, predicted to be found in a cache, actually found.",
+            "Prompt tokens of completed requests by kind: asked (all), predicted to be cached, actual (found cached).",
             "kind",
         )
         self.predicted_over_actual = self._histogram(
             "predicted_over_actual_ratio",
-            "Predicted seconds over actual ones, of TTFT and TPOT.",
+            "Predicted divided by actual seconds, for TTFT and TPOT.",
             RATIO_BUCKETS,
             "term",
             "worker",
@@ -163,80 +165,86 @@ class SchedulerMetrics(_Family):
 
 
 class FleetMetrics(_Family):
-    """Which workers there should be, and how far they are."""
+    """Metrics of the fleet: its workers by state."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.workers = self._gauge(
             "fleet_workers",
-            "Workers that the fleet looks after, by role and state: waiting (for a node), starting, serving, failing.",
+            "Workers that the fleet manages, by role and state: waiting (for a node), starting, serving, failing.",
             "role",
             "state",
         )
 
 
 class EngineMetrics(_Family):
-    """What a worker computes, and where its blocks are."""
+    """Metrics of a worker's engine and KV cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.info = self._gauge(
-            "worker_info", "1; the labels say who this is, and in which life.", "worker", "role", "epoch"
+            "worker_info", "Always 1; the labels are the worker's id, role and epoch.", "worker", "role", "epoch"
         )
         self.blocks = self._gauge(
-            "kv_blocks", "Blocks by tier and state: free, used, cached, receiving, quarantined.", "tier", "state"
+            "kv_blocks", "KV blocks by tier and state: free, used, cached, receiving, quarantined.", "tier", "state"
         )
-        self.blocks_held_for_others = self._gauge("kv_blocks_held_for_others", "Used blocks that only transfers pin.")
-        self.running_seqs = self._gauge("running_seqs", "Sequences in the batch.")
-        self.waiting_seqs = self._gauge("waiting_seqs", "Sequences waiting for their first step or for memory.")
-        self.waiting_prefill_tokens = self._gauge("waiting_prefill_tokens", "Prompt tokens not computed yet.")
+        self.blocks_held_for_others = self._gauge(
+            "kv_blocks_held_for_others", "Used KV blocks that are pinned only by transfers to other workers."
+        )
+        self.running_seqs = self._gauge("running_seqs", "Sequences in the running batch.")
+        self.waiting_seqs = self._gauge("waiting_seqs", "Sequences waiting for their first step or for free blocks.")
+        self.waiting_prefill_tokens = self._gauge("waiting_prefill_tokens", "Prompt tokens that are not computed yet.")
         self.step_s = self._histogram(
-            "step_seconds", "Duration of a step on the device, without what lies between two.", TPOT_BUCKETS_S
+            "step_seconds", "Duration of one step on the device, without gaps between steps.", TPOT_BUCKETS_S
         )
-        self.step_tokens = self._counter("step_tokens_total", "Tokens computed.")
-        self.preemptions = self._counter("preemptions_total", "Sequences that lost their blocks to others.")
-        self.evictions = self._counter("evictions_total", "Cached blocks handed out again.")
+        self.step_tokens = self._counter("step_tokens_total", "Tokens computed in steps.")
+        self.preemptions = self._counter("preemptions_total", "Sequences preempted because no blocks were free.")
+        self.evictions = self._counter("evictions_total", "Cached blocks evicted for reuse.")
         self.kv_publisher_behind = self._gauge(
-            "kv_publisher_behind", "1 while Redis does not have what this worker holds."
+            "kv_publisher_behind", "1 while Redis lacks some of this worker's block events, else 0."
         )
-        self.kv_resets = self._counter("kv_resets_total", "Times that this worker told Redis anew all that it holds.")
+        self.kv_resets = self._counter(
+            "kv_resets_total", "Times this worker replaced its block list in Redis by a new snapshot."
+        )
 
 
 class TransferMetrics(_Family):
-    """How KV moves, as its reader and as its owner see it."""
+    """Metrics of KV transfers on the reader's and the owner's side."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.transfers = self._counter(
-            "transfers_total", "Transfers that ended, by transport and outcome.", "transport", "outcome"
+            "transfers_total", "Ended KV pulls by transport and outcome.", "transport", "outcome"
         )
-        self.bytes = self._counter("transfer_bytes_total", "KV bytes read and proven.", "transport")
+        self.bytes = self._counter("transfer_bytes_total", "KV bytes read and validated.", "transport")
         self.duration_s = self._histogram(
             "transfer_seconds",
-            "From the reader's first question to the last proven block, prefill included.",
+            "Time from a reader's request to the last validated block, including the prefill.",
             TTFT_BUCKETS_S,
             "transport",
         )
         self.read_s = self._counter(
             "transfer_read_seconds_total",
-            "Seconds in which reads of a transfer ran; bytes over these is the speed.",
+            "Seconds in which reads were running; transfer_bytes_total divided by it is the speed.",
             "transport",
         )
         self.link_bytes_per_s = self._gauge(
-            "link_bytes_per_second", "Measured speed of reading from a peer.", "peer", "transport"
+            "link_bytes_per_second", "Measured speed of reads from a peer.", "peer", "transport"
         )
         self.broken_links = self._gauge(
-            "broken_links", "Peers whose reads were given up and not probed successfully since."
+            "broken_links", "Peers whose reads failed and whose link has not passed a probe since."
         )
-        self.open_leases = self._gauge("open_leases", "Transfers whose blocks are pinned here for a reader.")
+        self.open_leases = self._gauge("open_leases", "Open leases, which pin blocks of this worker for a reader.")
         self.leases_ended = self._counter(
-            "leases_ended_total", "Leases that ended: released, abandoned, expired, never_claimed.", "outcome"
+            "leases_ended_total", "Ended leases by outcome: released, abandoned, expired, never_claimed.", "outcome"
         )
         self.validation_failures = self._counter(
-            "proof_failures_total", "Blocks discarded, by what differed from KvReady.", "field"
+            "validation_failures_total",
+            "Received KV blocks that failed validation, by the field that did not match.",
+            "field",
         )
-        for what in ("shape", "epoch", "life", "hash", "lease"):
-            self.validation_failures.labels(what)  # there from the start, so that the first one is an increase
-        self.dropped_notices = self._counter(
-            "dropped_notices_total", "Late, repeated or unknown notices, by kind.", "kind"
+        for what in ("shape", "epoch", "generation", "hash", "lease"):
+            self.validation_failures.labels(what)  # created now, so that the first event is an increase
+        self.unexpected_messages = self._counter(
+            "unexpected_peer_messages_total", "Late, repeated or unknown messages from readers, by kind.", "kind"
         )

@@ -1,4 +1,4 @@
-"""Creates the tracing that the settings ask for. Loads OpenTelemetry only if a collector is configured."""
+"""Creates tracing from the settings; loads OpenTelemetry only if a collector is configured."""
 
 from baton.runtime.config.settings import TracingSettings
 from baton.runtime.observability.metrics import ProcessMetrics
@@ -8,9 +8,14 @@ from baton.runtime.observability.tracing import NOTHING, OFF, Attributes, Tracin
 def open_tracing(
     settings: TracingSettings, metrics: ProcessMetrics, service: str, instance: str, attributes: Attributes = NOTHING
 ) -> Tracing:
-    """What the settings ask for. `instance` tells processes of one service apart; `attributes` are the
-    process's; `metrics` count its spans. Nobody need be there to take the spans. Raises ConfigError where the
-    endpoint cannot be used."""
+    """Return the tracing that the settings select, or `OFF` if no collector is configured.
+
+    metrics: its span counter is updated.
+    service, instance: name of the service, and an id that distinguishes its processes.
+    attributes: attributes of the process, attached to all spans.
+
+    The collector need not be reachable. Raises ConfigError if the endpoint is invalid.
+    """
     if settings.otlp_endpoint is None:
         return OFF
     from baton.runtime.observability.otlp import OtlpTracing  # loads OpenTelemetry

@@ -1,9 +1,8 @@
-"""Spans that reach a collector: OpenTelemetry's SDK and its OTLP exporter over gRPC, behind
-`runtime.observability.tracing`.
+"""Exports spans to a collector with OpenTelemetry's SDK and its OTLP exporter over gRPC.
 
-Imported only where a collector was named. Spans wait in a bounded queue for a thread of the SDK's that sends
-them; what does not fit is dropped, and counted. A collector that is away costs a log line when that begins,
-and one when it ends.
+Implements `runtime.observability.tracing`; imported only if a collector is configured. Spans wait in a bounded
+queue for a sender thread of the SDK. Spans that do not fit are dropped and counted. An unreachable collector
+causes one log line when it begins and one when it ends.
 """
 
 import asyncio
@@ -30,23 +29,25 @@ from baton.runtime.observability.tracing import NOTHING, Attributes, Kind, Span,
 
 log = get_logger(__name__)
 
-MAX_WAITING_SPANS = 2048
-"""Some hundred requests' spans, one to two KiB each."""
+MAX_QUEUED_SPANS = 2048
+"""Maximum number of spans waiting for export: those of some hundred requests, 1 to 2 KiB each."""
 BATCH_SPANS = 512
 SEND_EVERY_S = 1.0
 SEND_S = 5.0
-"""A collector that has not taken a batch by then is not asked again for that batch."""
+"""Timeout of one batch, which is not sent again."""
 FLUSH_S = 2.0
-"""How long a process that ends waits for its last spans to be taken."""
+"""Time that a process waits for the export of its last spans before it ends."""
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT}
 _PARENTS = TraceContextTextMapPropagator()
 
 
 class OtlpTracing(Tracing):
-    """Of one process. `sample`: the part of traces that is recorded, of those that begin here; who began a
-    trace elsewhere has decided. `spans`: counts those that have ended, by `ProcessMetrics.trace_spans`'
-    outcomes."""
+    """Tracing of one process that exports its spans.
+
+    sample: share of the traces started here that are recorded. A received context carries its own decision.
+    spans: counter of ended spans with the outcomes of `ProcessMetrics.trace_spans`.
+    """
 
     is_on = True
 
@@ -60,43 +61,45 @@ class OtlpTracing(Tracing):
         instance: str,
         attributes: Attributes = NOTHING,
     ) -> None:
-        logging.getLogger("opentelemetry").setLevel(
-            logging.CRITICAL
-        )  # a line for each batch; `_Told` says what there is to say
+        # the SDK would log a line for each failed batch; `_CountingExporter` logs changes only
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create(
             {
                 "service.namespace": "baton",
                 "service.name": f"baton-{service}",
                 "service.instance.id": instance,
                 "service.version": baton.__version__,
-                **_known(attributes),
+                **_without_none(attributes),
             }
         )
         self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_S)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False
         )
-        self._provider.add_span_processor(_Queue(_Told(self._exporter, endpoint, spans), spans))
+        self._provider.add_span_processor(_BoundedQueue(_CountingExporter(self._exporter, endpoint, spans), spans))
         self._tracer = self._provider.get_tracer("baton", baton.__version__)
         self._is_closed = False
 
     def start(self, name: str, context: str = "", *, kind: Kind = "server", at_s: float | None = None) -> Span:
         now_ns = time.time_ns()
-        wall_less_loop_ns = now_ns - round(asyncio.get_running_loop().time() * 1e9)
-        began_ns = now_ns if at_s is None else round(at_s * 1e9) + wall_less_loop_ns
-        made = self._tracer.start_span(
+        clock_offset_ns = now_ns - round(asyncio.get_running_loop().time() * 1e9)
+        start_ns = now_ns if at_s is None else round(at_s * 1e9) + clock_offset_ns
+        span = self._tracer.start_span(
             name,
             _PARENTS.extract({"traceparent": context}, Context()),
             kind=_KINDS[kind],
-            start_time=began_ns,
+            start_time=start_ns,
         )
-        ids = made.get_span_context()
-        onward = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
-        return _OtlpSpan(made, onward, began_ns, wall_less_loop_ns) if made.is_recording() else Span(onward)
+        ids = span.get_span_context()
+        traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
+        return _OtlpSpan(span, traceparent, start_ns, clock_offset_ns) if span.is_recording() else Span(traceparent)
 
     async def aclose(self) -> None:
-        """In a thread that nobody waits for longer than `FLUSH_S`: what sends may be stuck in a call to a
-        collector that says nothing."""
+        """Export the remaining spans for at most `FLUSH_S`.
+
+        The flush runs in its own daemon thread, because the sender may be blocked in a call to a collector
+        that does not answer.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -105,96 +108,101 @@ class OtlpTracing(Tracing):
 
         def shut_down() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
 
         threading.Thread(target=shut_down, name="traces-flush", daemon=True).start()
         await asyncio.wait((done,), timeout=FLUSH_S)
-        self._exporter.shutdown()  # ends the call that may still be under way
+        self._exporter.shutdown()  # cancels a call that is still in progress
 
 
 class _OtlpSpan(Span):
-    """A recorded one. Times of the loop are told as wall time by what the two differed at its start; the
-    loop's clock stands still for some milliseconds at a time, so nothing is told to be before the start."""
+    """Recorded span, which converts loop time to wall time with the clock offset measured at its start.
 
-    __slots__ = ("_began_ns", "_span", "_wall_less_loop_ns")
+    The loop's clock may be some milliseconds behind, so no time is reported before the start.
+    """
+
+    __slots__ = ("_clock_offset_ns", "_span", "_start_ns")
 
     is_recorded = True
 
-    def __init__(self, span: OpenSpan, context: str, began_ns: int, wall_less_loop_ns: int) -> None:
+    def __init__(self, span: OpenSpan, context: str, start_ns: int, clock_offset_ns: int) -> None:
         super().__init__(context)
         self._span = span
-        self._began_ns = began_ns
-        self._wall_less_loop_ns = wall_less_loop_ns
+        self._start_ns = start_ns
+        self._clock_offset_ns = clock_offset_ns
 
     def event(self, name: str, at_s: float, attributes: Attributes = NOTHING) -> None:
-        self._span.add_event(name, _known(attributes), self._wall_ns(at_s))
+        self._span.add_event(name, _without_none(attributes), self._wall_ns(at_s))
 
     def end(self, attributes: Attributes = NOTHING, *, problem: str = "", at_s: float | None = None) -> None:
         if not self._span.is_recording():
             return
-        self._span.set_attributes(_known(attributes))
+        self._span.set_attributes(_without_none(attributes))
         if problem:
             self._span.set_status(Status(StatusCode.ERROR, problem))
-        self._span.end(max(self._began_ns, time.time_ns()) if at_s is None else self._wall_ns(at_s))
+        self._span.end(max(self._start_ns, time.time_ns()) if at_s is None else self._wall_ns(at_s))
 
     def _wall_ns(self, at_s: float) -> int:
-        return max(self._began_ns, round(at_s * 1e9) + self._wall_less_loop_ns)
+        return max(self._start_ns, round(at_s * 1e9) + self._clock_offset_ns)
 
 
-class _Queue(BatchSpanProcessor):
-    """The SDK's, which would drop its oldest span for one that finds it full, and tell nobody: here that one
-    is dropped, and counted. Spans end on the event loop alone."""
+class _BoundedQueue(BatchSpanProcessor):
+    """Queue of ended spans that drops and counts a new span if it is full.
 
-    def __init__(self, told: "_Told", spans: Counter) -> None:
+    The SDK's queue would silently drop its oldest span. Spans end only on the event loop.
+    """
+
+    def __init__(self, exporter: "_CountingExporter", spans: Counter) -> None:
         super().__init__(
-            told,
-            max_queue_size=MAX_WAITING_SPANS,
+            exporter,
+            max_queue_size=MAX_QUEUED_SPANS,
             max_export_batch_size=BATCH_SPANS,
             schedule_delay_millis=SEND_EVERY_S * 1000,
         )
-        self._told = told
+        self._counting_exporter = exporter
         self._dropped = spans.labels("dropped")
-        self._num_taken = 0
+        self._num_queued = 0
 
     def on_end(self, span: ReadableSpan) -> None:
-        if (
-            self._num_taken - self._told.num_seen >= MAX_WAITING_SPANS
-        ):  # no fewer than wait, since a span is seen after it has left
+        # an upper bound of the queue's length, because a span is counted as seen after it has left the queue
+        if self._num_queued - self._counting_exporter.num_seen >= MAX_QUEUED_SPANS:
             self._dropped.inc()
             return
-        self._num_taken += 1
+        self._num_queued += 1
         super().on_end(span)
 
 
-class _Told(SpanExporter):
-    """Says when spans begin to be lost, and when they get through again. Called by the sending thread
-    alone."""
+class _CountingExporter(SpanExporter):
+    """Exporter that counts spans and logs when exports begin to fail and when they succeed again.
+
+    Called only by the sender thread.
+    """
 
     def __init__(self, inner: SpanExporter, endpoint: str, spans: Counter) -> None:
         self._inner = inner
         self._endpoint = endpoint
-        self._sent, self._not_taken = spans.labels("sent"), spans.labels("not_taken")
-        self._is_losing = False
+        self._sent, self._failed = spans.labels("sent"), spans.labels("failed")
+        self._is_failing = False
         self._num_lost = 0
         self.num_seen = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_seen += len(spans)
-        problem = "the collector does not take them"
+        problem = "the collector did not accept the spans"
         try:
             result = self._inner.export(spans)
-        except Exception as error:  # the SDK would only log it, each time
+        except Exception as error:  # the SDK would log it for every batch
             result, problem = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
-        (self._sent if result is SpanExportResult.SUCCESS else self._not_taken).inc(len(spans))
+        (self._sent if result is SpanExportResult.SUCCESS else self._failed).inc(len(spans))
         if result is not SpanExportResult.SUCCESS:
             self._num_lost += len(spans)
-            if not self._is_losing:
-                log.warning("traces_lost", endpoint=self._endpoint, problem=problem)
-        elif self._is_losing:
-            log.info("traces_taken_again", endpoint=self._endpoint, num_lost=self._num_lost)
+            if not self._is_failing:
+                log.warning("trace_export_failed", endpoint=self._endpoint, problem=problem)
+        elif self._is_failing:
+            log.info("trace_export_recovered", endpoint=self._endpoint, num_lost=self._num_lost)
             self._num_lost = 0
-        self._is_losing = result is not SpanExportResult.SUCCESS
+        self._is_failing = result is not SpanExportResult.SUCCESS
         return result
 
     def shutdown(self) -> None:
@@ -204,5 +212,5 @@ class _Told(SpanExporter):
         return self._inner.force_flush(timeout_millis)
 
 
-def _known(attributes: Attributes) -> dict[str, str | int | float | bool]:
+def _without_none(attributes: Attributes) -> dict[str, str | int | float | bool]:
     return {name: value for name, value in attributes.items() if value is not None}

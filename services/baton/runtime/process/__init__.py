@@ -1,1 +1,1 @@
-"""The process: signals, event loop, cores, drain socket."""
+"""Process-level runtime: signals, event loop, CPU cores, drain socket."""

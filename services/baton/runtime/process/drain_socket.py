@@ -1,8 +1,7 @@
-"""A socket in the file system at which a process is asked to drain, and seen to go: who may open the file
-needs no port and no key.
+"""Unix socket through which a local tool asks a process to drain and waits for its end.
 
-One line each way: `drain`, and the name of who drains. Then the connection stands until that one has ended,
-however it ends.
+File permissions control access, so no port and no API key is needed. Protocol: the client sends the line
+`drain`, the process answers with its name and keeps the connection open until it has ended.
 """
 
 import asyncio
@@ -16,11 +15,11 @@ from baton.core.errors import BatonError, ConfigError
 
 ANSWER_S = 5.0
 MAX_NAME_BYTES = 1024
-_ASK = b"drain\n"
+_REQUEST = b"drain\n"
 
 
 class DrainSocket:
-    """The process's side. `drain` is called on the event loop, once for each that asks."""
+    """Server side of the drain socket. Calls `drain` on the event loop once per request."""
 
     def __init__(self, path: Path, name: str, drain: Callable[[], None]) -> None:
         self._path = path
@@ -30,11 +29,14 @@ class DrainSocket:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        """Raises ConfigError where the file cannot be made, or another process listens there."""
-        self._server = await asyncio.start_unix_server(self._asked, sock=_bound(self._path))
+        """Listen. Raises ConfigError if the file cannot be created or another process listens there."""
+        self._server = await asyncio.start_unix_server(self._handle, sock=_bind(self._path))
 
     async def stop(self) -> None:
-        """Everything else has ended: whoever waits may go. Safe to call when it was never started."""
+        """Close all connections, which tells waiting clients that this process has ended.
+
+        Call it last. Does nothing if the socket was never started.
+        """
         if self._server is None:
             return
         self._server.close()
@@ -42,11 +44,11 @@ class DrainSocket:
             writer.close()
         self._path.unlink(missing_ok=True)
 
-    async def _asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
         try:
-            with suppress(OSError, ValueError):  # who asks has gone, or says something endless
-                if await reader.readline() == _ASK:
+            with suppress(OSError, ValueError):  # the client is gone, or its line is too long
+                if await reader.readline() == _REQUEST:
                     self._drain()
                     writer.write(f"{self._name}\n".encode())
                     await reader.read()
@@ -56,10 +58,13 @@ class DrainSocket:
 
 
 @contextmanager
-def asked_to_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str, Callable[[float], bool]]]:
-    """Who was asked, and a function that waits so many seconds at most for it to end and says whether it has.
-    Raises BatonError where nobody listens there, or nobody answers within `answer_s`: who is busy does so
-    late, and drains all the same."""
+def request_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """Ask the process that listens at `path` to drain.
+
+    Yields its name and a function that waits up to the given seconds and returns True once the process has
+    ended. Raises BatonError if no process listens there, or none answers within `answer_s`. A busy process may
+    answer too late and drain nevertheless.
+    """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(answer_s)
         try:
@@ -67,8 +72,8 @@ def asked_to_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str
         except OSError as error:
             raise BatonError(f"no worker listens at {path}: {error.strerror or error}") from error
         try:
-            sock.sendall(_ASK)
-            name = _line(sock)
+            sock.sendall(_REQUEST)
+            name = _read_line(sock)
         except OSError as error:
             raise BatonError(f"the worker at {path} does not answer: {error.strerror or error}") from error
 
@@ -78,39 +83,38 @@ def asked_to_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str
                 return not sock.recv(1)
             except TimeoutError:
                 return False
-            except OSError:  # it was reset: the other side is gone
+            except OSError:  # reset, because the other process is gone
                 return True
 
         yield name, has_ended
 
 
-def _line(sock: socket.socket) -> str:
-    """Raises OSError where none comes."""
-    said = b""
-    while not said.endswith(b"\n"):
+def _read_line(sock: socket.socket) -> str:
+    """Read one line. Raises OSError if the connection ends first or the line is too long."""
+    received = b""
+    while not received.endswith(b"\n"):
         more = sock.recv(MAX_NAME_BYTES)
-        if not more or len(said) > MAX_NAME_BYTES:
-            raise ConnectionError("it does not answer")
-        said += more
-    return said.decode(errors="replace").strip()
+        if not more or len(received) > MAX_NAME_BYTES:
+            raise ConnectionError("the connection ended without an answer")
+        received += more
+    return received.decode(errors="replace").strip()
 
 
-def _bound(path: Path) -> socket.socket:
-    """A socket at that path, which its owner alone may open, in place of one that a process has left
-    behind."""
+def _bind(path: Path) -> socket.socket:
+    """Bind a socket at `path` that only its owner may open, replacing one left by a dead process."""
     sock = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):
+        if path.is_socket() and not _is_served(path):
             path.unlink()
         sock.bind(os.fspath(path))
-        path.chmod(0o600)  # nobody can connect yet: it does not listen
+        path.chmod(0o600)  # safe after bind: nothing can connect before listen
     except OSError as error:
         sock.close()
         raise ConfigError(f"drain_socket: cannot listen at {path}: {error.strerror or error}") from error
     return sock
 
 
-def _is_answered(path: Path) -> bool:
+def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as sock:
         try:
             sock.connect(os.fspath(path))

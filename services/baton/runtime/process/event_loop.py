@@ -1,4 +1,4 @@
-"""The event loop that every service runs on."""
+"""Creates the event loop that every service runs on."""
 
 import asyncio
 import time
@@ -10,22 +10,28 @@ from typing import TypeVarTuple
 Ts = TypeVarTuple("Ts")
 
 COARSE_S = 0.002
-"""libuv's clock is behind ours by no more: it counts whole milliseconds, perhaps by a clock that does so,
-too."""
+"""Upper bound of the delay of libuv's clock.
+
+It counts full milliseconds, possibly of a system clock that does so too.
+"""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, else asyncio's. Its clock tells fractions of a millisecond, and no
-    timer is early by it."""
+    """Create a uvloop event loop with a precise clock, or asyncio's if uvloop is not installed.
+
+    Its time has a resolution below a millisecond, and its timers never fire early.
+    """
     try:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
 
     class PreciseLoop(uvloop.Loop):
-        """uvloop's own clock counts whole milliseconds, and many steps of an engine take one or two: what
-        they cost was learned from zeros, ones and twos. Its timers count by libuv's, so what is asked for by
-        ours is rounded up to that."""
+        """uvloop with `time.monotonic` as its clock.
+
+        uvloop's own clock counts whole milliseconds. Many engine steps take one or two, so step costs could
+        not be measured with it. Timers still use libuv's clock, so their delays are rounded up to it.
+        """
 
         def time(self) -> float:
             return time.monotonic()
@@ -36,7 +42,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
             now_s = time.monotonic()
             delay_s = when - now_s
             if delay_s > 0 and isfinite(delay_s):
-                # The two need not count from the same moment: on a Mac one goes on while it sleeps.
+                # The two clocks may have different origins: on macOS one continues during sleep.
                 behind_s = min(max(now_s - super().time(), 0.0), COARSE_S)
                 delay_s = ceil((delay_s + behind_s) * 1e3) / 1e3
             return super().call_later(delay_s, callback, *args, context=context)

@@ -1,4 +1,4 @@
-"""What a process is to the operating system: its signals, its parent, its event loop and its threads."""
+"""Runs a service as an operating-system process: signals, event loop, threads, garbage collection, parent."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,12 @@ LAG_INTERVAL_S = 0.25
 
 
 class Stop:
-    """Asked once, a process drains: it takes no new work and finishes what runs. Asked twice, it stops now.
+    """Stop request of a process: the first request drains it, the second stops it immediately.
 
-    `drain` and `now` are events of the loop that made them. Call `request` from that loop.
+    drain: event that is set when the process must take no new work and finish what runs.
+    now: event that is set when the process must stop without finishing.
+
+    Both events belong to the running loop; call the methods from that loop.
     """
 
     def __init__(self) -> None:
@@ -28,26 +31,26 @@ class Stop:
         self.now = asyncio.Event()
 
     def request(self) -> None:
-        """The first call sets `drain`, the second `now`."""
+        """Set `drain` on the first call and `now` on the second."""
         if self.drain.is_set():
             self.now.set()
         self.drain.set()
 
     def request_now(self) -> None:
-        """Set both."""
+        """Set both events."""
         self.drain.set()
         self.now.set()
 
 
 Main = Callable[[Stop], Coroutine[Any, Any, None]]
-"""A service's main: returns when it has drained; is cancelled when it must stop now."""
+"""Main coroutine of a service: returns after draining, and is cancelled if it must stop immediately."""
 
 
 def run(main: Main) -> int:
-    """Run `main` in the main thread until it returns; SIGTERM and SIGINT are requests to stop.
+    """Run `main` in the main thread until it returns; SIGTERM and SIGINT request a stop.
 
-    Returns the process's exit code: 0 when `main` returned, 128 + the signal's number when a second signal
-    cut it off. What `main` raises, this raises.
+    Returns the exit code: 0 if `main` returned, 128 + signal number if a second signal stopped it. Exceptions
+    of `main` propagate.
     """
     last_signal = 0
 
@@ -78,11 +81,11 @@ def run(main: Main) -> int:
 
 
 class StoppedNow(Exception):
-    """A service was cut off by a second request to stop, before it had drained."""
+    """Raised if a second stop request ended a service before it had drained."""
 
 
 async def until_stopped(main: Main, stop: Stop) -> None:
-    """Await `main(stop)`; when `stop.now` is set first, cancel it, let it clean up, and raise StoppedNow."""
+    """Await `main(stop)`. If `stop.now` is set first, cancel it, wait for its cleanup and raise StoppedNow."""
     work = asyncio.create_task(main(stop))
     now = asyncio.create_task(stop.now.wait())
     try:
@@ -101,7 +104,7 @@ async def until_stopped(main: Main, stop: Stop) -> None:
 
 
 async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
-    """Await `work`, or cancel it and let it clean up when a stop is asked for."""
+    """Await `work`, or cancel it and wait for its cleanup once a stop is requested."""
     task = asyncio.ensure_future(work)
     asked = asyncio.create_task(stop.drain.wait())
     try:
@@ -114,30 +117,36 @@ async def unless_stopped(stop: Stop, work: Awaitable[None]) -> None:
         await asyncio.gather(task, asked, return_exceptions=True)
 
 
-def give_way() -> None:
-    """From now on this thread, and all threads and processes that it starts, wait for a core until it is
-    offered, as `engine/model/native/team.h` does all the time, or until the system takes it away: they stop
-    no thread that computes in the middle of what others wait for. Where somebody has chosen how this process
-    is scheduled, it stays so."""
+def set_batch_scheduling() -> None:
+    """Schedule this thread, and the threads and processes that it starts, with SCHED_BATCH.
+
+    A batch thread that wakes up does not preempt a running thread. Other processes of the machine then do not
+    interrupt a worker's compute threads, for which the rest of the thread team would have to wait. Does
+    nothing if the policy is not the default one.
+    """
     _change_policy("SCHED_OTHER", "SCHED_BATCH")
 
 
-def compute_first() -> None:
-    """The opposite, for a thread whose process gives way."""
+def set_default_scheduling() -> None:
+    """Undo `set_batch_scheduling` for this thread, such as a compute thread."""
     _change_policy("SCHED_BATCH", "SCHED_OTHER")
 
 
 def _change_policy(before: str, after: str) -> None:
-    """Of this thread. A system that has no such policies, or a sandbox that forbids them, costs some speed
-    and nothing else."""
+    """Change this thread's scheduling policy from `before` to `after`.
+
+    Does nothing if the system lacks these policies or forbids the change: that costs only some speed.
+    """
     with contextlib.suppress(AttributeError, OSError):
         if os.sched_getscheduler(0) == getattr(os, before):
             os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
 
 
 class ServiceThread:
-    """A service in a thread with a loop of its own and no signal handlers, as it lives in a Ray actor. Any
-    thread may call its methods."""
+    """Runs a service in a thread with its own event loop and without signal handlers, as in a Ray actor.
+
+    All methods are thread-safe.
+    """
 
     def __init__(self, main: Main, *, name: str) -> None:
         self._main = main
@@ -148,19 +157,20 @@ class ServiceThread:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread; returns once its loop runs."""
+        """Start the thread and return once its loop runs."""
         self._thread.start()
         self._started.wait()
 
     def request_stop(self) -> None:
-        """Ask the service to drain; a second call cuts it off."""
+        """Ask the service to drain; a second call stops it immediately."""
         self._call(lambda stop: stop.request())
 
     def request_stop_now(self) -> None:
+        """Stop the service immediately."""
         self._call(lambda stop: stop.request_now())
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the service has ended; whether it has. What it raised is in `error`."""
+        """Wait up to `timeout_s` and return True if the service has ended. Its exception is in `error`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -170,14 +180,14 @@ class ServiceThread:
 
     def _call(self, action: Callable[[Stop], None]) -> None:
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: the service has ended already
+            with contextlib.suppress(RuntimeError):  # the loop is closed because the service has ended
                 self._loop.call_soon_threadsafe(action, self._stop)
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._supervised())
-        except BaseException as error:  # kept for the owner of the thread, to whom it cannot be raised
+        except BaseException as error:  # stored, because it cannot be raised in the owner's thread
             self.error = error
         finally:
             self._started.set()
@@ -189,10 +199,10 @@ class ServiceThread:
 
 
 class Background:
-    """Tasks that live as long as a scope: `async with Background(reap(), report()): ...`.
+    """Runs tasks for the duration of a scope: `async with Background(reap(), report()): ...`.
 
-    Leaving the scope cancels them and waits for them. A task that fails cancels the scope's body; both errors
-    leave as TaskGroup's ExceptionGroup does. A task that just returns is no failure.
+    Leaving the scope cancels the tasks and waits for them. A task that fails cancels the body of the scope,
+    and the scope raises an ExceptionGroup as TaskGroup does. A task may return early.
     """
 
     def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
@@ -212,11 +222,13 @@ class Background:
 
 
 @contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
-    """What there is now lives for longer than this. Without it, garbage collections look not only at what
-    requests have made but at every module and class again: a seventh of a gateway's time for a request, and
-    0.2 s, rarely, in which a worker with torch stands still. It is of the whole process: the first of several
-    to end ends it for all."""
+def frozen_heap() -> Iterator[None]:
+    """Exclude all existing objects from garbage collection while the scope lasts.
+
+    Without it, a full collection traverses every module and class. That costs a seventh of a gateway's time
+    per request, and now and then a pause of 0.2 s in a worker with torch. The effect is process-wide: the
+    first scope that ends, ends it for all.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -226,12 +238,14 @@ def settled_heap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """A `settled_heap` for a service that answers in fractions of a millisecond and makes few cycles: what is
-    new is looked through less often, too. By default that is each 700 objects that outlive others, with a
-    longer look each tenth time."""
+def infrequent_gc() -> Iterator[None]:
+    """Combine `frozen_heap` with rarer collections of new objects, for services that create few cycles.
+
+    The default threshold of 700 objects is noticeable in a service that answers within fractions of a
+    millisecond.
+    """
     before = gc.get_threshold()
-    with settled_heap():
+    with frozen_heap():
         gc.set_threshold(20_000, 20, 50)
         try:
             yield
@@ -239,14 +253,13 @@ def rare_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def report_to_nobody() -> None:
-    """Turn off what libraries would report of their use, here and in every process that this one starts. Call
-    it before their import."""
+def disable_usage_reports() -> None:
+    """Disable usage statistics of libraries in this process and its children. Call it before importing them."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def age_s() -> float:
-    """Seconds since this process began, the start of its interpreter included."""
+def process_age_s() -> float:
+    """Return the seconds since this process started, including the start of the interpreter."""
     stat = Path("/proc/self/stat")
     if sys.platform == "linux" and stat.exists():
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22, `starttime`, since boot
@@ -257,7 +270,7 @@ def age_s() -> float:
 
 
 async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:
-    """Tell `observe`, for ever, by how many seconds the loop was late for a timer of `interval_s`."""
+    """Report to `observe`, until cancelled, by how many seconds the loop ran a timer of `interval_s` late."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + interval_s
@@ -265,7 +278,7 @@ async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = L
         observe(max(0.0, loop.time() - due_s))
 
 
-_TETHER = """
+_EXEC_WITH_DEATH_SIGNAL = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
@@ -275,10 +288,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def tethered(argv: Sequence[str]) -> list[str]:
-    """The command line of a program that is to die (on Linux) with the thread that starts it.
+def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
+    """Return a command line that runs `argv` and, on Linux, kills it when the thread that starts it ends.
 
-    A little Python asks the kernel for that, and becomes the program. Other than a `preexec_fn` it needs no
-    fork of a process with threads.
+    A small Python program requests the death signal from the kernel and then executes `argv`. Unlike a
+    `preexec_fn`, this does not run Python code in a fork of a process with threads.
     """
-    return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *argv]
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_DEATH_SIGNAL, str(os.getpid()), *argv]

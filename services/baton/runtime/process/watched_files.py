@@ -1,5 +1,4 @@
-"""Files that may change while a process runs: a Secret that Kubernetes has updated, or a certificate that was
-renewed."""
+"""Reloads files that may change while a process runs, such as Kubernetes Secrets and renewed certificates."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,34 +16,42 @@ Version: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
 
 def version_of(*files: Path) -> Version | None:
-    """Changes when one of them does, its owner and mode included: who may read it now is news, too. None
-    while one is missing."""
+    """Return a value that changes when one of the files changes, or None if one is missing.
+
+    A change of owner or mode counts too, because it may make a file readable.
+    """
     try:
-        found = [file.stat() for file in files]
+        stats = [file.stat() for file in files]
     except OSError:
         return None
-    return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_size) for one in found)
+    return tuple((stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size) for stat in stats)
 
 
 class WatchedFiles(Generic[T]):
-    """What `read` makes of `files`, and makes again when they have changed. What cannot be read changes
-    nothing: half of a pair may be there, and the other half under way. Any thread may look."""
+    """Value read from files, and read again when they change. Thread-safe.
+
+    If a change cannot be read, the last value stays in use: of a certificate and its key, one may already be
+    replaced and the other not yet.
+    """
 
     def __init__(self, read: Callable[[], T], *files: Path, event: str) -> None:
-        """`event`: what the log calls a change that cannot be read. Raises as `read` does, which is
-        ConfigError alone."""
+        """Read the files once. `event` is the log event for a change that cannot be read.
+
+        `read` may raise only ConfigError, which the constructor propagates.
+        """
         self._read = read
         self._files = files
         self._event = event
         self._lock = Lock()
-        self._last = self._told = version_of(
-            *files
-        )  # before they are read: what changes meanwhile is found by the next look
+        # taken before reading, so that the next check finds a change made during the read
+        self._last = self._logged = version_of(*files)
         self.value = read()
 
-    def look(self) -> T | None:
-        """The new value where there is one. A version that cannot be read is said once, and tried again at
-        each look."""
+    def reload_if_changed(self) -> T | None:
+        """Return the new value if the files have changed and can be read, else None.
+
+        An unreadable version is logged once and tried again at each call.
+        """
         with self._lock:
             now = version_of(*self._files)
             if now == self._last:
@@ -52,9 +59,9 @@ class WatchedFiles(Generic[T]):
             try:
                 self.value = self._read()
             except ConfigError as error:
-                if now != self._told:
-                    log.warning(self._event, problem=str(error), hint="what was read before stays in use")
-                self._told = now
+                if now != self._logged:
+                    log.warning(self._event, problem=str(error), hint="the last readable version stays in use")
+                self._logged = now
                 return None
             self._last = now
             return self.value

@@ -208,8 +208,8 @@ class WorkerStreams:
         self._was_here = here
 
     def _following_metrics(self) -> None:
-        self._metrics.prefix_index_claims.set(self._index.num_claims)
-        self._metrics.prefix_workers_behind.set(self._following.num_behind)
+        self._metrics.prefix_index_blocks.set(self._index.num_claims)
+        self._metrics.prefix_index_workers_behind.set(self._following.num_behind)
 
     def _command(self, worker: WorkerRef, kind: CommandKind) -> None:
         stream = self._streams.get(worker)

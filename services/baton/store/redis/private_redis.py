@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.core.errors import ConfigError, StoreUnavailable
 from baton.runtime.network.addresses import choose_port, join_address
-from baton.runtime.process.process import tethered
+from baton.runtime.process.process import with_parent_death_signal
 from baton.store.redis.redis_connection import RedisConnection
 
 PROGRAMS = ("valkey-server", "redis-server")
@@ -167,7 +167,7 @@ class PrivateRedis:
         """Raises StoreUnavailable, with what the server printed, when it ends or does not answer in time."""
         with command.log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *tethered(command.argv),
+                *with_parent_death_signal(command.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

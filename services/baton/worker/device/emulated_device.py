@@ -8,7 +8,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.runtime.config.durations import format_duration
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.step_cost_text import parse_step_costs
+from baton.runtime.config.worker_settings import parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
 from baton.worker.device.kv_registration import register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
