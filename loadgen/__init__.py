@@ -1,5 +1,4 @@
-"""Load generator and judge: it plans a workload, offers it through the front door, and reports what a client
-saw.
+"""Open-loop load generator for LLM servers: plans workloads, sends them, and reports what clients saw.
 
-Of `baton` it imports only the generated messages of `baton.v1`.
+It imports only the generated `baton.v1` messages from `baton`.
 """

@@ -1,4 +1,4 @@
-"""`python -m loadgen` is `loadgen`, without depending on the PATH."""
+"""Runs the `loadgen` command as `python -m loadgen`."""
 
 from loadgen.cli import main
 

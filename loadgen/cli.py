@@ -1,4 +1,4 @@
-"""The `loadgen` command. What a subcommand needs is imported when it is called."""
+"""The `loadgen` command line. Each subcommand's module is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from loadgen.loadgen_errors import LoadgenError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 COMMANDS = {
-    "plan": "Freeze a workload into a file.",
-    "run": "Send a plan to a server, and record what becomes of it.",
-    "capacity": "Find the highest rate at which the promises are kept.",
-    "report": "Show what runs have measured.",
-    "compare": "Tell whether one run is better than another.",
-    "selftest": "Measure loadgen's own error on this machine.",
+    "plan": "Generate a workload and write it to a file.",
+    "run": "Send a plan to a server and record every response.",
+    "capacity": "Find the highest request rate at which the SLO is met.",
+    "report": "Write HTML, JSON, CSV and Markdown reports of runs.",
+    "compare": "Compare two runs and fail on a regression.",
+    "selftest": "Measure loadgen's own timing error on this machine.",
 }
-"""Each is `command` in the module of its name in `loadgen.commands`; here, with what the overview says of
-it."""
+"""Help texts of the overview, by subcommand. `loadgen.commands.NAME_command.command` implements each."""
 EXIT_ERROR = 2
 
 
 class _Lazy(click.Group):
-    """Finds a subcommand's module when it is needed."""
+    """Imports a subcommand's module when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in COMMANDS if importlib.util.find_spec(f"loadgen.commands.{name}_command") is not None]
@@ -55,16 +54,17 @@ def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
 )
 def cli() -> None:
-    """Load for OpenAI-compatible servers that stays open-loop, and goodput reports that can be trusted.
+    """Open-loop load generator for OpenAI-compatible servers, with SLO attainment and goodput reports.
 
-    A first look at a server, http://127.0.0.1:8000 unless --url says another: loadgen run --rate 2 --seconds
-    30
+    First look at a server at http://127.0.0.1:8000 (change it with --url): loadgen run --rate 2 --seconds 30
     """
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command. An error that was raised on purpose is one line on standard error and exit code 2, as
-    a wrong argument is."""
+    """Run one command.
+
+    A LoadgenError is printed as one line on standard error and exits with code 2, like a wrong argument.
+    """
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="loadgen")
     except LoadgenError as error:

@@ -1,21 +1,21 @@
-"""What can go wrong before or beside a run, each with what to do about it. `main` prints the message and
-exits 2."""
+"""Errors that loadgen reports to the user. Each message says what to do; `main` prints it and exits with code
+2."""
 
 
 class LoadgenError(Exception):
-    """Base of loadgen's own errors; the message is for the user."""
+    """Base class of loadgen's own errors. The message is written for the user."""
 
 
 class BadPlan(LoadgenError):
-    """A plan, trace or arguments for one that cannot be used; names the file and the line."""
+    """A plan, a trace or plan arguments are invalid. The message names the file and the line."""
 
 
 class NothingArrives(BadPlan):
-    """Arguments are fine, but by chance (or for lack of time) not one request comes of them."""
+    """Valid plan arguments produced no request, by chance or because the time was too short."""
 
 
 class BadRecords(LoadgenError):
-    """A result directory or record that cannot be read; names the file and the line."""
+    """A result directory or a record cannot be read. The message names the file and the line."""
 
 
 class Unreachable(LoadgenError):
@@ -23,9 +23,9 @@ class Unreachable(LoadgenError):
 
 
 class NoWarmUp(LoadgenError):
-    """A server is there, and answers none of the requests before a run. One that has just had too much may do
-    so later."""
+    """The server is reachable but answered none of the warm-up requests. An overloaded server may recover
+    later."""
 
 
 class NotTrusted(LoadgenError):
-    """A server is there, and its TLS certificate is none that is trusted here: waiting does not mend that."""
+    """The server's TLS certificate is not trusted on this machine. Waiting does not help."""

@@ -1,4 +1,4 @@
-"""What a figure's reader wants to know of the machine that made it."""
+"""Facts about the machine that a run was measured on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("uvloop", "httptools", "grpcio", "numpy")
 
 
 def loadgen_version() -> str:
-    """Of the distribution that this is part of."""
+    """Return the version of the installed distribution, or "unknown"."""
     try:
         return importlib.metadata.version("baton-serve")
     except importlib.metadata.PackageNotFoundError:
@@ -21,8 +21,10 @@ def loadgen_version() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """Of this host, now. `cores`: those that this process may use, which a container may limit further
-    (`cpu_quota`, in cores)."""
+    """Return facts about this host for `run.json`.
+
+    `cores` counts the cores that this process may use. `cpu_quota`, in cores, is a container's further limit.
+    """
     return {
         "host": platform.node(),
         "os": f"{platform.system()} {platform.release()}",
@@ -38,7 +40,7 @@ def facts() -> dict[str, Any]:
 
 
 def load() -> list[float] | None:
-    """Processes that run or want to, on average of 1, 5 and 15 minutes."""
+    """Return the load averages over 1, 5 and 15 minutes, or None if the system has none."""
     try:
         return [round(value, 2) for value in os.getloadavg()]
     except OSError:
@@ -46,12 +48,14 @@ def load() -> list[float] | None:
 
 
 def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_model() -> str:
+    """Return the CPU's model name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(("model name", "Model", "CPU part")):
@@ -69,7 +73,7 @@ def _memory_bytes() -> int | None:
 
 
 def _cpu_quota() -> float | None:
-    """Of this control group, in cores."""
+    """Return the CPU limit of this control group in cores, or None if there is none."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The promise that a request is held against: `ttft=500ms,tpot=50ms`, written the same everywhere."""
+"""Service level objectives (SLOs) of requests. The text form is `ttft=500ms,tpot=50ms` everywhere."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _TERM = re.compile(r"(ttft|tpot|e2e)\s*=\s*([0-9]*\.?[0-9]+)\s*(us|ms|s)")
 
 
 class BadSlo(LoadgenError):
-    """An SLO that cannot be read."""
+    """An SLO's text or JSON form is invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTarget:
-    """Upper bounds in seconds; None: nothing is promised. An empty one is kept by every answer that is
-    whole."""
+    """Upper bounds on a request's latencies, in seconds. None means no bound.
+
+    Every complete response meets an SLO without bounds.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -27,17 +29,17 @@ class SloTarget:
 
     @classmethod
     def parse(cls, text: str) -> SloTarget:
-        """`"ttft=500ms,tpot=50ms"`. Raises BadSlo."""
+        """Return the SLO for a text such as `"ttft=500ms,tpot=50ms"`. Raises BadSlo."""
         values: dict[str, float] = {}
         for term in filter(None, (part.strip() for part in text.split(","))):
             match = _TERM.fullmatch(term)
             if match is None:
-                raise BadSlo(f"`{term}` is no SLO: write ttft=500ms, tpot=50ms or e2e=10s, separated by commas")
+                raise BadSlo(f"`{term}` is not an SLO; write ttft=500ms, tpot=50ms or e2e=10s, separated by commas")
             name, value, unit = match[1] + "_s", float(match[2]), match[3]
             if name in values:
-                raise BadSlo(f"{match[1]} is given twice in `{text}`")
+                raise BadSlo(f"`{text}` contains {match[1]} twice; give it once")
             if value <= 0:
-                raise BadSlo(f"`{term}` can never be kept: give more than zero")
+                raise BadSlo(f"`{term}` can never be met; the bound must be above zero")
             values[name] = value * _UNITS[unit]
         return cls(**values)
 
@@ -46,25 +48,28 @@ class SloTarget:
         return ",".join(f"{name}={value * 1e3:g}ms" for name, value in terms if value is not None)
 
     def to_json(self) -> dict[str, float]:
-        """Without what is not promised; `_s` keys."""
+        """Return the bounds that are set, under the keys `ttft_s`, `tpot_s` and `e2e_s`."""
         return {key: value for key in ("ttft_s", "tpot_s", "e2e_s") if (value := getattr(self, key)) is not None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, float]) -> SloTarget:
-        """Raises BadSlo for an unknown key."""
+        """Return the SLO for `to_json`'s form. Raises BadSlo for an unknown key."""
         unknown = sorted(set(data) - {"ttft_s", "tpot_s", "e2e_s"})
         if unknown:
-            raise BadSlo(f"an SLO has no `{unknown[0]}`")
+            raise BadSlo(f"`{unknown[0]}` is not a field of an SLO; known are ttft_s, tpot_s and e2e_s")
         return cls(**{key: float(value) for key, value in data.items()})
 
     def scaled(self, factor: float) -> SloTarget:
-        """Each bound times `factor`."""
+        """Return an SLO with each bound multiplied by `factor`."""
         return SloTarget(**{key: value * factor for key, value in self.to_json().items()})
 
 
 def promised(slos: Mapping[str, SloTarget], given: Sequence[tuple[str | None, SloTarget]]) -> dict[str, SloTarget]:
-    """By class, what `--slo` makes of what was promised before: one without a class is for all of them, one
-    of a class for that one alone. Raises BadSlo for a class that there is not."""
+    """Return the SLO of each class after applying `--slo` values to `slos`.
+
+    A value without a class replaces the SLO of all classes. A value with a class replaces that class only and
+    wins over the former. Raises BadSlo for an unknown class.
+    """
     found = dict(slos) or {"default": SloTarget()}
     for name, slo in sorted(given, key=lambda entry: entry[0] is not None):
         if name is None:
@@ -72,5 +77,5 @@ def promised(slos: Mapping[str, SloTarget], given: Sequence[tuple[str | None, Sl
         elif name in found:
             found[name] = slo
         else:
-            raise BadSlo(f"--slo {name}:…: the plan has no class of that name; it has {', '.join(found)}")
+            raise BadSlo(f"--slo {name}:…: the plan has no class `{name}`; its classes are {', '.join(found)}")
     return found

@@ -1,5 +1,4 @@
-"""The text forms of the command line that several modules share: `name:key=value,key=value`, `2x-8x`, and
-durations."""
+"""Parsers for text forms that several options share: `name:key=value,key=value`, `100-800` and durations."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ T = TypeVar("T")
 
 
 def number(text: str) -> float:
-    """Not negative, finite. Raises BadPlan."""
+    """Return a finite number of 0 or more. Raises BadPlan."""
     if not re.fullmatch(_NUMBER, text.strip(), re.IGNORECASE) or not math.isfinite(value := float(text)):
-        raise BadPlan(f"`{text}` is no number of 0 or more")
+        raise BadPlan(f"`{text}` is not a number of 0 or more")
     return value
 
 
 def seconds(text: str) -> float:
-    """`1.5`, `300ms`, `2m`, `1h`: seconds. Raises BadPlan."""
+    """Return the seconds in a duration such as `1.5`, `300ms`, `2m` or `1h`. Raises BadPlan."""
     match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip(), re.IGNORECASE)
     if match is None or match[2].lower() not in _SECONDS:
-        raise BadPlan(f"`{text}` is no duration: write 300ms, 5s, 2m or 1h")
+        raise BadPlan(f"`{text}` is not a duration; write 300ms, 5s, 2m or 1h")
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 def split_kind(text: str) -> tuple[str, str]:
-    """`kind:rest`; `kind` alone has an empty rest."""
+    """Split `kind:rest` into its two parts. A text without a colon has an empty rest."""
     kind, _, rest = text.strip().partition(":")
     return kind.strip().lower(), rest.strip()
 
@@ -39,15 +38,23 @@ def split_kind(text: str) -> tuple[str, str]:
 def pairs(
     text: str, whole: str, known: Mapping[str, Callable[[str], float]], needed: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """`key=value,key=value`. `whole`: what the user wrote, for the message. Raises BadPlan for an unknown,
-    doubled or missing key."""
+    """Parse `key=value,key=value` into numbers by key.
+
+    - `whole`: the user's full text, for error messages
+    - `known`: the value parser of each allowed key
+    - `needed`: keys that must be present
+
+    Raises BadPlan for an unknown, duplicate or missing key.
+    """
     values: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in known:
-            raise BadPlan(f"`{whole}`: `{part}` is not understood; write {', '.join(f'{name}=…' for name in known)}")
+            raise BadPlan(
+                f"`{whole}`: `{part}` is not a known setting; write {', '.join(f'{name}=…' for name in known)}"
+            )
         if key in values:
-            raise BadPlan(f"`{whole}`: `{key}` is given twice")
+            raise BadPlan(f"`{whole}` contains `{key}` twice; give it once")
         values[key] = known[key](value)
     missing = [name for name in needed if name not in values]
     if missing:
@@ -56,7 +63,7 @@ def pairs(
 
 
 def span(text: str, whole: str, read: Callable[[str], float]) -> tuple[float, float]:
-    """`low-high`. Raises BadPlan."""
+    """Parse `low-high` into two numbers. Raises BadPlan."""
     low, dash, high = text.partition("-")
     if not dash:
         raise BadPlan(f"`{whole}`: write two numbers, such as 100-800")

@@ -1,4 +1,4 @@
-"""Reading what a user gives: plain or gzipped, told apart by content; every error names the file."""
+"""Reads files that the user names, plain or gzipped (detected by content). Every error names the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadgen.loadgen_errors import BadPlan
 
 @contextmanager
 def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
-    """The uncompressed bytes. Raises BadPlan, also for what goes wrong while they are read."""
+    """Yield a stream of the file's uncompressed bytes. Raises BadPlan, also for errors while reading."""
     try:
         with open(path, "rb") as raw:
             is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
@@ -26,7 +26,7 @@ def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
             else:
                 yield raw
     except FileNotFoundError:
-        raise BadPlan(f"{path}: there is no such file") from None
+        raise BadPlan(f"{path}: no such file") from None
     except EOFError:
         raise BadPlan(f"{path}: the gzip file is cut short") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -36,7 +36,7 @@ def open_bytes(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Its lines as UTF-8, without their ends, counted from 1."""
+    """Yield (line number from 1, line as UTF-8 without its end). Raises BadPlan."""
     with open_bytes(path) as file:
         number = 0
         for number, line in enumerate(file, start=1):
@@ -49,7 +49,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def sha256_of(path: str | Path) -> str:
-    """Of the uncompressed bytes, in hex."""
+    """Return the SHA-256 of the file's uncompressed bytes, in hex."""
     digest = hashlib.sha256()
     with open_bytes(path) as file:
         while chunk := file.read(1 << 20):

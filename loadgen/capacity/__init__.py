@@ -1,1 +1,1 @@
-"""Searches the highest rate at which the SLO holds."""
+"""Searches for the highest request rate at which the SLO is met."""

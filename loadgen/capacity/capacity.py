@@ -1,16 +1,16 @@
-"""The search for the highest open-loop rate at which a share of all offered requests keeps its promise. Pure:
-it says which rate to try next, is told what came of it, and says what is known. Others run the trials
-(`loadgen.capacity.trials`).
+"""Search for the highest open-loop rate at which a given share of all offered requests meets its SLO.
 
-First short trials look for the neighbourhood: the rate doubles until one breaks, or halves until one holds.
-Then whole trials go on from there until at least one has held and one has broken, and from then on at rates
-between which the capacity lies with 70 % (a bisection that does not take one noisy answer for the truth:
-Waeber, Frazier and Henderson 2013), alternately at the lower and at the upper one, so that both sides of the
-edge are measured again and again, minutes apart. It ends when the interval is as narrow as was asked for, or
-when the trials are used up; then the interval is as wide as it is.
+It proposes the next rate to try, takes the observation, and estimates the capacity. `loadgen.capacity.trials`
+runs the trials.
 
-Several goals (promises at several scales, 90 % and 99 %) are several searches that are told of the same
-trials.
+Short scout trials find the neighbourhood: the rate doubles until the SLO is missed, or halves until it is
+met. Full-length trials continue from there until the SLO was met once and missed once. From then on the rates
+are chosen so that the capacity lies between them with 70 % probability (a bisection that does not take one
+noisy result for the truth: Waeber, Frazier and Henderson 2013), alternately the lower and the upper one. So
+both sides of the capacity are measured repeatedly, minutes apart. The search ends when the interval is as
+narrow as requested or the trials are used up.
+
+Several goals (SLO scales, shares such as 90 % and 99 %) are separate searches that share their trials.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ from loadgen.measure.stats import Interval
 
 SCOUT_FACTOR = 2.0
 BRACKET_FACTOR = 1.3
-"""From one whole trial to the next while all have come out on one side."""
+"""Factor between full-length trials while all had the same result."""
 QUANTILES = (0.15, 0.85)
+"""Quantiles of the estimated capacity at which trials are run."""
 MAX_SCOUTS = 24
 MIN_TRIALS = 6
-"""Whole trials: fewer say too little of how much they scatter."""
+"""Fewest full-length trials; fewer say too little about their scatter."""
 
 
 class State(StrEnum):
+    """State of a search."""
+
     SEARCHING = "searching"
     FOUND = "found"
     WIDE = "wide"
-    """All trials are used up; the interval is wider than asked for."""
+    """All trials are used up and the interval is wider than requested."""
     ABOVE = "above"
-    """The highest rate that may be tried still held."""
+    """The SLO was met at the highest allowed rate."""
     BELOW = "below"
-    """The lowest rate that may be tried already broke."""
+    """The SLO was missed at the lowest allowed rate."""
     STOPPED = "stopped"
-    """Ended from outside: by the user, by time, or because trials became invalid."""
+    """Ended from outside: by the user, by time, or because of invalid trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a search may do, and how narrow it shall become: `high / low <= 1 + resolution`."""
+    """Bounds of a search. It ends when `high / low <= 1 + resolution`."""
 
     start_rps: float = 1.0
     min_rps: float = 0.01
@@ -58,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial to be run. A scout is a short one."""
+    """A trial to run. A scout is a short one."""
 
     rate_rps: float
     is_scout: bool
@@ -66,9 +69,14 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityEstimate:
-    """What is known. `interval`: holds the capacity with the search's confidence; None before a whole trial
-    has held and one has broken. `held_rps`, `broke_rps`: the highest rate of a trial that held and the lowest
-    of one that broke, however surely. They may be in the wrong order: trials scatter."""
+    """Result of a search so far.
+
+    - `interval`: contains the capacity with the search's confidence; None before the SLO was both met and
+      missed
+    - `held_rps`: highest rate of a trial that met the SLO, however certainly
+    - `broke_rps`: lowest rate of a trial that missed it; may be below `held_rps`, because trials scatter
+    - `why`: reason for the end
+    """
 
     state: State
     capacity_rps: float | None
@@ -81,7 +89,7 @@ class CapacityEstimate:
 
 
 class CapacitySearch:
-    """`target`: the share, in (0, 1). `confidence` of the interval."""
+    """Search for one goal. `target` is the share in (0, 1); `confidence` is that of the interval."""
 
     def __init__(self, target: float, limits: Limits, *, confidence: float = 0.95) -> None:
         self.target = target
@@ -89,23 +97,25 @@ class CapacitySearch:
         self._limits = limits
         self._scouted: list[Observation] = []
         self._observed: list[Observation] = []
-        self._located: ThresholdEstimate | None = None  # of all that were observed; None: not yet
+        self._located: ThresholdEstimate | None = None  # from all observations; None if outdated
         self._num_asked = 0
         self._state = State.SEARCHING
         self._why = ""
 
     @property
     def is_over(self) -> bool:
+        """True once no more trials are needed."""
         return self._state is not State.SEARCHING
 
     def next(self) -> Proposal | None:
-        """The trial to run now; None if the search is over. The same until it is told of one."""
+        """Return the trial to run now, or None if the search is over. It is the same until an observation is
+        added."""
         if self.is_over:
             return None
         return self._scout() or self._trial()
 
     def told(self, observation: Observation, *, is_scout: bool = False, is_own: bool = True) -> None:
-        """Of a trial, asked for or not. `is_own`: it was this search that asked."""
+        """Add a trial's observation, requested or not. `is_own` is true if this search requested it."""
         (self._scouted if is_scout else self._observed).append(observation)
         self._located = None
         self._num_asked += is_own and not is_scout
@@ -121,12 +131,13 @@ class CapacitySearch:
             self._end(State.WIDE, f"after {self._num_asked} trials")
 
     def stop(self, why: str) -> None:
-        """Nothing more can be tried."""
+        """End the search, because no more trials can be run."""
         if not self.is_over:
             self._end(State.STOPPED, why)
 
     @property
     def answer(self) -> CapacityEstimate:
+        """The current estimate."""
         held, broke = self._sides(self._observed)
         is_located = bool(held and broke)
         return CapacityEstimate(
@@ -140,7 +151,7 @@ class CapacitySearch:
             why=self._why,
         )
 
-    # Inside.
+    # Internals.
 
     def _end(self, state: State, why: str = "") -> None:
         self._state, self._why = state, why
@@ -151,12 +162,12 @@ class CapacitySearch:
         return self._located
 
     def _sides(self, observations: list[Observation]) -> tuple[list[float], list[float]]:
-        """(rates that held, rates that broke)."""
+        """Return (rates that met the SLO, rates that missed it)."""
         held = [o.rate_rps for o in observations if o.held(self.target)]
         return held, [o.rate_rps for o in observations if not o.held(self.target)]
 
     def _scout(self) -> Proposal | None:
-        """None once the neighbourhood is known."""
+        """Return the next scout trial, or None once the neighbourhood is known."""
         held, broke = self._sides([*self._scouted, *self._observed])
         if (held and broke) or self._observed or len(self._scouted) >= MAX_SCOUTS:
             return None
@@ -198,8 +209,7 @@ class CapacitySearch:
         return Proposal(rate_rps=self._within(rate_rps), is_scout=is_scout)
 
     def _within(self, rate_rps: float) -> float:
-        """The nearest rate of three digits, which one can say, that may be tried; where there is none, the
-        limit itself."""
+        """Return the nearest allowed rate of three digits, or the limit itself if there is none."""
         limits = self._limits
         low, high = _rounded(limits.min_rps, ROUND_CEILING), _rounded(limits.max_rps, ROUND_FLOOR)
         if low > high:
@@ -208,5 +218,5 @@ class CapacitySearch:
 
 
 def _rounded(rate_rps: float, way: str) -> float:
-    """To three digits."""
+    """Round to three significant digits."""
     return float(Context(prec=3, rounding=way).create_decimal(repr(rate_rps)))

@@ -1,13 +1,14 @@
-"""`capacity.json`: what a search has found, and every trial that it rests on. Written after each trial, so
-that nothing is lost.
+"""Writes `capacity.json`: the result of a capacity search with all its trials. It is written after each
+trial.
 
-`loadgen_capacity` is its format: 1. Fields are added, not changed. At the top stands what was asked for
-(`workload`, `unit` of its rate, `slos`, `confidence`, `resolution`, `seconds` and `requests` of a trial at
-least, `seed`; `notes`: what limits all that is said), then `points`, one, or one for each of a sweep:
+`loadgen_capacity` is the format version, 1. Fields are added, never changed. The head has the arguments
+(`workload`, `unit` of its rate, `slos`, `confidence`, `resolution`, `seconds` and `requests` of a trial,
+`seed`) and `notes` on limitations. `points` has one entry, or one for each point of a sweep:
 
     values, command   of the sweep; url, model, server, error, interrupted
-    answers           one for each goal: attainment, slo_scale; state, capacity_rps, low_rps, high_rps, held_rps, broke_rps, trials, why
-    trials            in their order: directory, rate_rps, seconds, seed, is_scout, invalid, notes; judgements by goal
+    answers           for each goal: attainment, slo_scale, state, capacity_rps, low_rps, high_rps, held_rps (SLO met),
+                      broke_rps (SLO missed), trials, why
+    trials            in order: directory, rate_rps, seconds, seed, is_scout, invalid, notes; judgements by goal
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ NAME = "capacity.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointFound:
-    """`command`: that served it, empty if it was there before. `error`: why it has no answers; beside those
-    of `found`."""
+    """Result at one point of a sweep.
+
+    - `command`: the command that started the server; empty if it was already running
+    - `error`: why there are no results, in addition to the error of `found`
+    """
 
     point: Point
     found: Found | None = None
@@ -45,7 +49,7 @@ class PointFound:
 
 
 def write_capacity(directory: Path, head: Mapping[str, Any], points: Sequence[PointFound]) -> None:
-    """Whole or not at all. Raises LoadgenError."""
+    """Write capacity.json atomically. Raises LoadgenError."""
     data = {"loadgen_capacity": FORMAT, **head, "points": [_point(point) for point in points]}
     try:
         with tempfile.NamedTemporaryFile(

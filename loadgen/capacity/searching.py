@@ -1,5 +1,4 @@
-"""A whole search against one server: one trial after another until every goal has its answer, nothing more
-can be tried, or time is up."""
+"""Runs the searches of all goals against one server until each is done, stopped, or out of time."""
 
 from __future__ import annotations
 
@@ -14,20 +13,25 @@ from loadgen.send.run.processes import Interrupted
 from loadgen.send.timers import now_s
 
 MAX_INVALID = 3
-"""Trials one after the other that were invalid, or could not begin, after which no more are tried: it is not
-the rate."""
+"""Consecutive trials that may be invalid or fail to start. After that the search stops: the rate is not the
+cause."""
 
 
 class TrialRunner(Protocol):
     """Runs trials (`loadgen.capacity.trials.Trials`)."""
 
-    def run(self, proposal: Proposal, goal: int) -> Trial: ...
+    def run(self, proposal: Proposal, goal: int) -> Trial:
+        """Run a trial for the goal with this index. Raises LoadgenError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """`answers`: by goal, in their order. `is_interrupted`: by the user. `error`: what ended it before its
-    time."""
+    """Result of the searches on one server.
+
+    - `answers`: estimates in the order of `goals`
+    - `is_interrupted`: ended by the user
+    - `error`: what ended the search early
+    """
 
     goals: tuple[Goal, ...]
     answers: tuple[CapacityEstimate, ...]
@@ -46,9 +50,12 @@ def find(
     told: Callable[[Found], None],
     clock: Callable[[], float] = now_s,
 ) -> Found:
-    """`limits`: by goal. Every goal learns from every trial; each asks for more only where that did not
-    suffice. `told` hears what is known after each trial. Raises nothing but what `told` raises: whatever went
-    wrong, what is known is returned, with the `error`."""
+    """Search for all goals and return the result.
+
+    Each goal uses the trials of all goals, and requests more only if those do not suffice. `limits` has one
+    entry for each goal. `told` is called with the result after each trial. Errors end the search and are
+    returned in the result; only exceptions of `told` are raised.
+    """
     searches = [
         CapacitySearch(goal.target, limit, confidence=confidence) for goal, limit in zip(goals, limits, strict=True)
     ]
@@ -75,7 +82,7 @@ def find(
         for asking, search in enumerate(searches):
             while (proposal := search.next()) is not None:
                 if clock() - began_s > time_limit_s:
-                    stop(f"the time limit of {time_limit_s:g} s was reached")
+                    stop(f"the time limit of {time_limit_s:g} s (--time-limit) was reached")
                     break
                 try:
                     trial = trials.run(proposal, asking)
@@ -84,7 +91,7 @@ def find(
                 except LoadgenError as raised:
                     num_invalid += 1
                     if isinstance(raised, NoWarmUp) and num_invalid < MAX_INVALID:
-                        continue  # the next trial waits again until the server is at rest
+                        continue  # the next trial waits again until the server is idle
                     error = str(raised)
                     stop(error)
                     break
@@ -105,12 +112,12 @@ def find(
     except (
         Interrupted,
         KeyboardInterrupt,
-    ):  # at any moment: in a trial, or while the last one's result is being written
+    ):  # can happen at any time: in a trial, or while a result is being written
         is_interrupted = True
         stop("interrupted")
     return found()
 
 
 def is_answered(answer: CapacityEstimate) -> bool:
-    """Whether it says where the capacity is."""
+    """True if the estimate has an interval for the capacity."""
     return answer.interval is not None and answer.state in (State.FOUND, State.WIDE)

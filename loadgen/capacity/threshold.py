@@ -1,26 +1,26 @@
-"""Where a share that falls with the rate crosses a target, from noisy trials. Numpy only; no draw is random.
+"""Estimates the rate at which a share that falls with the rate crosses a target, from noisy trials.
 
-Trials of one rate differ by far more than their number of requests says: a minute near the limit has one bad
-stretch, or three, or none. On simulated servers the variance of a trial's share is 10 to 30 times the
-binomial one, and within one trial little of that can be seen. So the spread is estimated from how the trials
-scatter around one falling curve, and the curve's crossing is stated with an interval that holds all of it:
+Trials at one rate differ by much more than their number of requests suggests: a minute near the limit has one
+bad stretch, or three, or none. On simulated servers the variance of a trial's share is 10 to 30 times the
+binomial one, and little of it is visible within one trial. So the spread is estimated from the scatter of the
+trials around one falling curve, and the interval of its crossing includes that spread:
 
     p(r) = (1 - lapse) * logistic(c - slope * ln(r / capacity))     c such that p(capacity) = target
-    variance of a trial's share = effect * scatter * p (1 - p) / judged requests         scatter = sqrt((1 - p) / (1 - target))
-
+    variance of a trial's share = effect * scatter * p (1 - p) / judged requests
+    scatter = sqrt((1 - p) / (1 - target))
     D = 2 * sum judged / scatter * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))      the deviance
-    weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)              `effect` integrated out
+    weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)      `effect` integrated out
 
-The prior of `effect` counts as N0 trials, so that a few trials which happen to agree do not make an interval
-narrow; E0 falls with the target as the scatter does (near 100 % bad stretches are short), and with the size
-of a trial (a short one has no long stretches). The capacity's prior is flat in its logarithm within what was
-measured and a little beyond; the slope's is normal in its logarithm around 8, within a factor of 2.2: a tenth
-more load takes 90 % to about 80 %. `lapse` is a share that breaks its promise at any rate; a trial with fewer
-broken promises speaks against it, as so many independent requests do.
+The prior of `effect` counts as N0 trials, so that a few trials that happen to agree do not give a narrow
+interval. E0 falls with the target like the scatter (near 100 % bad stretches are short) and with the size of
+a trial (a short one has no long stretches). The capacity's prior is flat in its logarithm, from a little
+below to a little above the measured rates. The slope's prior is normal in its logarithm around 8, within a
+factor of 2.2: a tenth more load lowers 90 % to about 80 %. `lapse` is a share that misses its SLO at any
+rate; a trial with fewer misses is evidence against it.
 
-Sources: quasi-likelihood for counts that vary more than binomial ones, Wedderburn 1974; thresholds from such
-trials, Schütt, Harmeling, Macke and Wichmann 2016. How often the intervals hold the truth is measured on
-simulated servers (docs/loadgen.md, Capacity).
+Sources: quasi-likelihood for overdispersed counts, Wedderburn 1974; thresholds from such trials, Schütt,
+Harmeling, Macke and Wichmann 2016. The coverage of the intervals is measured on simulated servers
+(`bench.capacity_coverage`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ from loadgen.measure.stats import Floats, Interval
 
 N0 = 4.0
 E0, E0_HALF_REQUESTS = 75.0, 250.0
-"""The effect of trials without end at a target of 90 %, and the size of a trial at which it is half of
-that."""
+"""E0 is the effect of infinitely long trials at a target of 90 %; at this trial size it is half of that."""
 BEYOND = 1.5
-"""The capacity may lie outside of the measured rates by this factor; whoever looks for it measures there
-next."""
+"""The capacity may be outside of the measured rates by this factor; the search measures there next."""
 OVERLOAD_ERROR = 0.02
-"""The odds against a trial whose backlog grew for another reason than overload."""
+"""Probability that a trial's backlog grew for another reason than overload."""
 _SLOPES = np.geomspace(1.0, 50.0, 13)
 _SLOPE, _SLOPE_FACTOR = 8.0, 0.8
 _LAPSES = np.array([0.0, 0.3, 0.6, 0.85])
-"""In parts of what the target leaves."""
+"""As fractions of 1 - target."""
 _LAPSE_WEIGHTS = np.array([0.55, 0.2, 0.15, 0.1])
 _NUM_RATES = 240
 _NEGLIGIBLE = 1e-6
@@ -54,8 +52,11 @@ _SCATTER = (0.25, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A trial: of `num_judged` requests at `rate_rps`, `num_good` kept their promise. `is_overloaded`: its
-    backlog grew all the time, so the rate is above capacity even if the share still held."""
+    """Result of a trial: `num_good` of `num_judged` requests at `rate_rps` met their SLO.
+
+    `is_overloaded` means that the backlog grew all the time, so the rate is above capacity even if the SLO
+    was met.
+    """
 
     rate_rps: float
     num_good: int
@@ -64,32 +65,33 @@ class Observation:
 
     @property
     def share(self) -> float:
-        """1 of none."""
+        """Share of good requests; 1 without requests."""
         return self.num_good / self.num_judged if self.num_judged else 1.0
 
     def held(self, target: float) -> bool:
-        """Whether it came out on the good side; how surely is not asked."""
+        """True if the trial met the target, however certainly."""
         return self.share >= target and not self.is_overloaded
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdEstimate:
-    """What is known of a capacity: weights, which sum to 1, of rates in ascending order."""
+    """Probability distribution of a capacity: weights that sum to 1, for rates in ascending order."""
 
     rates: Floats
     weights: Floats
 
     def quantile(self, q: float) -> float:
-        """The rate below which the capacity lies with probability `q`."""
+        """Return the rate below which the capacity lies with probability `q`."""
         centres = np.cumsum(self.weights) - self.weights / 2
         return float(np.exp(np.interp(q, centres, np.log(self.rates))))
 
     def interval(self, confidence: float) -> Interval:
+        """Return the central interval with this probability."""
         return Interval(low=self.quantile((1 - confidence) / 2), high=self.quantile((1 + confidence) / 2))
 
 
 def locate(observations: Sequence[Observation], target: float) -> ThresholdEstimate:
-    """The capacity at which the share is `target`, in (0, 1). At least one observation."""
+    """Estimate the capacity at which the share is `target`, in (0, 1). Needs at least one observation."""
     rates = [observation.rate_rps for observation in observations]
     low, high = math.log(min(rates) / BEYOND), math.log(max(rates) * BEYOND)
     counted = [
@@ -99,9 +101,7 @@ def locate(observations: Sequence[Observation], target: float) -> ThresholdEstim
     ]
     scatter = np.ones(len(counted))
     grid = found = np.zeros(0)
-    for _ in range(
-        2
-    ):  # once over everything, once more closely where something is, and with the scatter that belongs to each share
+    for _ in range(2):  # first over the full range, then over the relevant part with the scatter of each fitted share
         grid = np.linspace(low, high, _NUM_RATES)
         found, shares = _fitted(grid, counted, target, scatter)
         for observation in observations:
@@ -114,7 +114,7 @@ def locate(observations: Sequence[Observation], target: float) -> ThresholdEstim
 
 
 def _fitted(grid: Floats, observations: Sequence[Observation], target: float, scatter: Floats) -> tuple[Floats, Floats]:
-    """(weight of each logarithm of a capacity: [grid], the mean of p at each observation's rate)."""
+    """Return (weight of each logarithm of a capacity [grid], mean of p at each observation's rate)."""
     lapses = _LAPSES * (1 - target)
     at_capacity = target / (1 - lapses)
     c = np.log(at_capacity / (1 - at_capacity))
@@ -132,20 +132,21 @@ def _fitted(grid: Floats, observations: Sequence[Observation], target: float, sc
 
 
 def _effect_before(observations: Sequence[Observation], target: float) -> float:
-    """What is expected of `effect` before any trial was seen."""
+    """Return the prior expectation of `effect`."""
     size = float(np.mean([observation.num_judged for observation in observations])) if observations else 0.0
     return max(1.0, E0 * size / (size + E0_HALF_REQUESTS) * math.sqrt((1 - target) / 0.1))
 
 
 def _is_misleading(observation: Observation, target: float) -> bool:
-    """A backlog that grows breaks promises sooner or later; a share that has not seen that yet says
-    nothing."""
+    """True if the backlog grew but the SLO was still met: such a backlog causes misses later."""
     return observation.is_overloaded and observation.share >= target
 
 
 def _lapse_logs(observations: Sequence[Observation], lapses: Floats) -> Floats:
-    """What trials with fewer broken promises than a lapse alone would break say of it: [lapses]. Lapses do
-    not depend on each other, so here `effect` is 1."""
+    """Return log weights against each lapse from trials with fewer misses than it would cause, [lapses].
+
+    Lapses are independent of each other, so `effect` is 1 here.
+    """
     total = np.zeros_like(lapses)
     for observation in observations:
         total -= np.where(observation.share > 1 - lapses, _deviance(observation, 1 - lapses) / 2, 0.0)
@@ -153,7 +154,7 @@ def _lapse_logs(observations: Sequence[Observation], lapses: Floats) -> Floats:
 
 
 def _deviance(observation: Observation, p: Floats) -> Floats:
-    """Of one trial; `p` no nearer to 0 and 1 than half a request."""
+    """Return the deviance of one trial. `p` is kept at least half a request away from 0 and 1."""
     share, num = observation.share, observation.num_judged
     p = np.clip(p, 0.5 / num, 1 - 0.5 / num)
     total = np.zeros_like(p)

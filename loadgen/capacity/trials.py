@@ -1,7 +1,7 @@
-"""One trial of a search: a plan made for its rate, sent when the server is at rest, judged as it goes on.
+"""Runs one trial of a search: makes a plan for its rate, sends it to an idle server, and evaluates it.
 
-Each trial has a seed of its own, so its arrivals, lengths and tokens are its own: trials are independent of
-each other, and none finds its prompts in a cache because an earlier one has left them there.
+Each trial has its own seed and therefore its own arrivals, lengths and tokens. Trials are independent of each
+other, and no trial finds its prompts in a cache because of an earlier one.
 """
 
 from __future__ import annotations
@@ -26,75 +26,85 @@ from loadgen.send.run.run_plan import Finished, Order, record_files, run
 from loadgen.send.server.idle import Rest
 
 LONGEST_TIMES = 10.0
-"""A trial takes at most so many times the seconds that were asked for, however low its rate."""
+"""Longest trial as a multiple of the requested seconds, however low its rate."""
 SCOUT_PART = 0.25
 """Of a trial's time, that a scout takes; longer where that would be fewer than …"""
 SCOUT_REQUESTS = 20
+"""A scout takes SCOUT_PART of a trial's time, or longer if that has fewer requests than SCOUT_REQUESTS."""
 SEEDS_TRIED = 5
-"""A plan of few requests may have none at all."""
+"""Seeds to try, because a plan of few requests may turn out empty."""
 LAST_LOOK = len(LOOKS) - 1
 STRAGGLERS_S = 30.0
-"""Answers that are still going on so long (or a trial's time, if that is longer) after the last arrival are
-given up."""
+"""Wait for late responses after the last arrival, at least. A longer trial waits as long as it lasted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """`target`: the share that shall keep its promise; `slo_scale`: factor on the promise's bounds."""
+    """Goal of a search: the highest rate at which the share `target` meets the SLO scaled by `slo_scale`."""
 
     target: float
     slo_scale: float = 1.0
 
     @property
     def name(self) -> str:
+        """The goal in text form."""
         return f"{self.target:.4g}" if self.slo_scale == 1 else f"{self.target:.4g} at {self.slo_scale:g} x SLO"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLength:
-    """A trial goes on for `seconds`, and where its rate is low until it has offered about so many
-    `requests`."""
+    """Length of trials: `seconds`, extended at low rates until about `requests` requests were offered."""
 
     seconds: float
     requests: int = 0
 
     def at(self, rate_rps: float) -> float:
-        """Seconds of a trial at that rate."""
+        """Return the seconds of a trial at that rate."""
         return max(self.seconds, min(self.requests / rate_rps, self.longest_s))
 
     @property
     def longest_s(self) -> float:
+        """Longest possible trial in seconds."""
         return self.seconds * (LONGEST_TIMES if self.requests else 1.0)
 
     def min_rps(self, target: float) -> float:
-        """Below it a trial has too few requests to tell: if `target` holds, not two of them break their
-        promise."""
+        """Return the lowest rate at which trials have enough requests to judge `target`.
+
+        If the target is just met, at least two requests must miss their SLO.
+        """
         needed = max(SCOUT_REQUESTS / 2, round(2 / (1 - target), 6))  # 1 - 0.9 is less than 0.1
         return needed / (self.longest_s if self.requests >= needed else self.seconds)
 
 
 class PlanMaker(Protocol):
-    """Makes the workload at any rate. `unit`: what the rate counts, requests or sessions."""
+    """Makes a workload at any rate. `unit` is what the rate counts: requests or sessions."""
 
     unit: str
 
     def max_rps(self, seconds: float) -> float:
-        """The highest rate of which it has so many seconds."""
+        """Return the highest rate for which the workload has enough requests for `seconds`."""
 
     def make(self, rate_rps: float, seconds: float, seed: int) -> Plan:
-        """Arrivals for `seconds`. Raises BadPlan."""
+        """Return a plan with arrivals for `seconds`. Raises BadPlan."""
 
 
 class Sleeper(Protocol):
-    """Waits for the server to come to rest (`loadgen.send.server.idle`)."""
+    """Waits until the server is idle (`loadgen.send.server.idle`)."""
 
-    def wait(self) -> Rest: ...
+    def wait(self) -> Rest:
+        """Wait until the server is idle, up to a limit. Raises LoadgenError if it does not respond at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one came to. `judgements`: by goal, in their order. `invalid`: why nothing follows from it.
-    `is_cut`: ended as soon as the verdict was out. `directory`: its name among the trials."""
+    """Result of a trial.
+
+    - `directory`: its name among the trials
+    - `judgements`: one for each goal
+    - `goal`: index of the goal that requested it
+    - `is_cut`: ended early, because the verdict was certain
+    - `invalid`: why the trial is invalid; empty if it is valid
+    """
 
     directory: str
     rate_rps: float
@@ -111,14 +121,19 @@ class Trial:
 
 
 def trial_seed(seed: int, number: int) -> int:
-    """Of trial `number`: 48 bits that no other trial has, of this search or of one with another seed."""
+    """Return the 48-bit seed of trial `number`, unique also among searches with other seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "little")
 
 
 class Trials:
-    """Of one server. `order`: all of a run but its plan, place, slos and processes. `length`: of a whole
-    trial. `slos_of`: the promises of a plan; `processes_of`: how many send it. `show`: a view for a run of
-    it."""
+    """Runs trials against one server.
+
+    - `order`: the run specification without plan, directory and processes
+    - `length`: length of a full trial
+    - `slos_of`: applies the SLOs to a plan
+    - `processes_of`: number of processes that send a plan
+    - `show`: progress view for a plan
+    """
 
     def __init__(
         self,
@@ -145,7 +160,7 @@ class Trials:
         self._num_made = 0
 
     def run(self, proposal: Proposal, goal: int) -> Trial:
-        """`goal`: the one that asked for it, which may end it early. Raises LoadgenError, Interrupted."""
+        """Run a trial. `goal` requested it and may end it early. Raises LoadgenError or Interrupted."""
         seconds = self._length.at(proposal.rate_rps)
         if proposal.is_scout:
             seconds = min(seconds, max(seconds * SCOUT_PART, SCOUT_REQUESTS / proposal.rate_rps))
@@ -168,9 +183,9 @@ class Trials:
         )
         invalid = why_invalid(finished.run, finished.records, strictest)
         if not any(judgement.num_judged for judgement in judgements):
-            invalid = (*invalid, "no request was due in its steady window; give trials more --seconds")
+            invalid = (*invalid, "no request was due in the steady window; give longer --seconds")
         if not rest.is_idle:
-            notes = (f"the server did not come to rest within {rest.waited_s:.0f} s before it", *notes)
+            notes = (f"the server was not idle after waiting {rest.waited_s:.0f} s", *notes)
         return Trial(
             directory=name,
             rate_rps=proposal.rate_rps,
@@ -216,8 +231,8 @@ class Trials:
 
 
 class TrialWatch:
-    """Looks at a run as it goes on; called with the seconds since its start, it says whether that is enough.
-    `goal`: the one whose verdict may end it early."""
+    """Stop condition of a trial: evaluates it while it runs. `goal` is the one whose verdict may end it
+    early."""
 
     def __init__(self, plan: Plan, judges: Sequence[TrialJudge], files: Sequence[Path], *, goal: int) -> None:
         self._judges = judges
@@ -233,7 +248,7 @@ class TrialWatch:
         return self._cut is not None
 
     def judgements(self, finished: Finished) -> tuple[Judgement, ...]:
-        """Of the run, once it has ended: of all of it, or of what there was when it was cut."""
+        """Return the final judgements of a run that has ended, or those at which it was stopped."""
         return self._cut or self._judged(finished.records, math.inf, LAST_LOOK)
 
     def _early(self, elapsed_s: float) -> tuple[Judgement, ...] | None:
@@ -248,7 +263,7 @@ class TrialWatch:
         return self._judged(records, elapsed_s, look)
 
     def _at_end(self, elapsed_s: float) -> tuple[Judgement, ...] | None:
-        """Once all is offered, only what can still become good is waited for."""
+        """After the last arrival, wait only for requests that can still become good."""
         if elapsed_s < self._next_end_s:
             return None
         self._next_end_s = elapsed_s + 1.0

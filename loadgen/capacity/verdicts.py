@@ -1,21 +1,20 @@
-"""What a trial says of its rate: did the promise hold, did it break, is it undecided. Pure; it can be asked
-while the trial goes on.
+"""Decides whether a trial met its SLO, missed it, or is undecided. It can be evaluated while the trial runs.
 
-Judged are the requests due from the steady window's beginning (`loadgen.measure.summary`: after the ramp) to
-the last planned arrival. While a trial goes on, a request that is still in flight is *good* for the one side
-and *bad* for the other, unless it is already too old to become good; so an early verdict does not rest on
-which answers happened to come first.
+Judged are the requests due from the start of the steady window (`loadgen.measure.summary`: after the ramp) to
+the last planned arrival. While a trial runs, a request in flight counts as good for the upper bound and as
+bad for the lower one, unless it is already too old to become good. So an early verdict does not depend on
+which responses arrived first.
 
-The interval of the share is Wilson's on the effective number of requests. It is looked at several times, each
-look at its part of the error: O'Brien and Fleming's, spent as Lan and DeMets (1983) do, 2 - 2 Phi(z(error /
-2) / sqrt(t)) by the t-th part of the trial, and added up by Bonferroni, which holds however the looks depend
-on each other. Early looks may only say *broke*: a queue that has not grown yet makes any rate look good for a
-while.
+The interval of the share is Wilson's for the effective number of requests. A trial is evaluated several
+times, and each look uses a part of the error probability: O'Brien and Fleming's boundaries, spent as in Lan
+and DeMets (1983), 2 - 2 Phi(z(error / 2) / sqrt(t)) for the t-th part of the trial. The parts add up by
+Bonferroni, which holds for any dependence between looks. Early looks may only report a miss: while a queue
+has not grown yet, any rate looks good.
 
-The backlog is tested, too. The steady window is cut into eight parts; if requests in flight grew from part to
-part by more than the parts differ (Student's t), and by a twentieth of all requests in total, the rate is
-above what the server can do, even while answers still come in time. In a stable queue changes of neighbouring
-parts cancel, so the test errs on the quiet side.
+The backlog is tested as well. The steady window is cut into eight parts. If requests in flight grew from part
+to part by more than the parts differ (Student's t), and by a twentieth of all requests in total, the rate is
+above capacity, even if responses are still in time. In a stable queue changes of neighbouring parts cancel,
+so the test rarely errs.
 """
 
 from __future__ import annotations
@@ -39,18 +38,23 @@ from loadgen.plan.plan import Plan, PlannedRequest
 from loadgen.slo_target import SloTarget
 
 LOOKS = (0.25, 0.5, 0.75, 1.0)
-"""Parts of a trial after which it is looked at; the last one is its end."""
+"""Fractions of a trial after which it is evaluated. The last one is its end."""
 MIN_EARLY = 20
-"""Judged requests below which nothing is said early."""
+"""Fewest judged requests for an early verdict."""
 EARLY = 2.0
-"""A trial ends early only if by all odds at least so many times more promises break than may: a bad beginning
-near the limit is no reason, since what it would have come to is the measurement."""
+"""An early verdict needs at least this many times the allowed misses.
+
+A bad start near the limit is not enough, because the trial's final result is the measurement.
+"""
 PARTS = 8
+"""Parts of the steady window in the backlog test."""
 MIN_GROWTH = 0.05
 _MIN_GROWTH_REQUESTS = 3
 
 
 class TrialVerdict(StrEnum):
+    """Result of a trial. The values are those of capacity.json."""
+
     HELD = "held"
     BROKE = "broke"
     UNDECIDED = "undecided"
@@ -58,9 +62,12 @@ class TrialVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Of one trial, or of one as far as it has come. `num_open`: requests beside those judged that were in
-    flight and could still become good. `interval`: of the share, 95 %, whatever becomes of them.
-    `growth_rps`: of requests in flight, a second."""
+    """Evaluation of a trial, complete or so far.
+
+    - `num_open`: requests in flight that could still become good; not among those judged
+    - `interval`: 95 % interval of the share, whatever happens to open requests
+    - `growth_rps`: growth of the number of requests in flight, per second
+    """
 
     num_good: int
     num_judged: int
@@ -72,16 +79,21 @@ class Judgement:
 
     @property
     def share(self) -> float:
+        """Share of good requests among those judged, or NaN."""
         return self.num_good / self.num_judged if self.num_judged else math.nan
 
     def observation(self, rate_rps: float) -> Observation:
+        """Return the observation for the capacity estimate."""
         return Observation(
             rate_rps=rate_rps, num_good=self.num_good, num_judged=self.num_judged, is_overloaded=self.is_overloaded
         )
 
 
 def look_errors(error: float, looks: Sequence[float] = LOOKS) -> tuple[float, ...]:
-    """What each look may err; they sum to `error`. `looks`: parts of the trial, ascending, the last one 1."""
+    """Return the error probability of each look; they sum to `error`.
+
+    `looks` are fractions of the trial in ascending order; the last one is 1.
+    """
     normal = NormalDist()
     z = normal.inv_cdf(1 - error / 2)
     spent = [2 - 2 * normal.cdf(z / math.sqrt(look)) for look in looks]
@@ -90,8 +102,10 @@ def look_errors(error: float, looks: Sequence[float] = LOOKS) -> tuple[float, ..
 
 @dataclass(frozen=True, slots=True)
 class _Cohort:
-    """Due requests in the order of their times: when they were due and ended (inf: not yet), and whether they
-    were good. `is_open`: in flight, and not too old to become good."""
+    """Due requests in order of time: due and end times (infinite if not ended), and whether each is good.
+
+    `is_open` means in flight and not too old to become good.
+    """
 
     due_s: Floats
     ended_s: Floats
@@ -100,8 +114,11 @@ class _Cohort:
 
 
 class TrialJudge:
-    """Of the trials of one plan under one goal's terms. `target`: the share. `error`: how often a trial may
-    be called broken that, by its own requests, held."""
+    """Evaluates trials of one plan for one goal.
+
+    `target` is the required share. `error` is the probability of reporting a miss for a trial that met its
+    SLO.
+    """
 
     def __init__(self, plan: Plan, terms: Terms, target: float, *, error: float = 0.025) -> None:
         self._plan = plan
@@ -117,13 +134,15 @@ class TrialJudge:
 
     @property
     def ends_s(self) -> float:
-        """When the last planned arrival is due."""
+        """Time of the last planned arrival."""
         return self._last_s
 
     def judge(self, records: Sequence[Record], now_s: float = math.inf, *, look: int = len(LOOKS) - 1) -> Judgement:
-        """`records`: of the requests that have ended by `now_s`, seconds from the start of the run; inf: what
-        has not ended by now never will. `look`: the how manieth of `LOOKS` this is, from 0; the last one may
-        also say `held`."""
+        """Evaluate the trial at `now_s`, seconds from the start of the run.
+
+        `records` are those of ended requests. With an infinite `now_s`, requests without a record never end.
+        `look` is the index into `LOOKS`; only the last one may report that the SLO was met.
+        """
         is_last = look == len(LOOKS) - 1
         error = look_errors(self._error)[look]
         cohort = self._cohort(records, now_s)
@@ -152,8 +171,10 @@ class TrialJudge:
         )
 
     def _ramp_s(self, records: Sequence[Record]) -> float:
-        """As `loadgen.measure.summary` has it; where sessions go on for longer than that, so long, but at
-        most half of the trial: until then there are fewer of them than there will be."""
+        """Return the ramp as in `loadgen.measure.summary`, or the session length if that is longer.
+
+        Until then fewer sessions are active than later. It is at most half of the trial.
+        """
         span_s = self._last_s - self._first_s
         e2e = [
             value
@@ -163,8 +184,7 @@ class TrialJudge:
         return max(ramp_s(np.array(e2e), span_s), min(self._session_s, span_s / 2))
 
     def _patience_s(self, records: Sequence[Record]) -> float:
-        """Requests younger than this are not judged early: most of them are in flight, and could still become
-        good."""
+        """Return the age below which requests are not judged early, because most of them are still in flight."""
         ages = [record.ended_s - record.intended_s for record in records]
         return min(float(np.percentile(ages, 90)) if ages else math.inf, self._latest_good_s)
 
@@ -201,12 +221,15 @@ class TrialJudge:
 
 
 def scaled(slos: Mapping[str, SloTarget], factor: float) -> dict[str, SloTarget]:
+    """Return the SLOs with all bounds multiplied by `factor`."""
     return {name: slo.scaled(factor) for name, slo in slos.items()}
 
 
 def latest_good_s(slo: SloTarget, output_tokens: int) -> float:
-    """The age beyond which an answer of so many tokens can no longer be good; inf if the promise sets
-    none."""
+    """Return the age beyond which a response of `output_tokens` can no longer be good.
+
+    It is infinite if the SLO has no bound for it.
+    """
     by_tokens = math.inf
     if slo.ttft_s is not None and (slo.tpot_s is not None or output_tokens == 1):
         by_tokens = slo.ttft_s + (slo.tpot_s or 0.0) * (output_tokens - 1)
@@ -214,8 +237,10 @@ def latest_good_s(slo: SloTarget, output_tokens: int) -> float:
 
 
 def student_tail(t: float, odd: int) -> float:
-    """P(T > t) of Student's t with an odd number of degrees of freedom. Source: Abramowitz and Stegun
-    26.7.3."""
+    """Return P(T > t) of Student's t with an odd number of degrees of freedom.
+
+    Source: Abramowitz and Stegun 26.7.3.
+    """
     angle = math.atan(t / math.sqrt(odd))
     term = total = math.cos(angle) if odd > 1 else 0.0
     for k in range(3, odd - 1, 2):
@@ -225,7 +250,7 @@ def student_tail(t: float, odd: int) -> float:
 
 
 def _bounds(good: Flags, error: float) -> tuple[float, float]:
-    """Lower and upper bound of the share, each wrong in `error` of all cases."""
+    """Return lower and upper bound of the share, each wrong with probability `error`."""
     flags = good.astype(np.float64)
     effective = effective_size(flags)
     found = wilson(float(flags.mean()) * effective if flags.size else 0.0, effective, 1 - 2 * error)
@@ -233,14 +258,16 @@ def _bounds(good: Flags, error: float) -> tuple[float, float]:
 
 
 def _oldest_s(cohort: _Cohort, now_s: float) -> float:
-    """The age of the oldest request in flight: for so long after the start at least, there are more and more
-    of them on any server."""
+    """Return the age of the oldest request in flight.
+
+    During at least this time after the start, the number in flight grows on any server.
+    """
     in_flight = cohort.due_s[np.isinf(cohort.ended_s)]
     return now_s - float(in_flight[0]) if in_flight.size else 0.0
 
 
 def _growth(cohort: _Cohort, start_s: float, end_s: float, error: float) -> tuple[float, bool]:
-    """(requests in flight, change a second; whether that is growth beyond doubt)."""
+    """Return (growth of requests in flight per second, True if it is significant)."""
     if not end_s > start_s or not cohort.due_s.size:
         return 0.0, False
     edges = np.linspace(start_s, end_s, PARTS + 1)
@@ -256,7 +283,7 @@ def _growth(cohort: _Cohort, start_s: float, end_s: float, error: float) -> tupl
 
 
 def session_s(plan: Plan) -> float:
-    """How long nine of ten sessions go on if answers take no time; 0 without later turns."""
+    """Return the 90th percentile of session lengths if responses take no time; 0 without later turns."""
     begins: dict[int, float] = {}
     lasts: dict[int, float] = {}
     first_of: dict[int, int] = {}

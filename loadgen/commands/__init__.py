@@ -1,1 +1,1 @@
-"""The commands, one a module; `loadgen.cli` imports each only when it is called."""
+"""The subcommands, one module each. `loadgen.cli` imports a module only when its command is called."""

@@ -1,5 +1,4 @@
-"""`loadgen capacity`: its options, what it says at the end, its exit code. `capacity_job` does what was
-asked."""
+"""Options, output and exit codes of `loadgen capacity`. `capacity_job` does the work."""
 
 from __future__ import annotations
 
@@ -24,15 +23,19 @@ PERCENTS = Numbers(0, 100, of=100)
 
 @click.command("capacity", context_settings={"allow_interspersed_args": False})
 @click.argument("workload", nargs=-1, type=click.UNPROCESSED)
-@click.option("--input-tokens", type=click.IntRange(1), help="Without WORKLOAD: tokens of each prompt.  [default: 128]")
-@click.option("--output-tokens", type=click.IntRange(1), help="Without WORKLOAD: tokens of each answer.  [default: 32]")
+@click.option(
+    "--input-tokens", type=click.IntRange(1), help="Tokens of each prompt; only without WORKLOAD.  [default: 128]"
+)
+@click.option(
+    "--output-tokens", type=click.IntRange(1), help="Tokens of each response; only without WORKLOAD.  [default: 32]"
+)
 @click.option(
     "--attainment",
     type=PERCENTS,
     default="90",
     show_default=True,
     metavar="PERCENT,…",
-    help="Of all offered requests, their whole promise.",
+    help="Share of all offered requests that must meet all bounds of their SLO.",
 )
 @click.option(
     "--slo-scale",
@@ -40,18 +43,29 @@ PERCENTS = Numbers(0, 100, of=100)
     default="1",
     show_default=True,
     metavar="X,…",
-    help="With all bounds of the SLO times X.",
+    help="Multiply all bounds of the SLO by X.",
 )
-@click.option("--seconds", type=Seconds(), default="60s", show_default=True, help="Arrivals of a trial.")
+@click.option(
+    "--seconds",
+    type=Seconds(),
+    default="60s",
+    show_default=True,
+    help="Time over which the requests of one trial arrive.",
+)
 @click.option(
     "--requests",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Where the rate is low a trial goes on until so many have come, at most ten times as long.",
+    help="Extend trials at low rates until this many requests have arrived, to at most ten times --seconds.",
 )
 @click.option(
-    "--confidence", type=PERCENTS, default="95", show_default=True, metavar="PERCENT", help="Of the stated interval."
+    "--confidence",
+    type=PERCENTS,
+    default="95",
+    show_default=True,
+    metavar="PERCENT",
+    help="Confidence level of the reported interval.",
 )
 @click.option(
     "--resolution",
@@ -59,53 +73,64 @@ PERCENTS = Numbers(0, 100, of=100)
     default="10",
     show_default=True,
     metavar="PERCENT",
-    help="How narrow it shall become.",
+    help="Stop when the interval is this narrow.",
 )
 @click.option(
-    "--max-trials", type=click.IntRange(6), default=12, show_default=True, help="Whole trials, for each goal."
+    "--max-trials", type=click.IntRange(6), default=12, show_default=True, help="Most full-length trials for each goal."
 )
-@click.option("--time-limit", type=Seconds(), default="2h", show_default=True, help="For each server.")
+@click.option("--time-limit", type=Seconds(), default="2h", show_default=True, help="Longest search for each server.")
 @click.option(
-    "--start-rate", type=Above(0.0), default=1.0, show_default=True, help="From there the rate doubles, or halves."
+    "--start-rate", type=Above(0.0), default=1.0, show_default=True, help="First rate; from there it doubles or halves."
 )
-@click.option("--max-rate", type=Above(0.0), help="No higher rate is tried.")
+@click.option("--max-rate", type=Above(0.0), help="Highest rate to try.")
 @click.option(
-    "--drain", type=Seconds(), default="60s", show_default=True, help="Between trials, for the server to come to rest."
-)
-@click.option(
-    "--seed", type=click.IntRange(0), help="Makes the same plans again, with the same tokens.  [default: at random]"
-)
-@click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one."
+    "--drain",
+    type=Seconds(),
+    default="60s",
+    show_default=True,
+    help="Longest wait between trials for the server to become idle.",
 )
 @click.option(
-    "--command", "template", metavar="COMMAND", help="Starts the server: 'baton up --prefill {p} --http-port {port}'."
+    "--seed",
+    type=click.IntRange(0),
+    help="Reproduce the plans of an earlier search, tokens included.  [default: random]",
+)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Draw prompt tokens or words from this tokenizer.")
+@click.option(
+    "--command",
+    "template",
+    metavar="COMMAND",
+    help="Command that starts the server, such as 'baton up --prefill {p} --http-port {port}'.",
 )
 @click.option(
     "--sweep",
     metavar="NAMES=VALUES,…",
-    help="What takes the places in --command, one after the other: p:d=1:1,1:2,2:1.",
+    help="Values for the placeholders in --command, one search each, such as p:d=1:1,1:2,2:1.",
 )
-@click.option("--ready-within", type=Seconds(), default="5m", show_default=True, help="For the server of --command.")
+@click.option(
+    "--ready-within", type=Seconds(), default="5m", show_default=True, help="Longest start of the server of --command."
+)
 @target_options
-@click.option("--out", type=click.Path(path_type=Path), help="Where everything goes.  [default: loadgen-capacity-DATE]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Directory for all results.  [default: loadgen-capacity-DATE]"
+)
 @sending_options
-@click.option("--quiet", is_flag=True, help="Only the result.")
+@click.option("--quiet", is_flag=True, help="Print the result only.")
 @click.pass_context
 def command(ctx: click.Context, **given: Any) -> None:
-    """Find the highest open-loop rate at which a share of all offered requests keeps its promise.
+    """Find the highest open-loop request rate at which a given share of all offered requests meets its SLO.
 
-    WORKLOAD is a source of `loadgen plan` with its arguments, less those of rate, time and seed; it comes last:
+    WORKLOAD is a source of `loadgen plan` with its arguments, except those for rate, time and seed. It comes last:
 
     \b
     loadgen capacity --slo ttft=500ms,tpot=50ms
     loadgen capacity --slo ttft=2s --attainment 90,99 --seconds 2m shared-prefix --prefixes 10 --prefix-tokens 1024
     loadgen capacity --slo ttft=1s --command 'baton up --prefill {p} --decode {d} --http-port {port}' --sweep p:d=1:1,1:2,2:1
 
-    Everything goes into one directory: each trial's result (`loadgen report DIR/trials/*`), and capacity.json.
+    All results go into one directory: one result for each trial (`loadgen report DIR/trials/*`), and capacity.json.
 
     \b
-    Exit codes: 0 every capacity was found, 2 something could not be done, 3 a capacity is still unknown, 130 interrupted.
+    Exit codes: 0 every capacity was found, 2 an error occurred, 3 a capacity is still unknown, 130 interrupted.
     """
     job = CapacityJob.of(given)
     points = job.run()

@@ -1,4 +1,4 @@
-"""What `loadgen capacity` does: a search on each server that it is given or starts."""
+"""Runs `loadgen capacity`: one search on each server that is given or started."""
 
 from __future__ import annotations
 
@@ -57,8 +57,15 @@ _LENGTHS = ("input", "output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityJob:
-    """All that was asked for. `given`: the command's arguments. `plan`: one of the workload's, for what all
-    of them have. `head`: of capacity.json."""
+    """Everything that one `loadgen capacity` call needs, checked before a server is contacted.
+
+    - `given`: the command's arguments
+    - `maker`: makes the plan of a trial at a given rate
+    - `plan`: one plan of the workload, used for the facts that all trials share
+    - `goals`, `limits`: what to search for, and the bounds of each search
+    - `points`: the sweep's points, or one without values
+    - `head`: the first part of capacity.json
+    """
 
     given: Mapping[str, Any]
     out: Path
@@ -75,8 +82,10 @@ class CapacityJob:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CapacityJob:
-        """Checks all that can be checked before a server is asked, and makes the directory. Raises
-        LoadgenError, click.UsageError."""
+        """Return the job for the command's arguments and create the result directory.
+
+        Raises LoadgenError or click.UsageError if an argument is wrong.
+        """
         if given["sweep"] and not given["template"]:
             raise click.UsageError("--sweep needs --command, which starts the server of each point")
         if len(given["confidence"]) > 1 or len(given["resolution"]) > 1:
@@ -102,8 +111,8 @@ class CapacityJob:
         for goal, limit in zip(goals, limits, strict=True):
             if limit.max_rps <= limit.min_rps:
                 raise LoadgenError(
-                    f"trials of that length tell {goal.target * 100:g} % from {limit.min_rps:.3g} {maker.unit}/s on, and no "
-                    f"more than {limit.max_rps:.3g} are allowed: give longer --seconds, or more --requests"
+                    f"trials of this length can judge {goal.target * 100:g} % only from {limit.min_rps:.3g} {maker.unit}/s on, but "
+                    f"the highest allowed rate is {limit.max_rps:.3g}; give longer --seconds or more --requests"
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
@@ -138,12 +147,13 @@ class CapacityJob:
         )
 
     def run(self) -> list[PointFound]:
-        """Point after point; what goes wrong at one does not keep the others from being tried. Raises
-        LoadgenError if the file cannot be written."""
+        """Search at each point in turn and return the results. An error at one point does not stop the
+        others.
+
+        Raises LoadgenError if capacity.json cannot be written.
+        """
         if not any(slo.to_json() for slo in self.plan.slos.values()):
-            click.secho(
-                "warning: nothing is promised (--slo): every whole answer counts as kept", fg="yellow", err=True
-            )
+            click.secho("warning: no SLO is set (--slo), so every complete response meets it", fg="yellow", err=True)
         for note in self.head["notes"]:
             click.secho(f"warning: {note}", fg="yellow", err=True)
         done: list[PointFound] = []
@@ -165,10 +175,11 @@ class CapacityJob:
         return done
 
     def place(self, point: Point) -> Path:
+        """Return the result directory of a point."""
         return self.out / point.name.replace("/", "_") if point.values else self.out
 
     def _at(self, progress: _Progress, terminations: _Terminations) -> None:
-        """Raises LoadgenError, KeyboardInterrupt."""
+        """Run the search of one point. Raises LoadgenError or KeyboardInterrupt."""
         given = dict(self.given)
         point, place = progress.point, self.place(progress.point)
         place.mkdir(exist_ok=True)
@@ -218,11 +229,13 @@ class CapacityJob:
             )
 
     def tell(self, text: str, *, fg: str | None = None) -> None:
+        """Print a progress line on standard error, unless --quiet is set."""
         if not self.given["quiet"]:
             click.secho(text, fg=fg, err=True)
 
     def _view(self, plan: Plan, urls: tuple[str, ...]) -> LiveView:
-        """A picture on a terminal; elsewhere a line a trial says enough."""
+        """Return the live view of a trial. Without a terminal it is silent, because each trial prints a line
+        anyway."""
         return LiveView(
             name=plan.name,
             url=", ".join(urls),
@@ -234,7 +247,7 @@ class CapacityJob:
 
 
 class _Progress:
-    """What is known of a point; the file has it after each trial."""
+    """The state of one point's search. It is written to capacity.json after each trial."""
 
     def __init__(self, job: CapacityJob, point: Point, done: list[PointFound]) -> None:
         self.point = point
@@ -246,7 +259,7 @@ class _Progress:
         self._done = done
 
     def processes_of(self, plan: Plan) -> int:
-        """That send it. Says once if they may be too few."""
+        """Return the number of sending processes for a plan. Warns once if they may be too few."""
         given = self._job.given
         priority = Priority(given["priority"])
         processes = processes_of(given["processes"], plan, priority)
@@ -256,12 +269,14 @@ class _Progress:
         return processes
 
     def told(self, found: Found) -> None:
+        """Record the search's result so far, print its last trial and rewrite capacity.json."""
         self.found = found
         trial = found.trials[-1]
         self._job.tell(trial_line(trial, self._job.maker.unit, found.goals), fg="red" if trial.invalid else None)
         write_capacity(self._job.out, self._job.head, [*self._done, self.ended("")])
 
     def ended(self, error: str, *, is_interrupted: bool = False) -> PointFound:
+        """Return this point's result, with an error or an interruption if there was one."""
         found = self.found
         if is_interrupted:
             found = replace(found or Found(goals=(), answers=(), trials=()), is_interrupted=True)
@@ -269,8 +284,7 @@ class _Progress:
 
 
 class _Terminations:
-    """While it is entered SIGTERM is a Ctrl-C: what was started must be stopped, and what was measured be
-    kept."""
+    """Turns SIGTERM into KeyboardInterrupt while entered, so that servers are stopped and results are kept."""
 
     def __enter__(self) -> _Terminations:
         self._before = signal.getsignal(signal.SIGTERM)
@@ -281,7 +295,7 @@ class _Terminations:
         signal.signal(signal.SIGTERM, self._before)
 
     def again(self) -> None:
-        """A run has handlers of its own, and leaves none."""
+        """Install the handler again. A run installs its own handlers and removes them."""
         signal.signal(signal.SIGTERM, self._came)
 
     @staticmethod
@@ -290,7 +304,7 @@ class _Terminations:
 
 
 class _Guarded:
-    """Implements `searching.Runner`."""
+    """Implements `TrialRunner`: runs a trial and restores the SIGTERM handler afterwards."""
 
     def __init__(self, trials: Trials, terminations: _Terminations) -> None:
         self._trials = trials
@@ -304,12 +318,12 @@ class _Guarded:
 
 
 def _maker(given: Mapping[str, Any]) -> PlanMaker:
-    """Raises LoadgenError, click.UsageError."""
+    """Return the plan maker for the workload arguments. Raises LoadgenError or click.UsageError."""
     simple = [name for name in ("input_tokens", "output_tokens") if given[name] is not None]
     if given["workload"]:
         if simple:
             raise click.UsageError(
-                f"--{simple[0].replace('_', '-')} stands before the WORKLOAD, which says that itself: put it behind"
+                f"--{simple[0].replace('_', '-')} belongs to the WORKLOAD; write it after the workload's name"
             )
         return maker_of(given["workload"], given["seconds"])
     vocabulary = DEFAULT_VOCABULARY
@@ -330,13 +344,13 @@ def _probe(given: Mapping[str, Any]) -> Any:
 
 
 def _new_directory(out: Path) -> Path:
-    """Raises LoadgenError if it holds something."""
+    """Create the result directory. Raises LoadgenError if it exists and is not empty."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise LoadgenError(
-                f"{out} exists and is not an empty directory; a result is written once: give another --out"
+                f"{out} exists and is not an empty directory; results are never overwritten, give another --out"
             )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error
+        raise LoadgenError(f"{out} cannot be created: {error.strerror or error}") from error
     return out

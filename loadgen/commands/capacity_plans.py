@@ -1,8 +1,7 @@
-"""The workload of a search at any rate: what `loadgen plan` makes of the same arguments, or `loadgen run` of
-its few.
+"""Makes the plan of a capacity search at any rate.
 
-Nothing is stretched to look tidy: at another rate arrivals are drawn anew. Only a trace has times of its own,
-so its rate is changed by its time scale, and each trial plays another part of it, drawn by its seed.
+Most workloads draw new arrivals for each rate; recorded arrivals are not stretched. A trace is the exception:
+its times are scaled, and each trial plays a part of the trace that its seed selects.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from loadgen.plan.sharegpt import read_conversations
 from loadgen.plan.workloads import first_look
 
 BY_RATE = {"random": "requests", "shared-prefix": "requests", "sessions": "sessions", "sharegpt": "sessions"}
-"""What `--rate` counts."""
+"""Sources that take `--rate`, and what the rate counts."""
 TRACES = ("mooncake", "azure")
 SCALED = "servegen"
 OURS = (
@@ -39,18 +38,20 @@ OURS = (
     "--rate-scale",
     "--limit",
 )
-"""Options of `loadgen plan` that a search sets itself, or that would cut its trials short."""
+"""Options of `loadgen plan` that the search sets itself or that would shorten its trials."""
 MANY = 20_000
-"""Requests by which the rate of random clients is told to a percent."""
+"""Requests needed to measure the mean rate of random clients to about one percent."""
 
 
 class _Endless:
+    """Base for workloads without an upper rate limit."""
+
     def max_rps(self, seconds: float) -> float:
         return math.inf
 
 
 class FirstLook(_Endless):
-    """As `loadgen run --rate` makes it."""
+    """Implements `PlanMaker` with the workload of `loadgen run --rate`."""
 
     unit = "requests"
 
@@ -71,7 +72,7 @@ class FirstLook(_Endless):
 
 
 class ByRate(_Endless):
-    """A source that takes `--rate`."""
+    """Implements `PlanMaker` for a source that takes `--rate`."""
 
     def __init__(self, source: str, arguments: Sequence[str]) -> None:
         self.unit = BY_RATE[source]
@@ -82,34 +83,36 @@ class ByRate(_Endless):
 
 
 class ByConversation(ByRate):
-    """Recorded conversations, none of which is used twice in a trial."""
+    """Implements `PlanMaker` for recorded conversations, each used at most once in a trial."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Raises BadPlan."""
+        """Count the usable conversations. Raises BadPlan if the file cannot be read."""
         super().__init__("sharegpt", arguments)
         context = plan_command.commands["sharegpt"].make_context("sharegpt", list(arguments), resilient_parsing=True)
         file = context.params["file"]
         self._count = math.inf if file is None else len(read_conversations(file).usable)
 
     def max_rps(self, seconds: float) -> float:
-        """At which no more than there are arrive, but by a chance of one in ten thousand: arrivals are a
-        Poisson process."""
+        """Return the rate at which the conversations suffice with probability 0.9999 (arrivals are Poisson)."""
         return (math.sqrt(self._count + 4) - 2) ** 2 / seconds
 
 
 class ByTimeScale:
-    """A trace. Its own rate is that of all of it."""
+    """Implements `PlanMaker` for a trace by scaling its times. The trace's own rate is its mean over all of
+    it."""
 
     unit = "requests"
 
     def __init__(self, source: str, arguments: Sequence[str]) -> None:
-        """Raises BadPlan."""
-        _refuse(arguments, "--start", "each trial plays a part of the trace that is drawn by its seed")
+        """Measure the trace's own rate. Raises BadPlan if it has none."""
+        _refuse(arguments, "--start", "the seed of each trial selects the part of the trace to play")
         self._arguments = (source, *arguments)
         times = [request.at_s or 0.0 for request in _planned(*self._arguments).requests]
         self._lasts_s = max(times)
         if len(times) < 2 or not self._lasts_s:
-            raise BadPlan(f"{source}: a trace of {len(times)} requests in {self._lasts_s:g} s has no rate")
+            raise BadPlan(
+                f"{source}: a trace of {len(times)} requests in {self._lasts_s:g} s has no rate; it needs two requests at different times"
+            )
         self._own_rps = (len(times) - 1) / self._lasts_s
 
     def max_rps(self, seconds: float) -> float:
@@ -120,7 +123,7 @@ class ByTimeScale:
         part_s = seconds / scale
         if part_s > self._lasts_s * 1.001:
             raise BadPlan(
-                f"at {rate_rps:g} requests/s the trace is over in {self._lasts_s * scale:.1f} s, and a trial takes {seconds:g} s"
+                f"at {rate_rps:g} requests/s the trace lasts {self._lasts_s * scale:.1f} s, but a trial lasts {seconds:g} s; give shorter --seconds or a lower --max-rate"
             )
         start_s = round(
             float(draws.stream(seed, "part of the trace").random(1)[0]) * max(0.0, self._lasts_s - part_s), 6
@@ -139,12 +142,12 @@ class ByTimeScale:
 
 
 class ByRateScale(_Endless):
-    """ServeGen's clients: all their rates change by one factor."""
+    """Implements `PlanMaker` for ServeGen clients by one common factor on their rates."""
 
     unit = "requests"
 
     def __init__(self, arguments: Sequence[str], seconds: float) -> None:
-        """Raises BadPlan."""
+        """Measure the workload's own rate over `seconds`. Raises BadPlan."""
         self._arguments = (SCALED, *arguments)
         scale = 1.0
         for _ in range(2):
@@ -162,13 +165,14 @@ class ByRateScale(_Endless):
 
 
 def maker_of(workload: Sequence[str], seconds: float) -> PlanMaker:
-    """`workload`: a source of `loadgen plan` and its arguments, less those of rate, time and seed. `seconds`:
-    of a trial. Raises LoadgenError, click.UsageError."""
+    """Return the plan maker of a workload.
+
+    `workload` is a source of `loadgen plan` and its arguments, without rate, time and seed. `seconds` is the
+    length of a trial. Raises LoadgenError or click.UsageError.
+    """
     source, *arguments = workload
     if source not in (*BY_RATE, *TRACES, SCALED):
-        raise LoadgenError(
-            f"`{source}` is no workload: give one of `loadgen plan`: {', '.join((*BY_RATE, *TRACES, SCALED))}"
-        )
+        raise LoadgenError(f"`{source}` is not a workload; give one of {', '.join((*BY_RATE, *TRACES, SCALED))}")
     for option in OURS:
         _refuse(arguments, option, "the search sets it for each trial")
     if source == "sharegpt":
@@ -180,15 +184,15 @@ def maker_of(workload: Sequence[str], seconds: float) -> PlanMaker:
 
 def _refuse(arguments: Sequence[str], option: str, why: str) -> None:
     if any(argument == option or argument.startswith(f"{option}=") for argument in arguments):
-        raise LoadgenError(f"{option} has no place in the workload: {why}")
+        raise LoadgenError(f"{option} is not allowed in the workload: {why}")
 
 
 def _planned(*arguments: str) -> Plan:
-    """What `loadgen plan` makes of them. Raises BadPlan, click.UsageError."""
+    """Return the plan that `loadgen plan` makes of the arguments. Raises BadPlan or click.UsageError."""
     with tempfile.TemporaryDirectory(prefix="loadgen-capacity-") as directory:
         path = Path(directory) / "plan.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
             plan_command.main(args=[*arguments, "-o", str(path)], prog_name="loadgen plan", standalone_mode=False)
         if not path.exists():
-            raise LoadgenError(f"nothing was planned: see `loadgen plan {arguments[0]} --help`")
+            raise LoadgenError(f"`loadgen plan {arguments[0]}` made no plan; see its --help")
         return read_plan(path)

@@ -1,5 +1,4 @@
-"""What `loadgen capacity` says: a line a trial, a table of what was measured, and a line with each
-capacity."""
+"""Terminal output of `loadgen capacity`: trial lines, tables and the resulting capacities."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from loadgen.capacity.verdicts import Judgement, TrialVerdict, session_s
 from loadgen.plan.plan import Plan
 
 STEADY_SESSIONS = 2.0
-"""A trial takes so many times as long as its sessions, so that half of it has as many of them as there will
-ever be."""
+"""Shortest trial in session lengths. From then on half of the trial runs with the full number of sessions."""
+VERDICTS = {TrialVerdict.HELD: "SLO met", TrialVerdict.BROKE: "SLO missed", TrialVerdict.UNDECIDED: "undecided"}
 STYLES = {TrialVerdict.HELD: "green", TrialVerdict.BROKE: "red", TrialVerdict.UNDECIDED: ""}
 
 
 def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
-    """As soon as it has ended; its verdict is that of the goal that asked for it."""
+    """Return the line printed when a trial ends. Its verdict is that of the goal that requested the trial."""
     judgement = trial.judgements[trial.goal]
     goal = f" ({goals[trial.goal].name})" if len(goals) > 1 else ""
     said = "interrupted" if trial.is_interrupted else _said(judgement)
@@ -35,18 +34,17 @@ def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
 
 
 def unsteady(plan: Plan, length: TrialLength) -> Iterator[str]:
-    """Where trials end before sessions do."""
+    """Yield a warning if trials are too short for the plan's sessions."""
     lasts_s = session_s(plan)
     if length.seconds < STEADY_SESSIONS * lasts_s:
         yield (
-            f"nine of ten sessions go on for up to {lasts_s:.0f} s and more, and trials take {length.seconds:g} s: most of the later turns "
-            f"are still to come when a trial ends, so the server can take fewer sessions than will be said; give --seconds "
-            f"{math.ceil(STEADY_SESSIONS * lasts_s)} or more"
+            f"the 90th percentile of session lengths is {lasts_s:.0f} s, but trials last {length.seconds:g} s: most later turns fall after "
+            f"the end of a trial, so the capacity will be overestimated; give --seconds {math.ceil(STEADY_SESSIONS * lasts_s)} or more"
         )
 
 
 def hopeless(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
-    """Where so many requests can keep no promise, at any rate, that a goal cannot be reached."""
+    """Yield a warning if so many requests can never meet their SLO that a goal cannot be reached at any rate."""
     too_long = (
         {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
     )
@@ -54,18 +52,18 @@ def hopeless(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> It
     share = len(too_long | leaving) / len(plan.requests)
     lost = [goal for goal in goals if share > 1 - goal.target]
     if lost:
-        why = [f"{len(leaving)} leave early"] if leaving else []
-        why += [f"{len(too_long)} are longer than the {max_model_len} tokens that the server takes"] if too_long else []
-        yield f"{' and '.join(why)}, of {len(plan.requests)} requests: {lost[0].target:.4g} cannot keep their promise at any rate"
+        why = [f"{len(leaving)} cancel early"] if leaving else []
+        why += [f"{len(too_long)} exceed the server's max_model_len of {max_model_len} tokens"] if too_long else []
+        yield f"of {len(plan.requests)} requests, {' and '.join(why)}: a share of {lost[0].target:.4g} cannot meet the SLO at any rate"
 
 
 def trials_table(found: Found, unit: str) -> Table:
-    """Valid whole trials by rate, with the share of each goal."""
+    """Return a table of the valid full-length trials by rate, with the attainment for each goal."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(f"{unit}/s", justify="right")
     for goal in found.goals:
-        table.add_column(f"share for {goal.name}", justify="right")
-        table.add_column("95 % of its requests", justify="center")
+        table.add_column(f"attainment, goal {goal.name}", justify="right")
+        table.add_column("95 % interval", justify="center")
         table.add_column("")
     table.add_column("in flight", justify="right")
     table.add_column("trial", style="dim")
@@ -79,7 +77,7 @@ def trials_table(found: Found, unit: str) -> Table:
 
 
 def points_table(points: list[PointFound], unit: str) -> Table:
-    """The capacities of a sweep beside each other."""
+    """Return a table of the capacities of a sweep's points."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     goals = next((point.found.goals for point in points if point.found), ())
@@ -96,7 +94,10 @@ def points_table(points: list[PointFound], unit: str) -> Table:
 
 
 def answer_lines(point: PointFound, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
-    """Each with its style. The line that begins with `capacity` is the answer to a goal."""
+    """Yield the result lines of one point as (text, style).
+
+    Each goal has one line that begins with `capacity`.
+    """
     where = f"{point.point.name}: " if point.point.values else ""
     if point.error:
         yield f"{where}{point.error}", "red"
@@ -119,16 +120,16 @@ def _of_goal(
     if answer.state is State.WIDE and answer.interval and answer.interval.high:
         width = answer.interval.high / answer.interval.low - 1
         yield (
-            f"the interval is {width:.0%} wide, not {resolution:.0%}: trials scatter. More --max-trials or longer --seconds narrow it",
+            f"the interval is {width:.0%} wide instead of {resolution:.0%}; more --max-trials or longer --seconds make it narrower",
             "yellow",
         )
     if answer.state is State.STOPPED:
         yield f"stopped: {answer.why}", "yellow"
     if answer.state is State.ABOVE:
-        yield f"capacity above {answer.held_rps:.3g} {unit}/s {at}: the highest rate that could be tried held", ""
+        yield f"capacity above {answer.held_rps:.3g} {unit}/s {at}: the SLO was met at the highest allowed rate", ""
     elif answer.state is State.BELOW:
         yield (
-            f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the lowest rate that trials so short can judge broke",
+            f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the SLO was missed at the lowest rate that trials of this length can judge",
             "",
         )
     elif answer.capacity_rps is not None and answer.interval is not None:
@@ -138,9 +139,9 @@ def _of_goal(
             "bold",
         )
     else:
-        sides = [("held", answer.held_rps), ("broke", answer.broke_rps)]
-        known = ", ".join(f"{rate:.3g} {unit}/s {word}" for word, rate in sides if rate is not None)
-        yield f"capacity unknown {at}: " + (known or "no whole trial was measured"), "red"
+        sides = [("met", answer.held_rps), ("missed", answer.broke_rps)]
+        known = ", ".join(f"SLO {word} at {rate:.3g} {unit}/s" for word, rate in sides if rate is not None)
+        yield f"capacity unknown {at}: " + (known or "no full-length trial was measured"), "red"
 
 
 def _share(judgement: Judgement) -> str:
@@ -152,4 +153,4 @@ def _interval(judgement: Judgement) -> str:
 
 
 def _said(judgement: Judgement) -> str:
-    return judgement.verdict.value + (", backlog grew" if judgement.is_overloaded else "")
+    return VERDICTS[judgement.verdict] + (", backlog grew" if judgement.is_overloaded else "")

@@ -1,4 +1,4 @@
-"""`loadgen compare`: tell whether one run is better than another."""
+"""Implements `loadgen compare`: compares two runs and fails on a regression."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loadgen.slo_target import SloTarget, promised
 EXIT_REGRESSION = 1
 EXIT_UNDECIDED = 2
 WIDTH = 110
-"""Where there is no terminal whose width could be asked."""
+"""Table width in columns if standard output is not a terminal."""
 STYLES = {
     ComparisonVerdict.BETTER: "bold green",
     ComparisonVerdict.WORSE: "bold red",
@@ -32,7 +32,7 @@ STYLES = {
 
 
 class Percent(click.ParamType):
-    """`5%` or `5`, as 0.05."""
+    """Click type for a percentage, `5%` or `5`, returned as 0.05."""
 
     name = "percent"
 
@@ -40,9 +40,9 @@ class Percent(click.ParamType):
         try:
             share = float(str(value).strip().removesuffix("%")) / 100
         except ValueError:
-            self.fail(f"`{value}` is no percentage: write 5%", param, ctx)
+            self.fail(f"`{value}` is not a percentage; write 5%", param, ctx)
         if not 0 <= share < math.inf:
-            self.fail(f"`{value}` is below zero", param, ctx)
+            self.fail(f"`{value}` must be finite and not negative", param, ctx)
         return share
 
 
@@ -52,25 +52,25 @@ class Percent(click.ParamType):
 @click.option(
     "--max-regression",
     type=Percent(),
-    help="B may be worse by so much, in each metric.  [default: 5%, without --fail-if]",
+    help="Fail if any metric of B is worse than A's by more than this.  [default: 5%, without --fail-if]",
 )
 @click.option(
     "--fail-if",
     "thresholds",
     multiple=True,
     metavar="TEXT",
-    help="'ttft_p50 > +5%', 'attainment < -1pp', …. Repeatable.",
+    help="Fail if the observed change crosses this bound: 'ttft_p50 > +5%', 'attainment < -1pp', …. Repeatable.",
 )
-@click.option("--unpaired", is_flag=True, help="Also compare runs of different plans, as two unrelated samples.")
+@click.option("--unpaired", is_flag=True, help="Also compare runs of different plans, as two independent samples.")
 @click.option(
     "--slo",
     "slos",
     multiple=True,
     type=SloOf(),
     metavar="[CLASS:]SLO",
-    help="Judge both by this promise instead of A's.",
+    help="Evaluate both runs against this SLO instead of A's.",
 )
-@click.option("--allow-invalid", is_flag=True, help="Decide although a run is invalid.")
+@click.option("--allow-invalid", is_flag=True, help="Decide even if a run is invalid.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
 def command(
@@ -84,14 +84,14 @@ def command(
     allow_invalid: bool,
     is_json: bool,
 ) -> None:
-    """Compare two results of `loadgen run`, request by request, B against A.
+    """Compare two results of `loadgen run`, request by request: B against A.
 
-    A difference counts as one only where its 95 % interval excludes zero; --max-regression fails for those that are worse by more than it
-    allows, --fail-if for what was seen, interval or not.
+    A metric counts as changed only if the 95 % interval of its difference excludes zero. --max-regression fails for metrics that are worse
+    by more than it allows. --fail-if fails for the observed change, whatever its interval.
 
     \b
-    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run, a --fail-if of
-    what a run has no value of).
+    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run, or a --fail-if
+    metric that a run has no value for).
     """
     limits = [RegressionBound.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)
@@ -145,11 +145,11 @@ def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
         )
     console.print(table)
     if found.invalid:
-        console.print(Text("An invalid run decides nothing; --allow-invalid decides all the same.", style="bold red"))
+        console.print(Text("An invalid run decides nothing; --allow-invalid overrides this.", style="bold red"))
     for reason in failed:
         console.print(Text(f"regression: {reason}", style="bold red"))
     for text in undecided:
-        console.print(Text(f"undecided: {text}: a run has no value of it", style="bold red"))
+        console.print(Text(f"undecided: {text}: a run has no value for this metric", style="bold red"))
     if not failed and not undecided:
         console.print("no regression")
 

@@ -1,4 +1,4 @@
-"""Kinds of values on the command line."""
+"""Click parameter types that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Seconds(click.ParamType):
-    """`300ms`, `5s`, `2m`: seconds above zero."""
+    """Click type for a duration above zero such as `300ms`, `5s` or `2m`, returned in seconds."""
 
     name = "duration"
 
@@ -33,7 +33,7 @@ class Seconds(click.ParamType):
 
 
 class Headers(click.ParamType):
-    """`name: value`, as one pair."""
+    """Click type for an HTTP header `NAME:VALUE`, returned as a pair."""
 
     name = "header"
 
@@ -42,24 +42,24 @@ class Headers(click.ParamType):
             return value
         name, colon, content = value.partition(":")
         if not colon or not _HEADER_NAME.fullmatch(name.strip()) or not content.strip().isprintable():
-            self.fail(f"`{value}` is no header: write NAME:VALUE", param, ctx)
+            self.fail(f"`{value}` is not a header; write NAME:VALUE", param, ctx)
         return name.strip(), content.strip()
 
 
 class ApiKey(click.ParamType):
-    """Without the line's end that comes with keys from files. Never repeated in a message."""
+    """Click type for an API key. It strips line ends (keys often come from files) and never prints the key."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         key = str(value).strip()
         if not key.isascii() or not key.isprintable():
-            self.fail("the key has characters that no header can carry", param, ctx)
+            self.fail("the key contains characters that are not allowed in a header", param, ctx)
         return key
 
 
 class Bodies(click.ParamType):
-    """`field=json`; what is no JSON is a text."""
+    """Click type for a body field `FIELD=JSON`. A value that is not JSON is taken as a string."""
 
     name = "field"
 
@@ -68,9 +68,9 @@ class Bodies(click.ParamType):
             return value
         name, equals, content = value.partition("=")
         if not equals or not name.strip():
-            self.fail(f"`{value}` is no field: write FIELD=JSON", param, ctx)
+            self.fail(f"`{value}` is not a body field; write FIELD=JSON", param, ctx)
         if name.strip() == "max_tokens" and content.strip() != "null":
-            self.fail("how long answers are is said by the plan", param, ctx)
+            self.fail("max_tokens comes from the plan; only `max_tokens=null` is allowed here", param, ctx)
         try:
             return name.strip(), json.loads(content)
         except ValueError:
@@ -78,7 +78,10 @@ class Bodies(click.ParamType):
 
 
 class SloOf(click.ParamType):
-    """`ttft=500ms,tpot=50ms`, or with a class before it, `chat:ttft=500ms`; as (class or None, Slo)."""
+    """Click type for an SLO with an optional class, `chat:ttft=500ms`.
+
+    The value is (class or None, SloTarget).
+    """
 
     name = "slo"
 
@@ -95,7 +98,7 @@ class SloOf(click.ParamType):
 
 
 class Above(click.ParamType):
-    """A finite number above a bound."""
+    """Click type for a finite number above a bound."""
 
     name = "number"
 
@@ -106,14 +109,17 @@ class Above(click.ParamType):
         try:
             number = float(value)
         except ValueError:
-            self.fail(f"`{value}` is no number", param, ctx)
+            self.fail(f"`{value}` is not a number", param, ctx)
         if not self._above < number < float("inf"):
             self.fail(f"`{value}` must be above {self._above:g}", param, ctx)
         return number
 
 
 class Numbers(click.ParamType):
-    """`90,99`: numbers between two bounds (excluded), each divided by `of`; as a tuple, none twice."""
+    """Click type for a list of numbers, `90,99`, returned as a tuple without duplicates.
+
+    Each number must lie between the two bounds (exclusive) and is divided by `of`.
+    """
 
     name = "numbers"
 
@@ -130,7 +136,7 @@ class Numbers(click.ParamType):
             try:
                 number = float(part)
             except ValueError:
-                self.fail(f"`{part}` is no number", param, ctx)
+                self.fail(f"`{part}` is not a number", param, ctx)
             if not self._above < number < self._below:
                 self.fail(f"`{part.strip()}` must be above {self._above:g} and below {self._below:g}", param, ctx)
             found.append(number / self._of)

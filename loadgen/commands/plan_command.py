@@ -1,4 +1,4 @@
-"""`loadgen plan`: from arguments to a plan in a file, and in words what the user has made."""
+"""Implements `loadgen plan`: writes a plan file from the arguments and prints a summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ NOT_OF_THE_PLAN = ("out", "name", "cache_tokens")
 
 @click.group("plan")
 def command() -> None:
-    """Freeze a workload into a file: who asks for what, and when. The same arguments make the same file, on any machine.
+    """Generate a workload and write it to a file: which requests are sent, and when.
+
+    The same arguments make the same file on any machine.
 
     \b
     LENGTHS are   512
@@ -50,7 +52,7 @@ def command() -> None:
                   lognormal:mean=512,cv=0.8[,min=16][,max=4096]
                   exponential:mean=512[,min=…][,max=…]
                   file:lengths.csv:ContextTokens    drawn from a column of a CSV file, or a key of a JSONL file
-    TIMES are the same, with 300ms, 5s or 2m for numbers.
+    TIMES are the same, with durations (300ms, 5s, 2m) instead of numbers.
 
     \b
     loadgen plan random --rate 2 --seconds 60 --input-tokens lognormal:mean=512,cv=0.8 -o chat.jsonl.gz
@@ -64,7 +66,7 @@ def command() -> None:
 @length_options
 @plan_options
 def random_command(**given: Any) -> None:
-    """Prompts that share nothing."""
+    """Prompts without shared prefixes."""
     requests = random_prompts(
         _times(given),
         inputs=parse_lengths(given["input_tokens"]),
@@ -76,11 +78,11 @@ def random_command(**given: Any) -> None:
 
 @command.command("shared-prefix")
 @arrival_options("requests")
-@prefix_options(10, "How many system prompts there are.")
+@prefix_options(10, "Number of system prompts.")
 @length_options
 @plan_options
 def shared_prefix_command(**given: Any) -> None:
-    """Prompts that begin with one of a few system prompts."""
+    """Prompts that start with one of a few system prompts."""
     requests = random_prompts(
         _times(given),
         inputs=parse_lengths(given["input_tokens"]),
@@ -93,25 +95,29 @@ def shared_prefix_command(**given: Any) -> None:
 
 @command.command("sessions")
 @arrival_options("sessions")
-@click.option("--turns", metavar=LENGTHS, default="uniform:2-8", show_default=True, help="Turns of each session.")
+@click.option(
+    "--turns", metavar=LENGTHS, default="uniform:2-8", show_default=True, help="Number of turns of each session."
+)
 @click.option(
     "--think",
     metavar="TIMES",
     default="exponential:mean=5s",
     show_default=True,
-    help="From an answer's end to the next turn.",
+    help="Think time from the end of a response to the next turn.",
 )
 @click.option(
-    "--first-input-tokens", metavar=LENGTHS, help="New tokens of the first turn.  [default: as --input-tokens]"
+    "--first-input-tokens", metavar=LENGTHS, help="New tokens of the first turn.  [default: same as --input-tokens]"
 )
 @length_options
-@prefix_options(0, "How many system prompts there are.")
-@click.option("--max-context", type=click.IntRange(2), help="End a session before prompt and answer are longer.")
+@prefix_options(0, "Number of system prompts.")
+@click.option(
+    "--max-context", type=click.IntRange(2), help="End a session before prompt and response exceed this many tokens."
+)
 @plan_options
 def sessions_command(**given: Any) -> None:
     """Conversations of several turns.
 
-    A turn's prompt is the earlier prompt, its answer, and new tokens; it goes out some time after that answer
+    A turn's prompt is the previous prompt, its response, and new tokens. It is sent a think time after that response
     has ended.
     """
     turns = SessionShape(
@@ -132,18 +138,18 @@ def sessions_command(**given: Any) -> None:
     default="3s",
     show_default=True,
     metavar="TIME",
-    help="What the file's times are rounded to; undone at random. 0: kept.",
+    help="Rounding of the file's times, undone by random offsets; 0 keeps the times.",
 )
 @click.option(
     "--shrink",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Divide all lengths, for a small model: a divisor of 512.",
+    help="Divide all lengths by this divisor of 512, for a small model.",
 )
 @plan_options
 def mooncake_command(**given: Any) -> None:
-    """A trace of Mooncake's: its times, lengths and shared prefixes."""
+    """Replay a Mooncake trace: its times, lengths and shared prefixes."""
     rows = read_mooncake(given["file"])
     replay = replay_mooncake(
         rows, _cut(given), seed=given["seed"], tick_s=text_forms.seconds(given["tick"]), shrink=given["shrink"]
@@ -155,24 +161,27 @@ def mooncake_command(**given: Any) -> None:
 @cut_options
 @plan_options
 def azure_command(**given: Any) -> None:
-    """A trace of Azure's: its times and lengths. It does not say what prompts share."""
+    """Replay an Azure trace: its times and lengths. The trace has no information on shared prefixes."""
     replay = replay_azure(read_azure(given["file"]), _cut(given))
     _finish("azure", given, replay.requests, _left_out(replay.num_too_long, replay.num_empty))
 
 
 @command.command("servegen")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--workload", help="Which of the file's workloads, such as language/m-small.")
-@click.option("--clients", metavar="N,N,…", help="Which clients.  [default: all]")
-@click.option("--top", type=click.IntRange(1), help="Only the clients with the most requests, so many.")
-@click.option("--start", type=Seconds(), help="Begin so far into the file's time.")
-@click.option("--seconds", type=Seconds(), required=True, help="Take so much of it.")
-@click.option("--rate-scale", type=Above(0.0), default=1.0, show_default=True, help="Factor on every client's rate.")
-@click.option("--limit", type=click.IntRange(1), help="Take so many requests at most.")
+@click.option("--workload", help="Workload in the file, such as language/m-small.")
+@click.option("--clients", metavar="N,N,…", help="Clients to use.  [default: all]")
+@click.option("--top", type=click.IntRange(1), help="Use only the N clients with the most requests.")
+@click.option("--start", type=Seconds(), help="Start at this time of the file.")
+@click.option("--seconds", type=Seconds(), required=True, help="Length of the part to take.")
+@click.option(
+    "--rate-scale", type=Above(0.0), default=1.0, show_default=True, help="Multiply every client's rate by this factor."
+)
+@click.option("--limit", type=click.IntRange(1), help="Take at most this many requests.")
 @length_options
 @plan_options
 def servegen_command(**given: Any) -> None:
-    """Bursty clients of ServeGen's, each a tenant: their rates and fitted gaps. The lengths are yours."""
+    """Bursty ServeGen clients, one tenant each, with their rates and fitted gaps. Lengths come from the
+    options."""
     time = {"start_s": given["start"] or 0.0, "duration_s": given["seconds"]}
     clients = None if given["clients"] is None else [_whole(part, "--clients") for part in given["clients"].split(",")]
     windows = choose_windows(
@@ -193,32 +202,37 @@ def servegen_command(**given: Any) -> None:
 @command.command("sharegpt")
 @click.argument("file", type=click.Path(path_type=Path))
 @arrival_options("sessions")
-@click.option("--max-turns", type=click.IntRange(1), help="So many turns of each conversation at most; 1: no sessions.")
+@click.option(
+    "--max-turns",
+    type=click.IntRange(1),
+    help="Use at most this many turns of each conversation; 1 means single requests.",
+)
 @click.option(
     "--think",
     metavar="TIMES",
     default="exponential:mean=5s",
     show_default=True,
-    help="From an answer's end to the next turn.",
+    help="Think time from the end of a response to the next turn.",
 )
 @click.option(
     "--history",
     type=click.Choice(["recorded", "answers"]),
     default="recorded",
     show_default=True,
-    help="Later turns hold the file's answers, or the server's (takes --tokenizer).",
+    help="Later turns contain the file's responses, or the server's own (needs --tokenizer).",
 )
 @click.option(
-    "--output-tokens", metavar=LENGTHS, help="Tokens of each answer.  [default: as recorded, which takes --tokenizer]"
+    "--output-tokens", metavar=LENGTHS, help="Tokens of each response.  [default: as recorded, which needs --tokenizer]"
 )
 @click.option(
     "--max-context",
     type=click.IntRange(2),
-    help="End a conversation before prompt and answer are longer; takes --tokenizer.",
+    help="End a conversation before prompt and response exceed this many tokens; needs --tokenizer.",
 )
 @plan_options
 def sharegpt_command(**given: Any) -> None:
-    """Your own conversations, in ShareGPT's form. With --tokenizer prompts are token ids, else texts."""
+    """Replay your own conversations in ShareGPT format. Prompts are token ids with --tokenizer, texts
+    without."""
     encode = None if given["tokenizer"] is None else encoder_of(given["tokenizer"])
     found = read_conversations(given["file"])
     requests = replay_conversations(
@@ -233,7 +247,7 @@ def sharegpt_command(**given: Any) -> None:
         max_context=given["max_context"],
     )
     notes = (
-        [f"left out    {found.num_unusable:,} conversations that do not begin with a user's text and an answer"]
+        [f"left out    {found.num_unusable:,} conversations that do not start with a user's text and a response"]
         if found.num_unusable
         else []
     )
@@ -245,37 +259,39 @@ def sharegpt_command(**given: Any) -> None:
 @click.option(
     "--cache-tokens",
     type=click.IntRange(1),
-    help="Also say the best prefix hit of a cluster that holds so many tokens.",
+    help="Also print the best prefix hit ratio of a cluster whose KV cache holds this many tokens.",
 )
-@click.option("--json", "is_json", is_flag=True, help="As one JSON object.")
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 def show_command(file: Path, cache_tokens: int | None, is_json: bool) -> None:
-    """Check a plan, and say what it asks for."""
+    """Check a plan and print its summary."""
     plan = read_plan(file)
     _show(file, plan_hash(file), plan, cache_tokens, is_json=is_json)
 
 
-# From arguments to parts of a plan.
+# Parsing of arguments into parts of a plan.
 
 
 def _times(given: Mapping[str, Any]) -> Floats:
-    """Raises BadPlan."""
+    """Return the arrival times in seconds. Raises BadPlan."""
     rate, gaps, until_s, count = given["rate"], given["gaps"], given["seconds"], given["count"]
     if gaps.startswith("file:"):
         if rate is not None:
-            raise BadPlan("--rate has no place beside --arrivals file:…, which says when requests arrive")
+            raise BadPlan("--rate cannot be combined with --arrivals file:…, which contains the arrival times")
         times_s = trace_times(read_times(gaps.removeprefix("file:")).tolist(), until_s=until_s)[:count]
     else:
         if rate is None:
-            raise BadPlan("how fast? Give --rate, such as 5 or ramp:1-10@60s")
+            raise BadPlan("the rate is missing; give --rate, such as 5 or ramp:1-10@60s")
         process, rates = parse_gaps(gaps), parse_rate(rate)
         is_endless = text_forms.split_kind(rate)[0] not in ("ramp", "steps")
         if is_endless and until_s is None and count is None:
-            raise BadPlan("for how long? Give --seconds or a count")
+            raise BadPlan("the plan has no end; give --seconds, --requests or --sessions")
         times_s = arrivals(draws.stream(given["seed"], "arrivals"), process, rates, until_s=until_s, count=count)
         if count is not None and until_s is None and len(times_s) < count:
-            raise BadPlan(f"only {len(times_s)} of {count} arrive before the rate `{rate}` ends")
+            raise BadPlan(
+                f"only {len(times_s)} of {count} arrive before the rate `{rate}` ends; give fewer, or a longer rate"
+            )
     if not len(times_s):
-        raise NothingArrives("nothing arrives in that time: make it longer, or the rate higher")
+        raise NothingArrives("no request arrives in this time; give a longer time or a higher rate")
     return times_s
 
 
@@ -296,9 +312,11 @@ def _cut(given: Mapping[str, Any]) -> Cut:
 
 
 def _mixes(given: Mapping[str, Any]) -> Mixes:
-    """Raises BadPlan or BadSlo."""
+    """Return the request attributes that are drawn at random. Raises BadPlan or BadSlo."""
     if given["slo"] is not None and given["slo_classes"]:
-        raise BadPlan("--slo is for all requests; with --slo-class each class has its own")
+        raise BadPlan(
+            "--slo applies to all requests and cannot be combined with --slo-class, which sets it for each class"
+        )
     classes, slos = (
         parse_classes(given["slo_classes"])
         if given["slo_classes"]
@@ -314,12 +332,10 @@ def _mixes(given: Mapping[str, Any]) -> Mixes:
 
 
 def _vocabulary(given: Mapping[str, Any]) -> Vocabulary:
-    """Raises BadPlan."""
+    """Return the tokens that prompts are drawn from. Raises BadPlan."""
     if given["tokenizer"] is not None:
         if given["vocab_size"] is not None or given["first_token_id"] is not None:
-            raise BadPlan(
-                "--vocab-size and --first-token-id are for a tokenizer that is not at hand: --tokenizer says both itself"
-            )
+            raise BadPlan("--vocab-size and --first-token-id cannot be combined with --tokenizer, which defines both")
         return vocabulary_of(given["tokenizer"])
     if given["vocab_size"] is not None:
         first_id = given["first_token_id"]
@@ -329,26 +345,26 @@ def _vocabulary(given: Mapping[str, Any]) -> Vocabulary:
             else vocabulary_of_size(given["vocab_size"], first_id)
         )
     if given["first_token_id"] is not None:
-        raise BadPlan("--first-token-id goes with --vocab-size")
+        raise BadPlan("--first-token-id needs --vocab-size")
     return DEFAULT_VOCABULARY
 
 
 def _whole(text: str, option: str) -> int:
     if not text.strip().isdigit():
-        raise BadPlan(f"{option}: `{text}` is no whole number")
+        raise BadPlan(f"{option}: `{text}` is not a whole number")
     return int(text)
 
 
 def _left_out(num_too_long: int, num_empty: int) -> list[str]:
     notes = []
     if num_too_long:
-        notes.append(f"left out    {num_too_long:,} requests that are longer than --max-tokens")
+        notes.append(f"left out    {num_too_long:,} requests longer than --max-tokens")
     if num_empty:
-        notes.append(f"left out    {num_empty:,} requests without a prompt or an answer")
+        notes.append(f"left out    {num_empty:,} requests without a prompt or a response")
     return notes
 
 
-# From parts to a file.
+# Assembling and writing the plan.
 
 
 def _finish(
@@ -373,8 +389,7 @@ def _is_recorded(name: str, value: Any) -> bool:
 
 
 def _recorded(name: str, value: Any) -> Any:
-    """For `made_by`: a file by its name and content, gzipped or not, since its path means nothing
-    elsewhere."""
+    """Return a value in the form for `made_by`. A file is recorded by name and content hash, not by path."""
     if name not in FILES:
         return list(value) if isinstance(value, tuple) else value
     path = value / "tokenizer.json" if value.is_dir() else value

@@ -1,4 +1,4 @@
-"""Options that the sources of `loadgen plan` have in common."""
+"""Options that several sources of `loadgen plan` share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loadgen.commands.option_types import Above, Seconds
 F = TypeVar("F", bound=Callable[..., Any])
 
 LENGTHS = "LENGTHS"
-"""Metavar of `loadgen.plan.lengths`; its forms stand in the help of the group."""
+"""Metavar for `loadgen.plan.lengths`. The help of the command group explains its forms."""
 
 
 def plan_options(function: F) -> F:
-    """What every plan has."""
+    """Add the options that every source has."""
     return _all(
         function,
         click.option(
@@ -25,58 +25,68 @@ def plan_options(function: F) -> F:
             "--out",
             type=click.Path(path_type=Path, dir_okay=False),
             required=True,
-            help="The plan's file: .jsonl or .jsonl.gz.",
+            help="Plan file to write: .jsonl or .jsonl.gz.",
         ),
-        click.option("--name", help="What reports call it.  [default: the source's name]"),
+        click.option("--name", help="Name of the plan in reports.  [default: the source's name]"),
         click.option(
             "--seed",
             type=click.IntRange(0),
             default=0,
             show_default=True,
-            help="Another seed makes another plan, with other tokens.",
+            help="Seed of all random draws, tokens included.",
         ),
         click.option(
             "--tokenizer",
             type=click.Path(path_type=Path),
-            help="Draw tokens from its ordinary ones: tokenizer.json, or its directory.",
+            help="Draw prompt tokens from this tokenizer's ordinary tokens: tokenizer.json or its directory.",
         ),
         click.option(
             "--vocab-size",
             type=click.IntRange(2),
-            help="Or from so many.  [default: ids 1000 to 4095, which are text nearly everywhere]",
+            help="Draw prompt tokens from a vocabulary of this size.  [default: ids 1000 to 4095, ordinary text in nearly every tokenizer]",
         ),
         click.option(
-            "--first-token-id", type=click.IntRange(0), help="The lowest id with --vocab-size.  [default: 1000]"
+            "--first-token-id",
+            type=click.IntRange(0),
+            help="Lowest token id to draw, with --vocab-size.  [default: 1000]",
         ),
-        click.option("--slo", metavar="SLO", help="The promise to every request, such as ttft=500ms,tpot=50ms."),
+        click.option("--slo", metavar="SLO", help="SLO of every request, such as ttft=500ms,tpot=50ms."),
         click.option(
             "--slo-class",
             "slo_classes",
             multiple=True,
             metavar="NAME:SHARE[:SLO]",
-            help="Classes instead, such as interactive:0.7:ttft=500ms,tpot=50ms. Repeatable.",
+            help="SLO class with its share of requests, such as interactive:0.7:ttft=500ms,tpot=50ms. Repeatable.",
         ),
-        click.option("--tenants", metavar="NAME:SHARE,…", help="Who asks, such as a:3,b:1."),
-        click.option("--priorities", metavar="N:SHARE,…", help="Lower goes first, such as 0:9,5:1."),
+        click.option(
+            "--tenants", metavar="NAME:SHARE,…", help="Tenants with their shares of requests, such as a:3,b:1."
+        ),
+        click.option(
+            "--priorities",
+            metavar="N:SHARE,…",
+            help="Priorities with their shares, such as 0:9,5:1; lower is more urgent.",
+        ),
         click.option(
             "--cancel",
             type=click.FloatRange(0, 1),
             default=0.0,
-            help="The part of clients who leave during their last answer.",
+            help="Share of clients that cancel during their last response.",
         ),
         click.option(
-            "--stop-at-eos", is_flag=True, help="Let answers end themselves; else each has the planned length."
+            "--stop-at-eos",
+            is_flag=True,
+            help="Let responses end at EOS; by default each has exactly the planned length.",
         ),
         click.option(
             "--cache-tokens",
             type=click.IntRange(1),
-            help="Also say the best prefix hit of a cluster that holds so many tokens.",
+            help="Also print the best prefix hit ratio of a cluster whose KV cache holds this many tokens.",
         ),
     )
 
 
 def arrival_options(count: str) -> Callable[[F], F]:
-    """When requests or sessions arrive. `count`: which of them."""
+    """Add the options for arrival times. `count` names what arrives: requests or sessions."""
 
     def decorate(function: F) -> F:
         return _all(
@@ -84,7 +94,7 @@ def arrival_options(count: str) -> Callable[[F], F]:
             click.option(
                 "--rate",
                 metavar="RATE",
-                help=f"{count.capitalize()} a second: 5, ramp:1-10@60s, steps:2@60s,4@30s, onoff:10@5s,0@15s.",
+                help=f"{count.capitalize()} per second: 5, ramp:1-10@60s, steps:2@60s,4@30s, onoff:10@5s,0@15s.",
             ),
             click.option(
                 "--arrivals",
@@ -92,29 +102,30 @@ def arrival_options(count: str) -> Callable[[F], F]:
                 default="poisson",
                 show_default=True,
                 metavar="PROCESS",
-                help="poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5; or file:PATH, one time in seconds a line.",
+                help="poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5; or file:PATH with one time in seconds per line.",
             ),
-            click.option("--seconds", type=Seconds(), help="Arrivals for so long."),
-            click.option(f"--{count}", "count", type=click.IntRange(1), help=f"So many {count}."),
+            click.option("--seconds", type=Seconds(), help="Time over which they arrive."),
+            click.option(f"--{count}", "count", type=click.IntRange(1), help=f"Number of {count}."),
         )
 
     return decorate
 
 
 def length_options(function: F) -> F:
+    """Add the options for prompt and response lengths."""
     return _all(
         function,
         click.option(
             "--input-tokens", metavar=LENGTHS, default="512", show_default=True, help="New tokens of each prompt."
         ),
         click.option(
-            "--output-tokens", metavar=LENGTHS, default="128", show_default=True, help="Tokens of each answer."
+            "--output-tokens", metavar=LENGTHS, default="128", show_default=True, help="Tokens of each response."
         ),
     )
 
 
 def prefix_options(count: int, help_of_count: str) -> Callable[[F], F]:
-    """System prompts; `count` is the default number of them."""
+    """Add the options for system prompts. `count` is the default number of them."""
 
     def decorate(function: F) -> F:
         return _all(
@@ -127,14 +138,18 @@ def prefix_options(count: int, help_of_count: str) -> Callable[[F], F]:
                 help=help_of_count,
             ),
             click.option(
-                "--prefix-tokens", metavar=LENGTHS, default="1024", show_default=True, help="Tokens of each of them."
+                "--prefix-tokens",
+                metavar=LENGTHS,
+                default="1024",
+                show_default=True,
+                help="Tokens of each system prompt.",
             ),
             click.option(
                 "--zipf",
                 type=click.FloatRange(0),
                 default=1.0,
                 show_default=True,
-                help="The r-th is taken with a probability in proportion to 1/r^ZIPF; 0: all alike.",
+                help="Popularity: the r-th prompt is chosen with probability proportional to 1/r^ZIPF; 0 is uniform.",
             ),
         )
 
@@ -142,30 +157,30 @@ def prefix_options(count: int, help_of_count: str) -> Callable[[F], F]:
 
 
 def cut_options(function: F) -> F:
-    """Which part of a trace."""
+    """Add the options that select a part of a trace."""
     return _all(
         function,
         click.argument("file", type=click.Path(path_type=Path)),
-        click.option("--start", type=Seconds(), help="Begin so far into the trace."),
-        click.option("--seconds", type=Seconds(), help="Take so much of its time."),
-        click.option("--limit", type=click.IntRange(1), help="Take so many requests at most."),
+        click.option("--start", type=Seconds(), help="Start at this time of the trace."),
+        click.option("--seconds", type=Seconds(), help="Length of the part to take."),
+        click.option("--limit", type=click.IntRange(1), help="Take at most this many requests."),
         click.option(
             "--time-scale",
             type=Above(0.0),
             default=1.0,
             show_default=True,
-            help="Factor on all times; 0.5 doubles the rate.",
+            help="Multiply all times by this factor; 0.5 doubles the rate.",
         ),
         click.option(
             "--max-tokens",
             type=click.IntRange(2),
-            help="Leave out requests whose prompt and answer together are longer.",
+            help="Leave out requests whose prompt and response together have more tokens.",
         ),
     )
 
 
 def _all(function: F, *options: Callable[[F], F]) -> F:
-    """The options in the order of `--help`."""
+    """Apply the options so that `--help` lists them in the given order."""
     for option in reversed(options):
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""`loadgen report`: show what runs have measured."""
+"""Implements `loadgen report`: writes reports of one or several runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loadgen.slo_target import SloTarget
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where to write.  [default: DIR, or what holds them]",
+    help="Directory to write to.  [default: DIR, or the common parent of several]",
 )
 @click.option(
     "--slo",
@@ -30,17 +30,17 @@ from loadgen.slo_target import SloTarget
     multiple=True,
     type=SloOf(),
     metavar="[CLASS:]SLO",
-    help="Judge by this promise instead of the run's.",
+    help="Evaluate against this SLO instead of the run's.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="How many workers or GPUs share the goodput.  [default: as the run says]",
+    help="Number of workers or GPUs, for goodput per worker.  [default: as recorded in the run]",
 )
 @click.option(
     "--kv-tokens",
     type=click.IntRange(min=1),
-    help="How many tokens all its KV memory holds.  [default: as the run says]",
+    help="KV cache size of the whole server in tokens.  [default: as recorded in the run]",
 )
 def command(
     results: tuple[Path, ...],
@@ -49,11 +49,9 @@ def command(
     workers: int | None,
     kv_tokens: int | None,
 ) -> None:
-    """Write report.html (one file that needs nothing else), report.json, requests.csv and report.md for
-    results of `loadgen run`.
+    """Write report.html (self-contained), report.json, requests.csv and report.md for results of `loadgen run`.
 
-    Several results are drawn together: goodput by rate, where they differ in rate, and every curve side by
-    side.
+    Several results are drawn together: goodput by rate if they differ in rate, and every curve side by side.
     """
     runs = views_of(results, slos=slos, workers=workers, kv_tokens=kv_tokens)
     directory = out or _holder(results)
@@ -67,12 +65,14 @@ def command(
 
 
 def _holder(results: Sequence[Path]) -> Path:
-    """Raises UsageError where results lie too far apart for one place to be theirs."""
+    """Return the default output directory. Raises UsageError if the results have different parents."""
     if len(results) == 1:
         return results[0]
     parents = {path.resolve().parent for path in results}
     if len(parents) > 1:
-        raise click.UsageError(f"the results lie in {len(parents)} directories: say by --out where the report goes")
+        raise click.UsageError(
+            f"the results are in {len(parents)} different directories; name the report's directory with --out"
+        )
     return parents.pop()
 
 
@@ -85,5 +85,5 @@ def _line(run: RunView) -> Text:
         else ""
     )
     return Text(
-        f"{run.name}: {counted} = {summary.offered} offered; attainment {percent(summary.joint.value)}{goodput}"
+        f"{run.name}: {counted} = {summary.offered} offered; SLO attainment {percent(summary.joint.value)}{goodput}"
     )

@@ -1,4 +1,4 @@
-"""`loadgen run`: from arguments to an `Order`, and from a finished run to words and an exit code."""
+"""Implements `loadgen run`: sends a plan, prints a summary and sets the exit code."""
 
 from __future__ import annotations
 
@@ -41,37 +41,41 @@ EXIT_INTERRUPTED = 130
 
 @click.command("run")
 @click.argument("plan", type=click.Path(path_type=Path), required=False)
-@click.option("--rate", type=Above(0.0), help="Without PLAN: this many requests a second, as a Poisson process.")
-@click.option("--seconds", type=Seconds(), help="Without PLAN: for so long.  [default: 30s]")
-@click.option("--input-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each prompt.  [default: 128]")
-@click.option("--output-tokens", type=click.IntRange(1), help="Without PLAN: tokens of each answer.  [default: 32]")
-@click.option("--seed", type=int, help="Without PLAN: another seed makes another workload.  [default: 0]")
+@click.option("--rate", type=Above(0.0), help="Requests per second with Poisson arrivals; only without PLAN.")
+@click.option("--seconds", type=Seconds(), help="Time over which requests arrive; only without PLAN.  [default: 30s]")
 @click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="Make prompts of the ordinary tokens, or words, of this one."
+    "--input-tokens", type=click.IntRange(1), help="Tokens of each prompt; only without PLAN.  [default: 128]"
 )
+@click.option(
+    "--output-tokens", type=click.IntRange(1), help="Tokens of each response; only without PLAN.  [default: 32]"
+)
+@click.option("--seed", type=int, help="Seed of the workload; only without PLAN.  [default: 0]")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Draw prompt tokens or words from this tokenizer.")
 @target_options
-@click.option("--out", type=click.Path(path_type=Path), help="Where the result goes.  [default: loadgen-DATE-NAME]")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for the result.  [default: loadgen-DATE-NAME]")
 @sending_options
 @click.option(
     "--check",
     "checks",
     is_flag=True,
-    help="Afterwards ask again, one at a time, and count answers whose tokens differ.",
+    help="Afterwards repeat each request alone and count responses whose tokens differ.",
 )
-@click.option("--quiet", is_flag=True, help="No live view.")
+@click.option("--quiet", is_flag=True, help="Do not show the live view.")
 @click.pass_context
 def command(ctx: click.Context, **given: Any) -> None:
-    """Send PLAN, a file of `loadgen plan`, to a server, and record what becomes of each request.
+    """Send PLAN, a file of `loadgen plan`, to a server and record every response.
 
-    The load is open-loop: every request goes out at its planned time, whatever the server does. Without PLAN, --rate makes one.
+    The load is open-loop: every request is sent at its planned time, whatever the server does. Without PLAN, --rate generates one.
 
     \b
-    Exit codes: 0 the run is valid, 2 it could not be done, 3 it is invalid (the generator itself was late, or worse),
-    4 --check has found answers that differ or could not ask again, 130 it was interrupted. How well the server did is not an exit code:
-    see `loadgen compare`.
+    Exit codes: 0 the run is valid, 2 an error occurred, 3 the run is invalid (for example, the generator sent late), 4 --check found
+    responses that differ or could not repeat the requests, 130 interrupted. The exit code does not say how well the server did: see
+    `loadgen compare`.
     """
     if given["checks"] and dict(given["bodies"]).get("temperature"):
-        raise click.UsageError("--check asks for the same answers again, and a temperature makes others")
+        raise click.UsageError(
+            "--check compares repeated responses and needs greedy decoding; leave out --body temperature"
+        )
     order = _order(ctx, given)
     _warn(order)
     try:
@@ -106,11 +110,11 @@ def _exit_code(finished: Finished) -> int:
     return EXIT_INVALID if finished.run.invalid else 0
 
 
-# From arguments to an order.
+# Parsing of arguments.
 
 
 def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
-    """Raises LoadgenError."""
+    """Return the run's specification. Raises LoadgenError."""
     plan = _plan(ctx, given)
     target, server = target_of(given)
     slos = promised(plan.slos, given["slos"])
@@ -138,11 +142,11 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
     if given["plan"] is not None:
         if made:
             raise click.UsageError(
-                f"--{next(iter(made)).replace('_', '-')} is for a run without PLAN: a plan says that itself"
+                f"--{next(iter(made)).replace('_', '-')} is only for a run without PLAN; the plan defines it"
             )
         return read_plan(given["plan"])
     if "rate" not in made:
-        raise click.UsageError("give a PLAN (see `loadgen plan`), or --rate for a first look")
+        raise click.UsageError("PLAN is missing; give a file of `loadgen plan`, or --rate for a first look")
     from loadgen.plan.workloads import DEFAULT_VOCABULARY, first_look
 
     vocabulary = DEFAULT_VOCABULARY
@@ -160,7 +164,7 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
     )
 
 
-# Words.
+# Output.
 
 
 def _warn(order: Order) -> None:
@@ -168,7 +172,7 @@ def _warn(order: Order) -> None:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     if order.processes > usable_cores():
         click.secho(
-            f"warning: {order.processes} processes share {usable_cores()} cores and will be in each other's way",
+            f"warning: {order.processes} processes share {usable_cores()} cores and will delay each other; give fewer --processes",
             fg="yellow",
             err=True,
         )
@@ -177,15 +181,17 @@ def _warn(order: Order) -> None:
         num_long = len(order.plan.longer_than(longest))
         if num_long:
             click.secho(
-                f"warning: {num_long} of {len(order.plan.requests)} requests are longer than the {longest} tokens that the server takes",
+                f"warning: {num_long} of {len(order.plan.requests)} requests exceed the server's max_model_len of {longest} tokens",
                 fg="yellow",
                 err=True,
             )
 
 
 def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finished, int]:
-    """With what asking again has shown, and the exit code for that alone. The run stands, whatever comes of
-    it."""
+    """Repeat the requests and return the run with the comparison noted, and the check's exit code.
+
+    The run's result is kept whatever the check finds.
+    """
     from loadgen.send.run.recheck import check
 
     def noted(text: str) -> Finished:
@@ -193,12 +199,12 @@ def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finis
 
     def progress(done: int, of: int) -> None:
         if not is_quiet and sys.stderr.isatty():
-            click.echo(f"\rasking again, one at a time: {done} of {of}", err=True, nl=False)
+            click.echo(f"\rrepeating requests one at a time: {done} of {of}", err=True, nl=False)
 
     try:
         checked = asyncio.run(check(order.plan, order.target, finished.records, progress))
     except KeyboardInterrupt:
-        return noted("interrupted while asking again"), EXIT_INTERRUPTED
+        return noted("interrupted while repeating requests"), EXIT_INTERRUPTED
     except LoadgenError as error:
         return noted(f"not done: {error}"), EXIT_DIFFERS
     finally:

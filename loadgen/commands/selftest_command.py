@@ -1,4 +1,4 @@
-"""`loadgen selftest`."""
+"""Implements `loadgen selftest`: measures and stores loadgen's own timing error."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ from loadgen.send.selftest.selftest import LIMIT_S, RATES, SelftestRate, selftes
 
 
 @click.command("selftest")
-@click.option("--seconds", type=Seconds(), default="5s", show_default=True, help="For each rate.")
+@click.option("--seconds", type=Seconds(), default="5s", show_default=True, help="Duration of the trial at each rate.")
 @click.option(
-    "--output-tokens", type=click.IntRange(2), default=32, show_default=True, help="Of each stream, one a message."
+    "--output-tokens",
+    type=click.IntRange(2),
+    default=32,
+    show_default=True,
+    help="Tokens of each stream, one in each message.",
 )
-@click.option("--gap", type=Seconds(), default="20ms", show_default=True, help="Between the tokens of a stream.")
+@click.option("--gap", type=Seconds(), default="20ms", show_default=True, help="Time between the tokens of a stream.")
 @click.option(
     "--rate",
     "rates",
     type=click.FloatRange(0, min_open=True),
     multiple=True,
-    help="Requests/s to try, instead of going up.",
+    help="Requests/s to try instead of the built-in series. Repeatable.",
 )
 @click.option(
-    "--priority", type=click.Choice([p.value for p in Priority]), default="high", show_default=True, help="As in `run`."
+    "--priority",
+    type=click.Choice([p.value for p in Priority]),
+    default="high",
+    show_default=True,
+    help="Scheduling priority of the sending process, as in `run`.",
 )
 @click.option(
-    "--attempts", type=click.IntRange(1), default=3, show_default=True, help="At each rate, until one succeeds."
+    "--attempts", type=click.IntRange(1), default=3, show_default=True, help="Trials at each rate until one succeeds."
 )
 @click.option(
-    "--require", type=click.FloatRange(0), default=0.0, help=f"Exit with {EXIT_INVALID} if less than this is kept."
+    "--require",
+    type=click.FloatRange(0),
+    default=0.0,
+    help=f"Exit with {EXIT_INVALID} if the highest reliable rate is below this.",
 )
 @click.pass_context
 def command(
@@ -45,11 +56,10 @@ def command(
     attempts: int,
     require: float,
 ) -> None:
-    """Measure loadgen's own error on this machine, against a server of its own whose delays are known.
+    """Measure loadgen's own timing error on this machine against a scripted server whose delays are known.
 
-    States the highest rate at which one process keeps its timing: p99 of the send lag and of each event's
-    arrival at most 2 ms, and no request dropped. `loadgen run` remembers it, and warns when a plan asks for
-    more.
+    Reports the highest rate at which one process stays accurate: the p99 of the send lag and of the delay of each event
+    is at most 2 ms, and no request is dropped. `loadgen run` uses the result to warn when a plan needs more.
     """
     load = machine.load()
     click.echo(f"{machine.cpu_model()}, {machine.usable_cores()} cores, load average {load[0] if load else '?'}")
@@ -68,17 +78,19 @@ def command(
     streams = f"requests/s of {output_tokens}-token streams in one process"
     if found is None:
         click.secho(
-            f"not even the lowest rate was kept; this machine is too busy (load average {machine.load()}) or too slow",
+            f"the lowest rate already failed; this machine is too slow or too busy (load average {machine.load()})",
             fg="red",
             bold=True,
         )
         ctx.exit(EXIT_INVALID)
     try:
-        click.echo(f"remembered in {calibration.save(found)}")
+        click.echo(f"saved to {calibration.save(found)}")
     except OSError as error:
-        click.secho(f"warning: `loadgen run` will not know of it: {error}", fg="yellow", err=True)
+        click.secho(f"warning: the result cannot be saved for `loadgen run`: {error}", fg="yellow", err=True)
     kept = found.rate_rps >= require
-    text = f"timing is kept (p99 error <= {LIMIT_S * 1e3:g} ms, no dropped send) up to {found.rate_rps:g} {streams}"
+    text = (
+        f"timing is accurate (p99 error <= {LIMIT_S * 1e3:g} ms, no dropped request) up to {found.rate_rps:g} {streams}"
+    )
     click.secho(text + ("" if kept else f"; {require:g} were required"), fg="green" if kept else "red", bold=True)
     ctx.exit(0 if kept else EXIT_INVALID)
 
@@ -88,5 +100,5 @@ def _row(trial: SelftestRate) -> str:
     return (
         f"  {trial.rate_rps:10g} {trial.achieved_rps:10.1f} {trial.num_dropped:9d} {lag[0] * 1e3:13.2f} ms {lag[1] * 1e3:6.2f}"
         f" {event[0] * 1e3:10.2f} ms {event[1] * 1e3:8.2f} {trial.cpu_share:7.0%} {trial.cpu_per_request_s * 1e6:9.0f} us"
-        + ("" if trial.is_kept else "   not kept")
+        + ("" if trial.is_kept else "   failed")
     )

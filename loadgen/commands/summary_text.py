@@ -1,4 +1,4 @@
-"""What `loadgen run` says at its end. The last line gives the classes, which sum to what was offered."""
+"""Terminal summary of `loadgen run`. The last line lists the outcomes, which sum to the offered requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadgen.send.run.run_plan import Finished, outcome_line
 
 
 def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
-    """Each with its colour, if any."""
+    """Yield the lines of the summary as (text, colour or "")."""
     run, records, terms = finished.run, finished.records, finished.terms
     sent = request_metrics.sending(records)
     if sent.lag_p99_s is not None:
@@ -25,7 +25,7 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         rates = ""
         if sent.due_rps is not None and sent.achieved_rps is not None:
             rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
-        lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 allowed {limit * 1e3:g} ms)"
+        lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 limit {limit * 1e3:g} ms)"
         yield f"sending     {rates}{lag}", ""
     whole = [record for record in records if request_metrics.is_whole(record, terms)]
     for name, values in (
@@ -36,7 +36,7 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         if values:
             p50, p90, p99 = percentiles(values, (50, 90, 99))
             yield (
-                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} whole answers, from the intended send",
+                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} complete responses, from the intended send time",
                 "",
             )
     outcomes = finished.outcomes
@@ -52,14 +52,14 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
             else ""
         )
         yield (
-            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every whole answer counts'})",
+            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every complete response counts'})",
             "",
         )
     deviation = prompt_count(records).deviation
     if deviation and not math.isnan(deviation):
         than = "more" if deviation > 0 else "fewer"
         yield (
-            f"prompts     the server counts {abs(deviation):.1%} {than} tokens than planned",
+            f"prompts     the server counted {abs(deviation):.1%} {than} tokens than planned",
             "yellow" if abs(deviation) > 0.02 else "",
         )
     for error, count in _errors(records):
@@ -68,7 +68,7 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         yield f"note        {note}", "yellow"
     yield f"result      {out}    loadgen report {out}", ""
     if run.interrupted:
-        yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests had come due", "red"
+        yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests were due", "red"
     for reason in run.invalid:
         yield f"INVALID     {reason}", "red"
     if (
@@ -77,7 +77,7 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         and run.machine.get("priority") != "realtime"
     ):
         yield (
-            "hint        where the generator shares cores with the server, --priority realtime helps; it needs root or CAP_SYS_NICE",
+            "hint        if the generator shares cores with the server, use --priority realtime; it needs root or CAP_SYS_NICE",
             "yellow",
         )
     yield outcome_line(outcomes, run.num_offered, is_valid=not run.invalid), "red" if run.invalid else ""

@@ -1,4 +1,4 @@
-"""Options that say whom a run is sent to, and how; and what they become."""
+"""Options for the target server and for sending, and their conversion to a `Target`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRPC_URL = "127.0.0.1:8001"
 
 
 def target_options(function: F) -> F:
-    """The server, and what is asked of it."""
+    """Add the options for the server and its API."""
     return _all(
         function,
         click.option(
@@ -36,36 +36,38 @@ def target_options(function: F) -> F:
             "urls",
             multiple=True,
             metavar="URL",
-            help=f"The server; several take turns.  [default: {HTTP_URL}, gRPC {GRPC_URL}]",
+            help=f"Server address. Repeatable: requests alternate between the servers.  [default: {HTTP_URL}, gRPC {GRPC_URL}]",
         ),
         click.option(
             "--protocol",
             type=click.Choice(["http", "grpc"]),
             default="http",
             show_default=True,
-            help="grpc: Baton's own.",
+            help="grpc is Baton's own protocol.",
         ),
         click.option(
             "--api",
             type=click.Choice(["completions", "chat"]),
             default="completions",
             show_default=True,
-            help="Over HTTP.",
+            help="HTTP API to use.",
         ),
         click.option(
             "--prompts",
             type=click.Choice(["ids", "text"]),
-            help="What prompts are sent as.  [default: ids, for a chat text]",
+            help="Form of the prompts.  [default: ids, for a chat text]",
         ),
         click.option(
-            "--dialect", type=click.Choice([*DIALECTS]), help="The server's kind.  [default: as /v1/models says]"
+            "--dialect",
+            type=click.Choice([*DIALECTS]),
+            help="Kind of server, for API extensions.  [default: detected from /v1/models]",
         ),
-        click.option("--model", help="The model's name.  [default: the first of /v1/models]"),
+        click.option("--model", help="Model name.  [default: the first of /v1/models]"),
         click.option(
             "--api-key",
             type=ApiKey(),
             envvar="OPENAI_API_KEY",
-            help="Sent as a bearer token; also the variable OPENAI_API_KEY.",
+            help="API key, sent as a bearer token; or set OPENAI_API_KEY.",
         ),
         click.option(
             "--header",
@@ -73,7 +75,7 @@ def target_options(function: F) -> F:
             multiple=True,
             type=Headers(),
             metavar="NAME:VALUE",
-            help="One more header. Repeatable.",
+            help="Additional HTTP header. Repeatable.",
         ),
         click.option(
             "--body",
@@ -81,71 +83,74 @@ def target_options(function: F) -> F:
             multiple=True,
             type=Bodies(),
             metavar="FIELD=JSON",
-            help="One more field of each body. Repeatable.",
+            help="Additional field of each request body. Repeatable.",
         ),
         click.option(
             "--admin",
             metavar="HOST:PORT",
-            help=f"Baton's gRPC address, to ask for its workers and their KV memory.  [default: --url of gRPC; without --url {GRPC_URL}]",
+            help=f"Baton's gRPC address, to read its number of workers and KV cache size.  [default: --url of gRPC; without --url {GRPC_URL}]",
         ),
-        click.option("--insecure", is_flag=True, help="Take any TLS certificate, over HTTP."),
+        click.option("--insecure", is_flag=True, help="Accept any TLS certificate (HTTP only)."),
         click.option(
             "--slo",
             "slos",
             multiple=True,
             type=SloOf(),
             metavar="[CLASS:]SLO",
-            help="ttft=500ms,tpot=50ms,e2e=10s; instead of the plan's.",
+            help="SLO instead of the plan's, such as ttft=500ms,tpot=50ms,e2e=10s. Repeatable.",
         ),
         click.option(
             "--timeout",
             type=Seconds(),
             default="600s",
             show_default=True,
-            help="The client's patience for one request.",
+            help="Client timeout of one request.",
         ),
     )
 
 
 def sending_options(function: F) -> F:
-    """How it is sent."""
+    """Add the options for how requests are sent."""
     return _all(
         function,
-        click.option("--label", default="", help="What reports call this run."),
+        click.option("--label", default="", help="Name of this run in reports."),
         click.option(
-            "--workers", type=click.IntRange(1), help="How many workers or GPUs the server has, for goodput per worker."
+            "--workers", type=click.IntRange(1), help="Number of workers or GPUs of the server, for goodput per worker."
         ),
         click.option(
             "--kv-tokens",
             type=click.IntRange(1),
-            help="How many tokens all its KV memory holds, for the best prefix hit ratio it allows.",
+            help="KV cache size of the whole server in tokens, for the best possible prefix hit ratio.",
         ),
         click.option(
             "--processes",
             default="1",
             show_default=True,
             metavar="N|auto",
-            help="That send. One does some hundred requests a second.",
+            help="Sending processes. One handles a few hundred requests/s.",
         ),
         click.option(
             "--priority",
             type=click.Choice([p.value for p in Priority]),
             default="high",
             show_default=True,
-            help="Of the processes that send.",
+            help="Scheduling priority of the sending processes.",
         ),
         click.option(
             "--warmup",
             default=1,
             show_default=True,
             type=click.IntRange(0),
-            help="Requests before, which share no token with the plan.",
+            help="Warm-up requests before the run; they share no prefix with the plan.",
         ),
     )
 
 
 def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
-    """Asks the server what it is."""
+    """Return the target and what its server reports about itself. Contacts the server.
+
+    Raises LoadgenError if the server cannot be used and click.UsageError for contradicting options.
+    """
     is_grpc = given["protocol"] == "grpc"
     urls = given["urls"] or (GRPC_URL if is_grpc else HTTP_URL,)
     headers = dict(given["headers"])
@@ -153,22 +158,20 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
         headers["Authorization"] = f"Bearer {given['api_key']}"
     if is_grpc:
         if given["api"] == "chat" or given["dialect"]:
-            raise click.UsageError("--protocol grpc has one API and one dialect, Baton's")
+            raise click.UsageError("--protocol grpc cannot be combined with --api chat or --dialect")
         server = ask_grpc(urls[0], headers, is_insecure=given["insecure"])
     else:
         server = ask_http(urls[0], headers, is_insecure=given["insecure"])
     model = given["model"] or next(iter(server.models), "")
     if not model:
-        raise LoadgenError(
-            f"{urls[0]} does not say which models it serves ({server.facts.get('models')}): give one with --model"
-        )
+        raise LoadgenError(f"{urls[0]} does not list its models ({server.facts.get('models')}); name one with --model")
     dialect = (
         DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
     )
     server = replace(server, facts={**server.facts, **_cluster_facts(given, server, model, headers)})
     is_text = given["api"] == "chat" or not dialect.token_prompts
     if given["prompts"] == "ids" and is_text:
-        raise click.UsageError("--prompts ids: neither a chat nor a server that takes text only can be sent token ids")
+        raise click.UsageError("--prompts ids cannot be used with --api chat or with a server that accepts text only")
     return Target(
         urls=tuple(urls),
         model=model,
@@ -185,8 +188,10 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
 
 
 def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Of a Baton whose gRPC address is known. Raises LoadgenError where the user has named an address that
-    does not tell."""
+    """Return the number of workers and the KV cache size of a Baton cluster, if its gRPC address is known.
+
+    Raises LoadgenError only if the user named the address with --admin.
+    """
     if given["admin"]:
         return ask_admin(given["admin"], headers, model, is_insecure=given["insecure"])
     known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
@@ -194,11 +199,12 @@ def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers
         return {}
     try:
         return ask_admin(known, headers, model)
-    except LoadgenError as error:  # nobody has asked for it: another cluster's, or the key is not an admin's
-        return {"cluster": f"not told: {error}"}
+    except LoadgenError as error:  # the address was only assumed: another cluster, or a key without admin rights
+        return {"cluster": f"unknown: {error}"}
 
 
 def processes_of(text: str, plan: Plan, priority: Priority) -> int:
+    """Return the number of sending processes for the text of --processes. Raises click.BadParameter."""
     if text == "auto":
         return min(usable_cores(), calibration.processes_for(*peak_rates(plan.requests), calibration.load(priority)))
     if not text.isdigit() or not 1 <= int(text) <= 256:
@@ -207,12 +213,12 @@ def processes_of(text: str, plan: Plan, priority: Priority) -> int:
 
 
 def rates_warning(plan: Plan, processes: int, priority: Priority) -> str:
-    """Where the plan asks for more than so many processes are known to send in time; else empty."""
+    """Return a warning if the plan needs more than `processes` can send in time, else an empty text."""
     return calibration.warning(*peak_rates(plan.requests), processes, calibration.load(priority))
 
 
 def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, SloTarget]) -> dict[str, Any]:
-    """The effective arguments, as they may be shown: names of headers, not their values."""
+    """Return the effective arguments without secrets: headers by name only."""
     kept = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in given.items()
@@ -233,7 +239,7 @@ def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, SloTar
 
 
 def server_facts(given: Mapping[str, Any], server: Server) -> dict[str, Any]:
-    """For the result: what the server says of itself, and what the user says of it."""
+    """Return the facts about the server for the result, with the user's --workers and --kv-tokens applied."""
     facts = dict(server.facts)
     for name in ("workers", "kv_tokens"):
         if given[name]:
@@ -244,7 +250,7 @@ def server_facts(given: Mapping[str, Any], server: Server) -> dict[str, Any]:
 
 
 def _all(function: F, *options: Callable[[F], F]) -> F:
-    """The options in the order of `--help`."""
+    """Apply the options so that `--help` lists them in the given order."""
     for option in reversed(options):
         function = option(function)
     return function

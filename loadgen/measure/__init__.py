@@ -1,1 +1,1 @@
-"""Records of a run, and the metrics derived from them."""
+"""Records of a run, and the metrics computed from them."""

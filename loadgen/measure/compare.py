@@ -1,9 +1,9 @@
-"""Is run B better than run A? Request by request, where both have run the same plan.
+"""Compares two runs, request by request if both ran the same plan.
 
-Pairing by index takes out what the plan does to both: a long prompt is long in A and in B. Latencies are of
-requests that were answered whole in both; how many were not shows in the attainment, whose denominator is
-every request that was offered in both. An interval covers other requests of these two runs, not other runs:
-on a machine whose speed drifts, alternate and repeat.
+Pairing by request index removes the plan's own influence: a long prompt is long in both runs. Latencies are
+compared over requests with a complete response in both runs. Attainment shows how many are missing; its
+denominator is all requests that both runs offered. Intervals describe other requests of these two runs, not
+other runs: on a machine whose speed drifts, alternate the systems and repeat.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HIGHER_IS_BETTER = ("attainment", "goodput")
 
 
 class NotComparable(LoadgenError):
-    """Two results that say nothing about each other, or a threshold that cannot be read."""
+    """Two results cannot be compared, or a threshold is invalid."""
 
 
 class ComparisonVerdict(StrEnum):
-    """`UNKNOWN`: too few values to tell."""
+    """Result of comparing one metric. UNKNOWN means too few values."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -45,8 +45,10 @@ class ComparisonVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One metric of both runs, in seconds, as a share, or in requests/s; `interval` is of after - before. NaN
-    without values."""
+    """One metric of both runs, in seconds, as a share or in requests/s.
+
+    NaN means no values. `interval` is that of `difference`. `count` is the number of compared requests.
+    """
 
     metric: str
     before: float
@@ -56,17 +58,19 @@ class Change:
 
     @property
     def difference(self) -> float:
+        """The change from the first run to the second."""
         return self.after - self.before
 
     @property
     def relative(self) -> float:
-        """difference / before; NaN or infinite from nothing."""
+        """The difference relative to the first run; NaN or infinite if that is zero."""
         if self.before == 0:
             return 0.0 if self.difference == 0 else math.copysign(math.inf, self.difference)
         return self.difference / self.before
 
     @property
     def verdict(self) -> ComparisonVerdict:
+        """Better or worse if the interval excludes zero."""
         if self.interval is None or math.isnan(self.difference):
             return ComparisonVerdict.UNKNOWN
         if not self.interval.excludes_zero:
@@ -80,8 +84,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`invalid`: reasons of either run, by its name; then nothing is decided. `notes`: what limits what this
-    says."""
+    """The changes between two runs.
+
+    - `before`, `after`: names of the runs
+    - `invalid`: reasons why a run is invalid, with its name; nothing is decided then
+    - `notes`: limitations of the comparison
+    """
 
     before: str
     after: str
@@ -91,7 +99,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds, shares, requests/s; null for what there is none of."""
+        """Return the JSON form in seconds, shares and requests/s. Missing values are null."""
         return {
             "loadgen_compare": 1,
             "before": self.before,
@@ -118,7 +126,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegressionBound:
-    """`ttft_p50 > +5%`: what must not be seen. `amount` in the metric's own unit, or relative."""
+    """A limit for one change, such as `ttft_p50 > +5%`. `amount` is relative or in the metric's own unit."""
 
     text: str
     metric: str
@@ -128,18 +136,18 @@ class RegressionBound:
 
     @classmethod
     def parse(cls, text: str) -> RegressionBound:
-        """Raises NotComparable."""
+        """Return the bound for a text. Raises NotComparable."""
         match = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%|us|ms|s|pp|rps)\s*", text)
         if match is None:
             raise NotComparable(
-                f"`{text}` is no threshold: write METRIC > +5%, METRIC > 20ms, attainment < -1pp or goodput < -0.5rps"
+                f"`{text}` is not a threshold; write METRIC > +5%, METRIC > 20ms, attainment < -1pp or goodput < -0.5rps"
             )
         metric, sign, number, unit = match.groups()
         if metric not in METRICS:
-            raise NotComparable(f"`{metric}` is no metric of a comparison; there are {', '.join(METRICS)}")
+            raise NotComparable(f"`{metric}` is not a metric of a comparison; known are {', '.join(METRICS)}")
         units = {"attainment": ("pp",), "goodput": ("rps",)}.get(metric, ("us", "ms", "s"))
         if unit not in ("%", *units):
-            raise NotComparable(f"`{text}`: {metric} changes by % or {' or '.join(units)}")
+            raise NotComparable(f"`{text}`: the unit of {metric} must be % or {' or '.join(units)}")
         scale = {"%": 0.01, "pp": 0.01, "us": 1e-6, "ms": 1e-3, "s": 1.0, "rps": 1.0}[unit]
         return cls(
             text=text.strip(),
@@ -150,8 +158,7 @@ class RegressionBound:
         )
 
     def is_crossed(self, comparison: Comparison) -> bool | None:
-        """By the change that was seen, whatever its interval. None where there is none to be seen: a run has
-        no such value."""
+        """True if the observed change crosses the bound, whatever its interval. None if a run has no value."""
         change = next(change for change in comparison.changes if change.metric == self.metric)
         seen = change.relative if self.is_relative else change.difference
         if math.isnan(seen):
@@ -162,19 +169,22 @@ class RegressionBound:
 def compare(
     before: Result, after: Result, *, unpaired: bool = False, terms: Terms | None = None, seed: int = 0
 ) -> Comparison:
-    """Raises NotComparable for different plans, unless `unpaired`: then both are two samples that have
-    nothing to do with each other."""
+    """Compare two results.
+
+    Raises NotComparable for different plans, unless `unpaired` treats them as two independent samples.
+    `terms` replaces the first run's SLOs.
+    """
     notes = [*_named(before, before.notes), *_named(after, after.notes)]
     is_named_alike = before.name == after.name
     names = [f"{one.name} ({one.path.resolve().name})" if is_named_alike else one.name for one in (before, after)]
     is_paired = not unpaired
     if is_paired and before.run.plan_hash != after.run.plan_hash:
         raise NotComparable(
-            f"{before.name} and {after.name} have run different plans ({before.run.plan_hash[:12]}, {after.run.plan_hash[:12]}): run the "
-            "same plan file, or say --unpaired"
+            f"{before.name} and {after.name} ran different plans ({before.run.plan_hash[:12]}, {after.run.plan_hash[:12]}); run the "
+            "same plan file or use --unpaired"
         )
     if terms is None and dict(before.run.slos) != dict(after.run.slos):
-        notes.append(f"the runs promised different SLOs; both are held against {before.name}'s")
+        notes.append(f"the runs have different SLOs; both are evaluated against {before.name}'s")
     terms = terms or Terms(slos=before.run.slos, ignore_eos=before.run.ignore_eos)
     sides = [
         Measures.of(result.records, replace(terms, ignore_eos=result.run.ignore_eos)) for result in (before, after)
@@ -211,7 +221,10 @@ def compare(
 
 
 def regressions(comparison: Comparison, allowed: float) -> list[Change]:
-    """What is worse beyond doubt, and by more than the share `allowed` of what it was."""
+    """Return the changes that are worse by more than the share `allowed`.
+
+    Their interval must exclude zero.
+    """
     return [
         change
         for change in comparison.changes
@@ -224,7 +237,10 @@ def _named(result: Result, texts: Sequence[str]) -> list[str]:
 
 
 def _common(before: Measures, after: Measures) -> list[Measures]:
-    """The requests that both have, in the order of A's intended times."""
+    """Return both runs restricted to the requests that both offered.
+
+    Both are in the first run's order of intended times.
+    """
     rows = {record.index: row for row, record in enumerate(after.records)}
     pairs = [(row, rows[record.index]) for row, record in enumerate(before.records) if record.index in rows]
     if not pairs:

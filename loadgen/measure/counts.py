@@ -1,4 +1,4 @@
-"""Counts of a run as it goes, small enough to be sent from process to process and added up."""
+"""Progress counts of a run, small enough to be sent between processes and added up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Self
 _FIRST_S = 1e-5
 _STEP = 1.15
 _NUM_BUCKETS = 120
-"""Up to three minutes, to within 7 %."""
+"""Covers delays up to almost three minutes, in buckets that grow by 15 %."""
 
 
 class LagHistogram:
-    """Delays in buckets that grow by a constant factor."""
+    """Histogram of delays with exponentially growing buckets."""
 
     def __init__(self) -> None:
         self._buckets = [0] * _NUM_BUCKETS
@@ -22,13 +22,14 @@ class LagHistogram:
         self.maximum_s = 0.0
 
     def add(self, lag_s: float) -> None:
+        """Count one delay."""
         bucket = int(math.log(lag_s / _FIRST_S, _STEP)) + 1 if lag_s > _FIRST_S else 0
         self._buckets[min(bucket, _NUM_BUCKETS - 1)] += 1
         self.count += 1
         self.maximum_s = max(self.maximum_s, lag_s)
 
     def percentile(self, q: float) -> float | None:
-        """In seconds: the upper end of the bucket that holds it."""
+        """Return the q-th percentile in seconds, rounded up to the end of its bucket. None without values."""
         if not self.count:
             return None
         left = self.count * q / 100
@@ -61,8 +62,13 @@ class LagHistogram:
 
 
 class Counts:
-    """`due`: whose time has come (those of a turn that was dropped included). `in_flight`: sent, and not
-    ended."""
+    """Progress of a run.
+
+    - `due`: requests whose planned time has come, including dropped later turns
+    - `sent`: ended requests that were sent
+    - `in_flight`: sent and not ended
+    - `not_sent`: requests that this machine could not send
+    """
 
     def __init__(self) -> None:
         self.due = 0
@@ -77,6 +83,7 @@ class Counts:
 
     @property
     def ended(self) -> int:
+        """Number of requests that have ended."""
         return sum(self.outcomes.values())
 
     def __iadd__(self, other: Counts) -> Self:

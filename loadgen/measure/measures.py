@@ -1,5 +1,8 @@
-"""All requests of a run as columns, each metric computed once; NaN where a request has none. Rows stand in
-the order of intended times, which is the order that intervals need (`loadgen.measure.stats`)."""
+"""All requests of a run as columns, with each metric computed once.
+
+NaN means that a request has no value. Rows are in the order of intended times, which the confidence intervals
+of `loadgen.measure.stats` require.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,15 @@ SLOS = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """Columns of [requests].
+    """Metrics of all requests as arrays.
 
-    `columns`: seconds or counts by metric name. `promised[slo]`, `kept[slo]`: kept only by whole answers.
-    `token_times`, `token_rows`: of [tokens seen], whatever became of their request. `gaps`, `gap_rows`: of
-    [gaps of whole answers]. Rows are indices into the columns.
+    - `columns`: values by metric name, [requests], in seconds or counts
+    - `promised[slo]`, `kept[slo]`: whether the request has that SLO and met it, [requests]; only complete
+      responses
+    can meet it
+    - `token_times`, `token_rows`: arrival and request row of each token, [tokens], whatever the request's
+      outcome
+    - `gaps`, `gap_rows`: gaps between tokens of complete responses and their request rows, [gaps]
     """
 
     records: tuple[Record, ...]
@@ -44,6 +51,7 @@ class Measures:
 
     @classmethod
     def of(cls, records: Sequence[Record], terms: Terms) -> Measures:
+        """Compute all metrics of the records."""
         rows = tuple(sorted(records, key=lambda record: (record.intended_s, record.index)))
         stages = tuple(Stages.of(record.timeline) for record in rows)
         outcomes = tuple(request_metrics.classify(record, terms) for record in rows)
@@ -86,19 +94,21 @@ class Measures:
 
     @property
     def whole(self) -> Flags:
+        """True for requests with a complete response, [requests]."""
         return np.array([outcome in WHOLE for outcome in self.outcomes], dtype=np.bool_)
 
     @property
     def good(self) -> Flags:
+        """True for requests that met their SLO, [requests]."""
         return np.array([outcome is RequestOutcome.GOOD for outcome in self.outcomes], dtype=np.bool_)
 
     def of_whole(self, metric: str) -> Floats:
-        """That metric of the whole answers that have it, in order."""
+        """Return a metric's values of the complete responses that have it, in row order."""
         values = self.columns[metric]
         return values[self.whole & ~np.isnan(values)]
 
     def select(self, rows: Sequence[int] | NDArray[np.intp]) -> Measures:
-        """Those rows alone, in order."""
+        """Return the given rows, in their order."""
         index = np.asarray(rows, dtype=np.intp)
         place = np.full(len(self), -1, dtype=np.intp)
         place[index] = np.arange(index.size)
@@ -118,7 +128,7 @@ class Measures:
 
 
 def _tokens(records: Sequence[Record]) -> tuple[Floats, NDArray[np.intp]]:
-    """(when each token arrived, the row of its request), message after message."""
+    """Return (arrival time of each token, row of its request), both [tokens]."""
     times = np.fromiter((arrival.at_s for record in records for arrival in record.arrivals), np.float64)
     counts = np.fromiter((arrival.num_tokens for record in records for arrival in record.arrivals), np.intp)
     rows = np.repeat(np.arange(len(records)), [len(record.arrivals) for record in records])

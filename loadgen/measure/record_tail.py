@@ -1,4 +1,4 @@
-"""Records as they are being written."""
+"""Reads records while they are being written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from loadgen.measure.records_file import from_json
 
 
 class RecordTail:
-    """Of files that others append to, each line by one write. What has been read is not read again."""
+    """Reads files that other processes append to, one line per write. Each part is read only once."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._read = dict.fromkeys(files, 0)
         self._records: list[Record] = []
 
     def read(self) -> Sequence[Record]:
-        """All whole lines so far; a file may not be there yet."""
+        """Return all complete records so far. Files that do not exist yet are skipped."""
         for path, done in self._read.items():
             try:
                 with path.open("rb") as file:

@@ -1,11 +1,10 @@
-"""What happened to each request of a run, as the client saw it; nothing is derived here (that is
-`loadgen.measure.request_metrics`).
+"""The observations of each request, as the client saw it. Metrics are derived in `request_metrics`.
 
 A result is a directory:
 
     plan.jsonl       the plan that was run
-    run.json         what it was run against, with what, and whether the run is valid (`RunInfo`)
-    records.jsonl    one line a request (`Record`), in the order in which they ended
+    run.json         server, machine, settings and validity of the run (`RunInfo`)
+    records.jsonl    one line per request (`Record`), in the order in which they ended
 
 All times are seconds from the start of the run by one monotonic clock.
 """
@@ -21,8 +20,7 @@ from loadgen.slo_target import SloTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Tokens that one message brought. `num_tokens` is what the message says (token ids), or 1 for a text
-    message without them."""
+    """The tokens of one message: the number of its token ids, or 1 for a text message without ids."""
 
     at_s: float
     num_tokens: int
@@ -30,16 +28,20 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One request.
+    """Observations of one request.
 
-    `intended_s`: when it was due (for a later turn: the earlier one's end + think time). `sent_s`: when its
-    last byte was handed to the kernel, None if it never was. `status`: HTTP's code, or gRPC's mapped to it,
-    None if none came. `reason`: the server's own word for a refusal (`ttft_slo`, `queue_full`, …).
-    `is_complete`: the answer's proper end was seen (`[DONE]`, gRPC OK) after a finish reason. `left_early`:
-    it was the client that gave it up, before or after sending: the plan's own cancel, an earlier turn that
-    was not whole, the user's Ctrl-C. `timed_out`: the client's own time limit. `num_prompt_tokens`,
-    `num_cached_tokens`, `num_output_tokens`: the server's usage, None where it said nothing. `token_ids`: the
-    answer, where the server gives ids. `timeline`: Baton's, as its JSON object.
+    - `intended_s`: when it was due; for a later turn, the end of the earlier one plus the think time
+    - `sent_s`: when its last byte was passed to the kernel; None if never
+    - `status`: HTTP status, or gRPC status mapped to HTTP; None without a response
+    - `reason`: the server's reason code of a rejection (`ttft_slo`, `queue_full`, …)
+    - `is_complete`: the response ended properly (`[DONE]` or gRPC OK) after a finish reason
+    - `left_early`: cancelled by the client before or after sending: by the plan, because an earlier turn
+      failed, or
+    by Ctrl-C
+    - `timed_out`: the client timeout was reached
+    - `num_prompt_tokens`, `num_cached_tokens`, `num_output_tokens`: usage reported by the server, or None
+    - `token_ids`: the response's token ids, if the server returns them
+    - `timeline`: Baton's timeline as a JSON object
     """
 
     index: int
@@ -73,16 +75,18 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What was run.
+    """Facts about a run.
 
-    `flags`: the effective arguments; `label` among them is what a report calls the system. `machine`: host
-    facts (cores, memory, load, versions). `server`: what is known of the other side; `workers` or `gpus`: how
-    many of them share the goodput, `kv_tokens`: how many tokens its caches hold together. `slos`,
-    `ignore_eos`: what the answers are held against, by class (`{}`: as the plan says). `invalid`: why the run
-    must not be trusted, in words; empty if it may. `notes`: what befell it beside that. `interrupted`: ended
-    early, by the user or by a search that had seen enough; then `num_offered` counts what had come due by
-    then. `check`: what asking again, undisturbed, has shown (`loadgen.send.run.recheck`); empty if that was not
-    done.
+    - `num_offered`: requests that were due; all of the plan unless the run ended early
+    - `slos`, `ignore_eos`: rules for evaluating responses, by SLO class
+    - `flags`: effective arguments; `label` is the system's name in reports
+    - `machine`: facts about the client's host: cores, memory, load, versions
+    - `server`: facts about the server; `workers` or `gpus` for goodput per worker, `kv_tokens` for the KV
+      cache size
+    - `invalid`: reasons why the run is invalid; empty if it is valid
+    - `notes`: remarks that do not make it invalid
+    - `interrupted`: ended early by the user or by a capacity search
+    - `check`: result of repeating the requests (`loadgen.send.run.recheck`), or empty
     """
 
     plan_hash: str

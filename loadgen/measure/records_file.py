@@ -1,12 +1,11 @@
-"""A result directory on disk: `records.jsonl`, one line a request, and `run.json`.
+"""Reads and writes a result directory: `records.jsonl`, one line per request, and `run.json`.
 
-While a run of several processes goes on, and if it is killed, each one's records are in a file of its own,
-`records.0.jsonl` and so on.
+During a run of several processes, each writes its own file, `records.0.jsonl` and so on. They remain if the
+run is killed.
 
-A record's line holds the fields of `Record` under their own names, without those that have their default;
-`arrivals` is a list of [seconds, tokens]. Times are kept to the microsecond. A run that is killed loses at
-most the line that was being written: the reader drops a torn last line and says so; any other bad line is an
-error with its number.
+A line has the fields of `Record` that differ from their defaults; `arrivals` is a list of [seconds, tokens].
+Times have microsecond resolution. A killed run loses at most the line that was being written: the reader
+drops an incomplete last line with a note. Any other invalid line is an error with its line number.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ RECORDS = "records.jsonl"
 RUN = "run.json"
 PLANS = ("plan.jsonl", "plan.jsonl.gz")
 FORMAT = 1
-"""Of a result directory; raised when an old reader would misread a new one."""
+"""Version of the result directory. Raised when an old reader would misread a new result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One run as read back. `records` in the order of `index`; `notes`: the run's, and what the reader had to
-    put up with."""
+    """One run as read from its directory. Records are in the order of `index`; `notes` includes the reader's
+    remarks."""
 
     path: Path
     run: RunInfo
@@ -45,37 +44,37 @@ class Result:
 
     @property
     def name(self) -> str:
-        """What reports call it: the run's label, or the directory's name."""
+        """Name for reports: the run's label or the directory's name."""
         return str(self.run.flags.get("label") or "") or self.path.resolve().name
 
     @property
     def plan_path(self) -> Path | None:
-        """The plan beside the records, if it was kept."""
+        """The plan stored with the records, or None."""
         return next((path for name in PLANS if (path := self.path / name).is_file()), None)
 
 
 class RecordWriter:
-    """Appends records to a new file, each by one unbuffered write, so that what was measured outlives a
-    Ctrl-C or a kill."""
+    """Writes records to a new file, each by one unbuffered write, so that they survive a Ctrl-C or kill."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadRecords if the file exists: a result is written once."""
+        """Create the file. Raises BadRecords if it exists, because results are never overwritten."""
         try:
             self._file = path.open("xb", buffering=0)
         except FileExistsError:
-            raise BadRecords(f"{path} exists: a result is written once, choose another directory") from None
+            raise BadRecords(f"{path} exists; results are never overwritten, choose another directory") from None
         except OSError as error:
             raise BadRecords(f"{path}: {error.strerror}") from error
         self.count = 0
 
     def write(self, record: Record) -> None:
+        """Append one record."""
         data = to_json(record)
         try:
             line = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         except (
             ValueError,
             TypeError,
-        ):  # only a server's own object can hold what JSON cannot; the rest of the record is kept
+        ):  # only the server's timeline can contain values that are not JSON; drop it and keep the rest
             data.pop("timeline", None)
             line = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         self._file.write(line.encode("utf-8", "replace") + b"\n")
@@ -94,7 +93,7 @@ class RecordWriter:
 
 
 def write_run(directory: Path, run: RunInfo) -> None:
-    """Write `run.json`, whole or not at all; it may be written again as the run goes on."""
+    """Write `run.json` atomically. It may be rewritten during a run."""
     data = {"loadgen_result": FORMAT, **asdict(run), "slos": {name: slo.to_json() for name, slo in run.slos.items()}}
     with tempfile.NamedTemporaryFile(
         "w", dir=directory, prefix=".run-", suffix=".json", delete=False, encoding="utf-8"
@@ -106,9 +105,9 @@ def write_run(directory: Path, run: RunInfo) -> None:
 
 
 def read_result(directory: Path) -> Result:
-    """Raises BadRecords, naming the file and the line."""
+    """Read a result directory. Raises BadRecords with the file and the line."""
     if not directory.is_dir():
-        raise BadRecords(f"{directory}: no such directory; give one that `loadgen run` has written")
+        raise BadRecords(f"{directory}: no such directory; give a result of `loadgen run`")
     run = read_run(directory / RUN)
     files = _files(directory)
     records, notes = read_records(*files)
@@ -118,13 +117,12 @@ def read_result(directory: Path) -> Result:
 
 
 def part_of(directory: Path, part: int) -> Path:
-    """The file of one of several processes."""
+    """Return the record file of one of several processes."""
     return directory / f"records.{part}.jsonl"
 
 
 def _files(directory: Path) -> list[Path]:
-    """Where its records are: in `records.jsonl`, or if there is none yet in those of the processes, by their
-    number."""
+    """Return the record files: `records.jsonl`, or those of the processes if it does not exist."""
     parts = {
         int(path.suffixes[0][1:]): path
         for path in directory.glob("records.*.jsonl")
@@ -135,7 +133,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def read_run(path: Path) -> RunInfo:
-    """Raises BadRecords."""
+    """Read `run.json`. Raises BadRecords."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -146,7 +144,7 @@ def read_run(path: Path) -> RunInfo:
         raise BadRecords(f"{path}: not a JSON object")
     version = data.pop("loadgen_result", None)
     if version != FORMAT:
-        raise BadRecords(f"{path}: format {version!r}; this loadgen reads {FORMAT}")
+        raise BadRecords(f"{path}: format {version!r} is not supported; this loadgen reads {FORMAT}")
     try:
         slos = {str(name): SloTarget.from_json(slo) for name, slo in dict(data.pop("slos", {})).items()}
         return RunInfo(
@@ -157,8 +155,10 @@ def read_run(path: Path) -> RunInfo:
 
 
 def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
-    """Records of all these files by index, and notes. Raises BadRecords with the line's number, and for an
-    index that comes twice."""
+    """Return the records of all files by index, and notes.
+
+    Raises BadRecords with the line number, also for an index that occurs twice.
+    """
     notes: list[str] = []
     seen: dict[int, str] = {}
     records: list[Record] = []
@@ -167,11 +167,11 @@ def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
             record = from_json(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if is_torn:
-                notes.append(f"{file.name}: line {number}, the last, is torn and was dropped ({len(line)} bytes)")
+                notes.append(f"{file.name}: the last line {number} is incomplete and was dropped ({len(line)} bytes)")
                 continue
             raise BadRecords(f"{file}: line {number}: {_without_init(error)}") from error
         if record.index in seen:
-            raise BadRecords(f"{file}: line {number}: request {record.index} stands already in {seen[record.index]}")
+            raise BadRecords(f"{file}: line {number}: request {record.index} is already in {seen[record.index]}")
         seen[record.index] = f"line {number} of {file.name}"
         records.append(record)
     records.sort(key=lambda record: record.index)
@@ -179,7 +179,7 @@ def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number, line without its end, whether it lacks one), empty lines left out."""
+    """Yield (line number, line without its end, True if the end is missing) of non-empty lines."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -199,7 +199,7 @@ _REQUIRED = tuple(
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """Without what has its default."""
+    """Return the fields that differ from their defaults."""
     data: dict[str, Any] = {}
     for name, field in _FIELDS.items():
         value = getattr(record, name)
@@ -214,12 +214,12 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Record:
-    """Raises ValueError, in words for a user."""
+    """Return the record of a JSON object. Raises ValueError with a message for the user."""
     if not isinstance(data, dict):
         raise ValueError("not a JSON object")
     unknown = sorted(set(data) - set(_FIELDS))
     if unknown:
-        raise ValueError(f"a record has no `{unknown[0]}`")
+        raise ValueError(f"`{unknown[0]}` is not a field of a record")
     missing = [name for name in _REQUIRED if name not in data]
     if missing:
         raise ValueError(f"`{missing[0]}` is missing")
@@ -228,13 +228,13 @@ def from_json(data: Any) -> Record:
 
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"`{name}` is {value!r:.40}, not a whole number")
+        raise ValueError(f"`{name}` is {value!r:.40}, not an integer")
     return value
 
 
 def _count(name: str, value: Any) -> int:
     if _integer(name, value) < 0:
-        raise ValueError(f"`{name}` is negative")
+        raise ValueError(f"`{name}` must not be negative")
     return value
 
 
@@ -246,7 +246,7 @@ def _seconds(name: str, value: Any) -> float:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"`{name}` is {value!r:.40}, not a text")
+        raise ValueError(f"`{name}` is {value!r:.40}, not a string")
     return value
 
 
@@ -258,24 +258,24 @@ def _flag(name: str, value: Any) -> bool:
 
 def _arrivals(name: str, value: Any) -> tuple[Arrival, ...]:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise ValueError(f"`{name}` is no list of [seconds, tokens]")
+        raise ValueError(f"`{name}` is not a list of [seconds, tokens]")
     arrivals = tuple(
         Arrival(at_s=_seconds(name, at_s), num_tokens=_count(name, num_tokens)) for at_s, num_tokens in value
     )
     if any(later.at_s < earlier.at_s for earlier, later in pairwise(arrivals)):
-        raise ValueError(f"`{name}` goes back in time")
+        raise ValueError(f"`{name}` has decreasing times")
     return arrivals
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"`{name}` is no list of token ids")
+        raise ValueError(f"`{name}` is not a list of token ids")
     return tuple(_count(name, token_id) for token_id in value)
 
 
 def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"`{name}` is no JSON object")
+        raise ValueError(f"`{name}` is not a JSON object")
     return value
 
 
@@ -298,9 +298,9 @@ _READERS = {name: _BY_TYPE[str(field.type)] for name, field in _FIELDS.items()}
 
 
 def _without_init(error: BaseException) -> str:
-    """A dataclass's `TypeError` speaks of `__init__()`; a user does not."""
+    """Return the message of a dataclass's TypeError without Python terms."""
     return (
         str(error)
-        .replace("RunInfo.__init__() got an unexpected keyword argument", "a run has no")
+        .replace("RunInfo.__init__() got an unexpected keyword argument", "unknown field")
         .replace("RunInfo.__init__() ", "")
     )

@@ -1,30 +1,28 @@
-"""What every number means, defined once. A record has only what was seen; all that is derived from one
-request is derived here.
+"""Definitions of all metrics of one request.
 
-Times are seconds by the generator's one clock. `intended` is when a request was due, `sent` when its last
-byte was handed to the kernel. t_1 … t_n are the times at which its n output tokens arrived; tokens that came
-in one message arrived together, at the message's time.
+Times are seconds by the client's clock. `intended` is when a request was due, `sent` when its last byte was
+passed to the kernel. t_1 … t_n are the arrival times of its n output tokens; tokens of one message arrive
+together.
 
-    ttft        t_1 - intended            judges the SLO: a generator or server that holds requests back cannot hide it
-    ttft_sent   t_1 - sent                beside it, for comparison with tools that count from the actual send
-    tpot        (t_n - t_1) / (n - 1)     the first token excluded; none if n = 1, and then a TPOT SLO counts as kept
-    itl         t_(i+1) - t_i             n - 1 gaps of each request; 0 between tokens of one message, so a request's mean gap is its tpot
+    ttft        t_1 - intended            evaluates the SLO, so delays before sending are counted
+    ttft_sent   t_1 - sent                for comparison with tools that measure from the actual send
+    tpot        (t_n - t_1) / (n - 1)     without the first token; undefined for n = 1, which meets any TPOT SLO
+    itl         t_(i+1) - t_i             n - 1 gaps per request; 0 within a message, so the mean gap is the tpot
     tbt         mean of the longest ceil(10 %) of a request's gaps (Mooncake, FAST'25)
-    e2e         t_n - intended            to the last token, not to the end of the stream; e2e_sent from the actual send
-    normalised  e2e / n                   seconds per output token, the first one's wait included (Orca, OSDI'22)
-    queue       what Baton's timeline gives as the wait for the worker that computed the prompt, at the scheduler and at the worker; absent
-                for other servers
-    send_lag    sent - intended           the generator's own error
+    e2e         t_n - intended            to the last token, not the end of the stream; e2e_sent from the actual send
+    normalised  e2e / n                   seconds per output token including the first (Orca, OSDI'22)
+    queue       wait for the prefill worker, at the scheduler and the worker, from Baton's timeline
+    send_lag    sent - intended           the load generator's own error
 
-n is the server's usage where it gave one, else the tokens seen. A text message without token ids counts as
-one token; where that makes fewer than n, gaps are those between messages and their mean is above tpot.
+n is the server's reported usage, else the tokens seen. A text message without token ids counts as one token;
+if that is less than n, gaps are those between messages and their mean exceeds the tpot.
 
-Every offered request is in exactly one class (`RequestOutcome`). Shares have all offered requests as their
-denominator: a request that was refused, lost or cut short keeps no promise.
+Every offered request has exactly one outcome (`RequestOutcome`). Shares are of all offered requests, so a
+request that was rejected, lost or cut short misses its SLO.
 
-    attainment  good / offered                      joint; of one SLO: whole answers that kept it / offered requests that were promised it
+    attainment  good / offered            joint; of one SLO: complete responses that met it / offered requests with it
     offered_rps (offered - 1) / (last - first intended time)
-    goodput_rps attainment * offered_rps            so a stuck request at the end does not thin it out, as dividing by the duration would
+    goodput_rps attainment * offered_rps  not divided by the duration, which one slow request would extend
 """
 
 from __future__ import annotations
@@ -48,25 +46,26 @@ MAX_RATE_ERROR = 0.01
 
 
 class RequestOutcome(StrEnum):
-    """What became of an offered request; exactly one. A *whole* answer is complete and as long as planned."""
+    """Outcome of an offered request. Each has exactly one. A *complete* response has ended properly at full
+    length."""
 
     GOOD = "good"
-    """Whole, and its class's SLO kept by times from the intended send."""
+    """Complete, and all bounds of its SLO met, measured from the intended send time."""
     LATE = "late"
-    """Whole, SLO broken."""
+    """Complete, but the SLO was missed."""
     REJECTED_EARLY = "rejected_early"
-    """Refused before any token, in less than the TTFT SLO (in any time if none is promised): the client may
-    still go elsewhere."""
+    """Rejected without a token within the TTFT SLO, or at any time without one. The client can still retry
+    elsewhere."""
     REJECTED_LATE = "rejected_late"
-    """Refused so, but later than the first token was promised."""
+    """Rejected without a token, later than the TTFT SLO."""
     TIMED_OUT = "timed_out"
-    """The client's own limit, or 504."""
+    """Client timeout, or status 504."""
     CANCELLED = "cancelled"
-    """Given up by the client: the plan's cancel, an earlier turn that was not whole, the user's Ctrl-C."""
+    """Cancelled by the client: by the plan, because an earlier turn failed, or by Ctrl-C."""
     FAILED = "failed"
-    """Any other error: unreachable, 4xx, 5xx, garbage, a broken stream, an end without a token."""
+    """Any other error: unreachable, 4xx, 5xx, invalid data, a broken stream, an end without a token."""
     TRUNCATED = "truncated"
-    """The stream ended without an error, but with fewer tokens than planned or without its proper end."""
+    """The stream ended without an error, but with fewer tokens than planned or without a proper end."""
 
 
 WHOLE = (RequestOutcome.GOOD, RequestOutcome.LATE)
@@ -74,20 +73,25 @@ WHOLE = (RequestOutcome.GOOD, RequestOutcome.LATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What answers are held against. `ignore_eos`: the server was told to go on to the planned length, so a
-    shorter answer is truncated."""
+    """Rules for evaluating responses: the SLO of each class, and whether short responses are truncated.
+
+    With `ignore_eos` the server was told to generate the planned length, so a shorter response is truncated.
+    """
 
     slos: Mapping[str, SloTarget] = field(default_factory=dict)
     ignore_eos: bool = True
 
     def slo_of(self, record: Record) -> SloTarget:
-        """Its class's; else that of `default`; else nothing is promised."""
+        """Return the SLO of the record's class, else that of `default`, else one without bounds."""
         return self.slos.get(record.slo_class) or self.slos.get("default") or SloTarget()
 
 
 def classify(record: Record, terms: Terms) -> RequestOutcome:
-    """The first that applies. A 429 is a refusal in itself; a 503 only with a reason or a time to come back,
-    since a proxy whose server is gone answers a bare 503, too."""
+    """Return a request's outcome: the first rule that applies.
+
+    Status 429 is a rejection by itself. 503 is one only with a reason or a retry time, because a proxy
+    without a server also returns a bare 503.
+    """
     if record.left_early:
         return RequestOutcome.CANCELLED
     if record.timed_out or record.status == 504:
@@ -117,9 +121,11 @@ def _is_refusal(record: Record) -> bool:
 
 
 def is_whole(record: Record, terms: Terms) -> bool:
-    """Complete, without an error, with at least one token, and (under `ignore_eos`) with all that were
-    planned. Where the server counts for itself neither by usage nor by token ids, its finish reason `length`
-    is believed."""
+    """True if the response ended properly, without an error, and has all planned tokens.
+
+    It has at least one token, and with `ignore_eos` the planned number. If the server reports neither usage
+    nor token ids, its finish reason `length` counts as the planned number.
+    """
     if not record.is_complete or record.error or not _tokens_seen(record):
         return False
     if not terms.ignore_eos or num_output_tokens(record) >= record.planned_output_tokens:
@@ -128,8 +134,7 @@ def is_whole(record: Record, terms: Terms) -> bool:
 
 
 def kept_slos(record: Record, slo: SloTarget) -> dict[str, bool]:
-    """For each SLO that is promised, whether the times of this answer keep it; whether it is whole is not
-    asked here."""
+    """Return whether the response's times meet each bound of the SLO. Completeness is not checked."""
     kept: dict[str, bool] = {}
     if slo.ttft_s is not None:
         kept["ttft"] = _at_most(ttft_s(record), slo.ttft_s)
@@ -142,19 +147,19 @@ def kept_slos(record: Record, slo: SloTarget) -> dict[str, bool]:
 
 
 def num_output_tokens(record: Record) -> int:
-    """n: the server's usage, else its token ids, else the tokens seen."""
+    """Return n: the server's reported usage, else the number of token ids, else the tokens seen."""
     if record.num_output_tokens is not None:
         return record.num_output_tokens
     return len(record.token_ids) or _tokens_seen(record)
 
 
 def ttft_s(record: Record, from_intended: bool = True) -> float | None:
-    """t_1 - intended, or t_1 - sent. None without a token, or if it was never sent."""
+    """Return t_1 - intended, or t_1 - sent. None without a token, or if it was never sent."""
     return _since(record, _first(record), from_intended)
 
 
 def tpot_s(record: Record) -> float | None:
-    """(t_n - t_1) / (n - 1). None for fewer than two tokens."""
+    """Return (t_n - t_1) / (n - 1). None for fewer than two tokens."""
     first, last, count = _first(record), _last(record), num_output_tokens(record)
     if first is None or last is None or count < 2:
         return None
@@ -162,8 +167,10 @@ def tpot_s(record: Record) -> float | None:
 
 
 def itl_s(record: Record) -> Floats:
-    """The gaps t_(i+1) - t_i in order, [tokens seen - 1]: a message of k tokens after a pause of g gives g
-    and then k - 1 zeros."""
+    """Return the gaps t_(i+1) - t_i in order, [tokens seen - 1].
+
+    A message of k tokens after a pause g gives g and then k - 1 zeros.
+    """
     times = np.repeat(
         np.fromiter((arrival.at_s for arrival in record.arrivals), np.float64),
         np.fromiter((arrival.num_tokens for arrival in record.arrivals), np.intp),
@@ -172,11 +179,12 @@ def itl_s(record: Record) -> Floats:
 
 
 def tbt_s(record: Record) -> float | None:
-    """Mean of the longest ceil(10 %) of the gaps. None without a gap."""
+    """Return the mean of the longest ceil(10 %) of the gaps. None without a gap."""
     return longest_tenth(itl_s(record))
 
 
 def longest_tenth(gaps: Floats) -> float | None:
+    """Return the mean of the longest ceil(10 %) of the values. None without values."""
     if gaps.size == 0:
         return None
     count = -(-gaps.size // 10)
@@ -184,35 +192,37 @@ def longest_tenth(gaps: Floats) -> float | None:
 
 
 def e2e_s(record: Record, from_intended: bool = True) -> float | None:
-    """t_n - intended, or t_n - sent. None without a token, or if it was never sent."""
+    """Return t_n - intended, or t_n - sent. None without a token, or if it was never sent."""
     return _since(record, _last(record), from_intended)
 
 
 def normalised_s(record: Record) -> float | None:
-    """e2e / n. None without a token."""
+    """Return e2e / n. None without a token."""
     e2e, count = e2e_s(record), num_output_tokens(record)
     return e2e / count if e2e is not None and count else None
 
 
 def queue_s(record: Record) -> float | None:
-    """The wait for the worker that computed the prompt, at the scheduler and there. None without a timeline
-    that says it."""
+    """Return the wait for the prefill worker, at the scheduler and at the worker. None without a timeline."""
     return Stages.of(record.timeline).wait_s if record.timeline else None
 
 
 def send_lag_s(record: Record) -> float | None:
-    """sent - intended. None if it was never sent."""
+    """Return sent - intended. None if it was never sent."""
     return None if record.sent_s is None else record.sent_s - record.intended_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """How well the generator kept to its plan. Requests given up before they were sent were not its to send,
-    and are left out.
+    """Sending statistics of a run. Requests cancelled before they were sent are left out.
 
-    `due_rps`: (due - 1) / (last - first intended time). `achieved_rps`: that, times the share of due requests
-    that went out, divided by how much longer than planned it took from the first to the last. Both None for
-    one request or a plan without length. Lags: None if none was sent.
+    - `due_rps`: (due - 1) / (last - first intended time)
+    - `achieved_rps`: `due_rps` times the share of due requests that were sent, corrected for the stretch of
+      the sending
+    time
+    - `lag_*`: percentiles of the send lag; None if nothing was sent
+
+    Both rates are None for a single request or a plan without duration.
     """
 
     num_due: int
@@ -225,7 +235,7 @@ class Sending:
 
 
 def sending(records: Iterable[Record]) -> Sending:
-    """A request that could not be sent for an error (no connection) counts as sent: the generator tried, in
+    """Compute the sending statistics. A request that failed to connect counts as sent: the generator tried in
     time."""
     due = [record for record in records if not (record.left_early and record.sent_s is None)]
     out = [record for record in due if record.sent_s is not None]
@@ -250,38 +260,37 @@ def sending(records: Iterable[Record]) -> Sending:
 
 
 def lag_limit_s(terms: Terms) -> float:
-    """max(2 ms, 1 % of the strictest TTFT SLO): above it the p99 send lag says more of the generator than of
-    the server."""
+    """Return the largest valid p99 send lag: max(2 ms, 1 % of the strictest TTFT SLO)."""
     promised = [slo.ttft_s for slo in terms.slos.values() if slo.ttft_s is not None]
     return max(MAX_LAG_S, MAX_LAG_OF_TTFT * min(promised)) if promised else MAX_LAG_S
 
 
 def invalid_reasons(records: Sequence[Record], terms: Terms, num_offered: int | None = None) -> tuple[str, ...]:
-    """Why a run must not be trusted; empty if it may. `num_offered`: how many requests came due, where that
-    is known otherwise."""
+    """Return why a run is invalid; empty if it is valid. `num_offered` is the number of due requests, if
+    known."""
     if not records:
-        return ("nothing was offered",)
+        return ("no request was offered",)
     sent, limit_s, reasons = sending(records), lag_limit_s(terms), list[str]()
     if sent.lag_p99_s is not None and sent.lag_p99_s > limit_s:
         reasons.append(
-            f"the generator was late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, allowed {limit_s * 1e3:g} ms (the larger of 2 ms and "
-            "1 % of the TTFT SLO); give it more --processes or a core of its own, or lower the rate"
+            f"the generator sent late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, limit {limit_s * 1e3:g} ms (the larger of 2 ms and "
+            "1 % of the TTFT SLO); give it more --processes or its own core, or lower the rate"
         )
     if sent.due_rps is not None and sent.achieved_rps is not None:
         error = sent.achieved_rps / sent.due_rps - 1
         if abs(error) > MAX_RATE_ERROR:
             reasons.append(
-                f"the offered rate was missed by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.due_rps:.3f} requests/s "
-                "(allowed 1 %)"
+                f"the achieved rate is off by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.due_rps:.3f} requests/s "
+                "(limit 1 %)"
             )
     missing = 0 if num_offered is None else num_offered - len(records)
     if missing > 0:
-        reasons.append(f"{missing} of {num_offered} offered requests left no record; was the run killed?")
+        reasons.append(f"{missing} of {num_offered} offered requests have no record; the run was probably killed")
     return tuple(reasons)
 
 
 def why_invalid(run: RunInfo, records: Sequence[Record], terms: Terms) -> tuple[str, ...]:
-    """Its own reasons; if it has none, those that its records give for promises that it was not run under."""
+    """Return the run's own reasons, or those that its records give under `terms`."""
     return run.invalid or invalid_reasons(records, terms, run.num_offered)
 
 
@@ -307,5 +316,5 @@ def _since(record: Record, arrival: Arrival | None, from_intended: bool) -> floa
 
 
 def _at_most(value: float | None, bound: float) -> bool:
-    """To the nanosecond: 1.6 - 1.0 keeps 0.6."""
+    """True if value <= bound with a tolerance of 1 ns, so that 1.6 - 1.0 meets 0.6."""
     return value is not None and value <= bound + 1e-9

@@ -1,10 +1,9 @@
-"""Percentiles and how sure one can be of them. Numpy only; every random draw comes from a seed.
+"""Percentiles and confidence intervals. Every random draw comes from a seed.
 
-Requests that follow each other share a queue, so they are not independent: an interval that treats them as
-such is too narrow, the more so the closer a server is to its limit. All intervals here resample *blocks* of
-consecutive requests, as long as the data's own memory asks for (`block_length`). They say what other requests
-of the same run could have shown. They do not say what another run on another day would: for that, repeat the
-run.
+Consecutive requests share a queue, so they are not independent. Intervals that ignore this are too narrow,
+most of all near a server's limit. All intervals here resample *blocks* of consecutive requests, whose length
+follows from the data's autocorrelation (`block_length`). They describe other requests of the same run. They
+do not describe another run on another day: repeat the run for that.
 """
 
 from __future__ import annotations
@@ -21,43 +20,49 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 1000
 MATRIX = 500_000
-"""Draws that are held in memory at once."""
+"""Most draws held in memory at a time."""
 MAX_BLOCKS = 2000
-"""More blocks than this are joined, which bounds a resampling at `RESAMPLES * MAX_BLOCKS` draws whatever the
-number of records."""
+"""More blocks than this are merged, which bounds a resampling at `RESAMPLES * MAX_BLOCKS` draws."""
 MAX_DRAWS = 20_000_000
-"""Of one resampling of percentiles, which must sort what it has drawn; of more records fewer resamples are
-taken, but never under 200."""
+"""Most draws of one resampling of percentiles, which must be sorted. Larger data gets fewer resamples, at
+least 200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A confidence interval. `high` None: the data set no upper bound (a p99 of forty values)."""
+    """A confidence interval. `high` is None if the data has no upper bound, such as a p99 of forty values."""
 
     low: float
     high: float | None
 
     @property
     def excludes_zero(self) -> bool:
+        """True if zero is outside of the interval."""
         return self.low > 0 or (self.high is not None and self.high < 0)
 
 
 def percentile(values: ArrayLike, q: float) -> float:
-    """The q-th percentile, q in [0, 100]: linear interpolation between the two nearest ranks, rank = q / 100
-    * (n - 1), as numpy's default and as vLLM, AIPerf and inference-perf have it. NaN without values."""
+    """Return the q-th percentile, q in [0, 100], or NaN without values.
+
+    Interpolates linearly between the nearest ranks, rank = q / 100 * (n - 1), like numpy, vLLM, AIPerf and
+    inference-perf.
+    """
     return percentiles(values, (q,))[0]
 
 
 def percentiles(values: ArrayLike, qs: Sequence[float]) -> list[float]:
-    """Several of them for one sort."""
+    """Return several percentiles with one sort."""
     sample = np.asarray(values, dtype=np.float64)
     return [float(found) for found in np.percentile(sample, list(qs))] if sample.size else [math.nan] * len(qs)
 
 
 def wilson(kept: float, total: float, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a share: unlike the textbook one it stays in [0, 1] and is right at 0 and at
-    1. `total` may be an effective number (`effective_size`), `kept` then scaled with it. [0, 1] without
-    trials. Source: Wilson 1927; Brown, Cai, DasGupta 2001."""
+    """Return Wilson's score interval of a share.
+
+    Unlike the normal approximation it stays in [0, 1] and is correct at 0 and 1. `total` may be an effective
+    number (`effective_size`) with `kept` scaled accordingly. Returns [0, 1] without trials. Source: Wilson
+    1927; Brown, Cai, DasGupta 2001.
+    """
     if total <= 0:
         return Interval(low=0.0, high=1.0)
     z = _z(confidence)
@@ -70,8 +75,10 @@ def wilson(kept: float, total: float, confidence: float = 0.95) -> Interval:
 
 
 def share_interval(kept: ArrayLike, confidence: float = 0.95) -> Interval:
-    """Wilson's interval of the share of true values, on the effective number of requests. `kept`: booleans,
-    in the order of intended times."""
+    """Return Wilson's interval of the share of true values, for the effective number of requests.
+
+    `kept` are booleans in the order of intended times.
+    """
     flags = np.asarray(kept, dtype=np.float64)
     effective = effective_size(flags)
     return wilson(float(flags.mean()) * effective if flags.size else 0.0, effective, confidence)
@@ -80,7 +87,10 @@ def share_interval(kept: ArrayLike, confidence: float = 0.95) -> Interval:
 def mean_interval(
     values: ArrayLike, *, confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Block bootstrap of the mean; `values` in the order of intended times. None for fewer than two."""
+    """Return the block bootstrap interval of the mean, or None for fewer than two values.
+
+    `values` are in the order of intended times.
+    """
     sample = np.asarray(values, dtype=np.float64)
     return ratio_interval(sample, np.ones_like(sample), confidence=confidence, seed=seed, resamples=resamples)
 
@@ -93,8 +103,10 @@ def ratio_interval(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Interval | None:
-    """Block bootstrap of sum(numerators) / sum(denominators), one of each a request. None for fewer than two
-    or an empty denominator."""
+    """Return the block bootstrap interval of sum(numerators) / sum(denominators).
+
+    Each request has one of both. Returns None for fewer than two requests or a zero denominator.
+    """
     above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     drawn = _ratios(above, below, np.random.default_rng(seed), resamples)
     if drawn is None:
@@ -113,14 +125,13 @@ def percentile_interval(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Interval | None:
-    """Interval of the q-th percentile: bootstrap the share of values at or below it, and read the share's
-    interval off the sorted values.
+    """Return the interval of the q-th percentile, or None for fewer than two values.
 
-    That costs one sort however many values there are, and it can respect which request a value belongs to:
-    `owners[i]` in [0, num_owners) owns `values[i]`, and requests are drawn, not values (the gaps of one
-    answer are alike). Without owners each value is a request's, in the order of intended times. Where the
-    share's interval reaches 1, the data set no upper bound. None for fewer than two. Source: Woodruff 1952,
-    with a block bootstrap instead of his normal theory.
+    The share of values at or below the percentile is bootstrapped, and its interval is read off the sorted
+    values. That needs one sort only. `owners[i]` in [0, num_owners) is the request of `values[i]`; whole
+    requests are drawn, because the gaps of one response are alike. Without owners each value is one request,
+    in the order of intended times. If the share's interval reaches 1, there is no upper bound. Source:
+    Woodruff 1952, with a block bootstrap instead of normal theory.
     """
     sample = np.asarray(values, dtype=np.float64)
     if sample.size < 2:
@@ -151,9 +162,11 @@ def difference_interval(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Interval | None:
-    """Paired block bootstrap of after - before: of the means, or of the q-th percentiles. Request i of both
-    is drawn together, so what the plan does to both (a long prompt, a burst) cancels. None for fewer than two
-    pairs."""
+    """Return the paired block bootstrap interval of after - before, for means or q-th percentiles.
+
+    Request i of both runs is drawn together, so effects of the plan (a long prompt, a burst) cancel. Returns
+    None for fewer than two pairs.
+    """
     old, new = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if q is None:
         return mean_interval(new - old, confidence=confidence, seed=seed, resamples=resamples)
@@ -176,8 +189,8 @@ def independent_difference_interval(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Interval | None:
-    """As `difference_interval`, for two samples that have nothing to do with each other. None if either has
-    fewer than two values."""
+    """Return the interval of after - before for two independent samples. None if either has fewer than two
+    values."""
     rng = np.random.default_rng(seed)
     sides: list[Floats] = []
     for values in (before, after):
@@ -196,8 +209,10 @@ def independent_difference_interval(
 
 
 def effective_size(values: ArrayLike) -> float:
-    """How many independent values would tell as much about the mean: n * variance / long-run variance, at
-    most n, at least 1."""
+    """Return the number of independent values with the same information on the mean.
+
+    It is n * variance / long-run variance, between 1 and n.
+    """
     sample = np.asarray(values, dtype=np.float64)
     if sample.size < 2:
         return float(sample.size)
@@ -209,9 +224,11 @@ def effective_size(values: ArrayLike) -> float:
 
 
 def block_length(values: ArrayLike) -> int:
-    """How many consecutive values to draw together, between 1 and a third of them, from the series' own
-    autocovariances. Source: Politis and White 2004, with the correction of Patton, Politis and White 2009,
-    for the circular block bootstrap."""
+    """Return the number of consecutive values to draw together, between 1 and a third of all values.
+
+    Source: Politis and White 2004, with the correction of Patton, Politis and White 2009, for the circular
+    block bootstrap.
+    """
     sample = np.asarray(values, dtype=np.float64)
     if sample.size < 9:
         return 1
@@ -226,11 +243,11 @@ def block_length(values: ArrayLike) -> int:
 
 
 def _ratios(above: Floats, below: Floats, rng: np.random.Generator, resamples: int) -> Floats | None:
-    """`resamples` draws of sum(above) / sum(below) over circular blocks."""
+    """Return `resamples` draws of sum(above) / sum(below) over circular blocks."""
     size, total = above.size, float(below.sum())
     if size < 2 or total == 0:
         return None
-    residuals = above - above.sum() / total * below  # what moves the ratio, to first order
+    residuals = above - above.sum() / total * below  # first-order influence on the ratio
     length = max(block_length(residuals), -(-size // MAX_BLOCKS))
     count = -(-size // length)
     starts = rng.integers(0, size, (resamples, count))
@@ -240,15 +257,14 @@ def _ratios(above: Floats, below: Floats, rng: np.random.Generator, resamples: i
 
 
 def _block_sums(values: Floats, length: int) -> Floats:
-    """Sum of the `length` values from each place on, going round at the end."""
+    """Return the sum of `length` values from each position, wrapping around."""
     totals = np.concatenate(([0.0], np.cumsum(np.concatenate((values, values[: length - 1])))))
     sums: Floats = totals[length:] - totals[:-length]
     return sums
 
 
 def _draws(size: int, length: int, resamples: int, rng: np.random.Generator) -> Iterator[NDArray[np.intp]]:
-    """Circular block resamples as matrices of [some, size] places, fewer in all where `MAX_DRAWS` asks for
-    it."""
+    """Yield circular block resamples as index matrices [draws, size], limited by `MAX_DRAWS`."""
     left = max(200, min(resamples, MAX_DRAWS // (2 * size)))
     steps = np.arange(length)
     while left > 0:
@@ -259,8 +275,10 @@ def _draws(size: int, length: int, resamples: int, rng: np.random.Generator) -> 
 
 
 def _memory(values: Floats) -> tuple[Floats, int]:
-    """(autocovariances from lag 0 on, the bandwidth of the flat-top window): twice the lag after which
-    correlations are noise."""
+    """Return (autocovariances from lag 0, bandwidth of the flat-top window).
+
+    The bandwidth is twice the lag after which correlations are noise.
+    """
     size = values.size
     longest = min(size - 1, math.ceil(math.sqrt(size)) + max(5, int(math.sqrt(math.log10(size)))) + 1)
     centred = values - values.mean()
@@ -283,7 +301,7 @@ def _long_run(covariances: Floats, memory: int) -> float:
 
 
 def _flat_top(share: Floats) -> Floats:
-    """1 up to a half, then a line to 0 at 1."""
+    """Return the flat-top window: 1 up to one half, then linear to 0 at 1."""
     return np.clip(2 * (1 - np.abs(share)), 0.0, 1.0)
 
 

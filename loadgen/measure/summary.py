@@ -1,9 +1,8 @@
-"""What a set of requests came to: classes, attainment, goodput, distributions, throughput, prefix hits.
-Seconds; `to_json`: milliseconds.
+"""Summary of a set of requests: outcomes, attainment, goodput, latencies, throughput, prefix hits.
 
-Distributions are of whole answers (good and late), with the number of them beside: a server that sheds load
-can make those look fine, so each also says what the offered requests would say if one without a whole answer
-had waited for ever (`of_offered`).
+Values are in seconds; `to_json` has milliseconds. Latency distributions cover complete responses (good and
+late). A server that sheds load can make those look good, so each also has percentiles over all offered
+requests, where a request without a complete response counts as infinitely slow (`of_offered`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LATENCIES = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """`kept` of `of` requests, with Wilson's interval on their effective number. NaN of none."""
+    """`kept` of `of` requests, with Wilson's interval for their effective number."""
 
     kept: int
     of: int
@@ -44,6 +43,7 @@ class Share:
 
     @property
     def value(self) -> float:
+        """The share, or NaN without requests."""
         return self.kept / self.of if self.of else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number and how sure it is."""
+    """A number with its confidence interval."""
 
     value: float
     interval: Interval | None = None
@@ -73,9 +73,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSummary:
-    """One metric over the whole answers that have it; `itl` over their gaps. `of_offered[q]`: the q-th
-    percentile of all offered requests, one without a whole answer counting as infinitely slow, inf where that
-    is what it says; absent where some whole answers lack the metric."""
+    """Distribution of one metric over complete responses that have it; for `itl`, over their gaps.
+
+    `of_offered[q]` is the q-th percentile of all offered requests, infinite if it falls on one without a
+    complete response. It is empty if some complete responses lack the metric.
+    """
 
     count: int
     mean: Estimate
@@ -97,11 +99,14 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Per second. `steady` counts what happened from `start_s` to `end_s`: the arrivals' own time less its
-    beginning, in which the first requests were still being worked on: min(p90 of e2e, a quarter). Neither
-    that ramp nor the tail after the last arrival is the server's throughput. `raw` is everything over
-    everything: from the first intended time to the last end. Requests: whole answers, by their last token;
-    output tokens: all that arrived, of any request; prompt tokens: by the first token."""
+    """Throughput per second in the steady window and in total.
+
+    The steady window lasts from the first arrival plus a ramp of min(p90 of e2e, a quarter of the arrivals'
+    time) to the last arrival. Neither the ramp nor the tail after the last arrival shows the server's
+    throughput. `raw` covers everything from the first intended time to the last end. Requests are complete
+    responses, counted at their last token. Output tokens are all that arrived. Prompt tokens are counted at
+    the first token.
+    """
 
     start_s: float
     end_s: float
@@ -122,8 +127,8 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHits:
-    """Of the requests whose server told both numbers: the prompt tokens it had cached. `by_tier`: where their
-    KV lay, of those whose server told that, too."""
+    """Cached prompt tokens, over requests whose server reports them. `by_tier` counts them by where the KV
+    was stored."""
 
     cached_tokens: int
     prompt_tokens: int
@@ -132,13 +137,17 @@ class PrefixHits:
 
     @property
     def ratio(self) -> float:
+        """Cached tokens as a share of prompt tokens, or NaN."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCount:
-    """Of the requests whose server counted the prompt and whose plan knows it: what each says. They differ
-    where prompts are sent as text, and by what a server adds itself (a start token, a chat template)."""
+    """Prompt tokens as planned and as counted by the server, over requests where both are known.
+
+    They differ if prompts are sent as text, and by tokens that the server adds (a start token, a chat
+    template).
+    """
 
     planned_tokens: int
     counted_tokens: int
@@ -146,13 +155,13 @@ class PromptCount:
 
     @property
     def deviation(self) -> float:
-        """How many more tokens the server counts than were planned, as a share of those; NaN of none."""
+        """Relative excess of the server's count over the plan's, or NaN."""
         return self.counted_tokens / self.planned_tokens - 1 if self.planned_tokens else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Of one run, or of a part of it. `outcomes` has every class and sums to `offered`."""
+    """Summary of one run or of a part of it. `outcomes` has every outcome and sums to `offered`."""
 
     offered: int
     outcomes: Mapping[RequestOutcome, int]
@@ -168,11 +177,12 @@ class Summary:
 
     @property
     def joint(self) -> Share:
+        """Share of requests that meet all bounds of their SLO."""
         return self.attainment["joint"]
 
 
 def summarise(measures: Measures, *, confidence: float = 0.95, seed: int = 0) -> Summary:
-    """Everything, with intervals."""
+    """Compute the summary with confidence intervals."""
     counts = Counter(measures.outcomes)
     attainment = attainments(measures, confidence)
     sent = request_metrics.sending(measures.records)
@@ -200,8 +210,10 @@ def summarise(measures: Measures, *, confidence: float = 0.95, seed: int = 0) ->
 
 
 def attainments(measures: Measures, confidence: float = 0.95) -> dict[str, Share]:
-    """`joint`, then each SLO that some class promises. Denominator: all offered requests, or those that were
-    promised it."""
+    """Return the share `joint`, then that of each SLO bound that some class has.
+
+    The denominators are all offered requests, and all offered requests with that bound.
+    """
     shares = {"joint": _share(measures.good, confidence)}
     for slo in SLOS:
         if measures.promised[slo].any():
@@ -210,7 +222,7 @@ def attainments(measures: Measures, confidence: float = 0.95) -> dict[str, Share
 
 
 def distribution(measures: Measures, metric: str, *, confidence: float = 0.95, seed: int = 0) -> MetricSummary | None:
-    """None if no whole answer has that metric."""
+    """Return the distribution of a metric, or None if no complete response has it."""
     if metric == "itl":
         return _gaps(measures, confidence, seed)
     values = measures.of_whole(metric)
@@ -257,8 +269,10 @@ def _gaps(measures: Measures, confidence: float, seed: int) -> MetricSummary | N
 
 
 def _of_offered(values: Floats, offered: int) -> dict[int, float]:
-    """Linear interpolation as always; inf as soon as one of the two ranks is a request without a whole
-    answer."""
+    """Return percentiles over all offered requests.
+
+    A percentile is infinite if its rank falls on a request without a complete response.
+    """
     ordered = np.sort(values)
     result: dict[int, float] = {}
     for q in PERCENTILES:
@@ -271,8 +285,10 @@ def _of_offered(values: Floats, offered: int) -> dict[int, float]:
 
 
 def rate(times: Floats) -> float | None:
-    """(n - 1) / (last - first): exact for a constant rate, too high by one part in n - 2 for a Poisson
-    process. None for fewer than two or no length."""
+    """Return (n - 1) / (last - first), or None for fewer than two times or no duration.
+
+    It is exact for a constant rate. For a Poisson process it is too high by one part in n - 2.
+    """
     if times.size < 2:
         return None
     span = float(times.max() - times.min())
@@ -280,7 +296,7 @@ def rate(times: Floats) -> float | None:
 
 
 def steady_window(measures: Measures) -> tuple[float, float] | None:
-    """As `Throughput` says. None if all came at once."""
+    """Return the steady window of `Throughput` as (start, end), or None if all requests arrived at one time."""
     due, e2e = measures.columns["intended"], measures.of_whole("e2e")
     if due.size < 2 or due.max() <= due.min():
         return None
@@ -289,12 +305,15 @@ def steady_window(measures: Measures) -> tuple[float, float] | None:
 
 
 def ramp_s(e2e: Floats, span_s: float) -> float:
-    """How long the steady window's beginning is after the first of arrivals that take `span_s`, by the e2e of
-    whole answers."""
+    """Return the length of the ramp before the steady window.
+
+    `e2e` are those of complete responses; the arrivals take `span_s`.
+    """
     return min(float(np.percentile(e2e, 90)), span_s / 4) if e2e.size else 0.0
 
 
 def throughput(measures: Measures) -> Throughput | None:
+    """Return the throughput in the steady window and in total, or None without a steady window."""
     window = steady_window(measures)
     if window is None:
         return None
@@ -324,6 +343,7 @@ def throughput(measures: Measures) -> Throughput | None:
 
 
 def prefix_hits(measures: Measures) -> PrefixHits:
+    """Return cached and total prompt tokens of the requests whose server reports both."""
     cached, prompt = measures.columns["cached_tokens"], measures.columns["prompt_tokens"]
     known = ~np.isnan(cached) & ~np.isnan(prompt)
     by_tier = Counter[str]()
@@ -338,6 +358,7 @@ def prefix_hits(measures: Measures) -> PrefixHits:
 
 
 def prompt_count(records: Iterable[Record]) -> PromptCount:
+    """Return planned and counted prompt tokens of the requests where both are known."""
     pairs = [(record.planned_prompt_tokens, record.num_prompt_tokens) for record in records]
     known = [(planned, counted) for planned, counted in pairs if planned is not None and counted is not None]
     return PromptCount(
@@ -348,7 +369,7 @@ def prompt_count(records: Iterable[Record]) -> PromptCount:
 
 
 def in_flight_when_due(measures: Measures) -> Floats:
-    """For each request, how many others had come due and not ended when it came due."""
+    """Return for each request how many others were in flight when it was due."""
     due, ended = measures.columns["intended"], np.sort(measures.columns["ended"])
     return np.maximum(0.0, np.arange(due.size) - np.searchsorted(ended, due, side="right")).astype(np.float64)
 

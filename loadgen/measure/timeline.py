@@ -1,6 +1,8 @@
-"""A server's own account of a request, read out of Baton's timeline object. Durations only, each from one
-clock of the server's; what it does not say stays None, so that nothing is drawn or averaged as zero that was
-not measured."""
+"""Reads a server's own timing of a request from Baton's timeline object.
+
+It has durations only, each measured by one clock. Durations that the server does not report are None, so that
+nothing unmeasured is shown or averaged as zero.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Where a request's time went inside.
+    """Durations of a request's stages inside the server, in seconds.
 
-    `waiting_s`: at the scheduler, until a worker had room. `placement_s`: all else from receipt until workers
-    were chosen. `queue_s`, `prefill_s`: waiting and computing at the worker of the prompt. `kv_wait_s`,
-    `transfer_s`, `exposed_s`, `admission_s`: at the worker that went on: until the first block was ready,
-    while a read ran, from the last block computed to the last one landed, from there to its first step.
-    `first_decode_s`: that step. `decode_s`: from its first token to its last.
-
-    `predicted_ttft_s`: from the placement of the last attempt on; `predicted_tpot_s`: as it was predicted
-    there.
+    - `waiting_s`: at the scheduler until a worker had capacity
+    - `placement_s`: the rest of the time from receipt until workers were chosen
+    - `queue_s`, `prefill_s`: queueing and computing at the prefill worker
+    - `kv_wait_s`: at the decode worker, until the first KV block was ready
+    - `transfer_s`: while a KV read was in progress
+    - `exposed_s`: from the last block computed to the last block received
+    - `admission_s`: from there to the first decode step
+    - `first_decode_s`: the first decode step
+    - `decode_s`: from the decode worker's first token to its last
+    - `predicted_ttft_s`, `predicted_tpot_s`: predicted at the last placement, and counted from there
     """
 
     waiting_s: float | None = None
@@ -44,32 +48,34 @@ class Stages:
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
     placed_ttft_s: float | None = None
-    """From the placement to the first token, as the server measured it; None after a lost attempt, where the
-    two are of different ones."""
+    """Measured from the placement to the first token. None after a retry, because the times are of different
+    attempts."""
     placed_tpot_s: float | None = None
-    """The mean gap as the server measured it; None after a lost attempt, whose end is a gap, too."""
+    """Mean gap between tokens measured by the server. None after a retry, because the recovery is also a gap."""
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_handed_off(self) -> bool:
+        """True if prefill and decode ran on different workers."""
         return bool(self.prefill_worker and self.decode_worker and self.prefill_worker != self.decode_worker)
 
     @property
     def wait_s(self) -> float | None:
-        """For the worker that computed the prompt: at the scheduler and at the worker itself."""
+        """Wait for the prefill worker, at the scheduler and at the worker. None if unknown."""
         return None if self.queue_s is None else self.queue_s + (self.waiting_s or 0.0)
 
     @property
     def handoff_s(self) -> float | None:
-        """What the hand-off cost the client: exposed transfer and admission; all between prefill's end and
-        decode's first step."""
+        """Exposed transfer plus admission: the delay that the hand-off added for the client."""
         parts = [part for part in (self.exposed_s, self.admission_s) if part is not None]
         return sum(parts) if parts else None
 
     @classmethod
     def of(cls, timeline: Mapping[str, Any] | None) -> Stages:
-        """Of Baton's object `baton` (HTTP) or message `Timeline` (gRPC). Anything that is not understood is
-        left out, never raised."""
+        """Return the stages of Baton's `baton` object (HTTP) or `Timeline` message (gRPC).
+
+        Values that are not understood are left out; nothing is raised.
+        """
         if not isinstance(timeline, Mapping):
             return cls()
         legs = [leg for leg in _list(timeline.get("legs")) if isinstance(leg, Mapping)]
@@ -114,8 +120,7 @@ class Stages:
 
 
 def _number(data: Mapping[str, Any] | None, key: str) -> float | None:
-    """None for what is absent, and for what is no finite number of at least zero. JSON of a message writes
-    large integers as texts."""
+    """Return a finite number of at least zero, or None. Protobuf's JSON writes large integers as strings."""
     value = data.get(key) if data else None
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None

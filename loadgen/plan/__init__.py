@@ -1,1 +1,1 @@
-"""Plans: which requests are sent, when, and with what prompt."""
+"""Plans: the requests to send, with their times and prompts."""

@@ -1,17 +1,17 @@
-"""When requests arrive: absolute seconds from the start of the run, ascending, and never rescaled to make a
-count or a rate come out even.
+"""Arrival times of requests: absolute seconds from the start of the run, ascending, never rescaled.
 
-Every process is a renewal process of rate 1, in *operational time*, laid over a rate that may vary: with
-`L(t)` = integral of `rate` from 0 to t, the arrival at operational time x happens at `t = L⁻¹(x)`. A gap
-process (Poisson, gamma, Weibull, constant) and a rate (constant, ramp, steps, on/off) are thus two choices; a
-Poisson process over a varying rate is the non-homogeneous Poisson process of that rate.
+Every process is a renewal process of rate 1 in *operational time*, mapped to a rate that may vary: with
+`L(t)` = integral of `rate` from 0 to t, the arrival at operational time x happens at `t = L⁻¹(x)`. So the gap
+process (Poisson, gamma, Weibull, constant) and the rate (constant, ramp, steps, on/off) are independent
+choices. A Poisson process with a varying rate is the non-homogeneous Poisson process of that rate.
 
 Gap processes start in equilibrium: the first gap is the time from a random moment to the next arrival, with
 density `(1 - F(x)) / mean`. So the expected number of arrivals in any window of length T is `rate T`, from
-the first second on; starting with a whole gap instead would add `(cv² - 1) / 2` arrivals to every window, 22
-of them at cv = 6.8.
+the start on. Starting with a full gap would add `(cv² - 1) / 2` arrivals to every window, 22 of them at cv =
+6.8.
 
-Stop at `until_s` (excluded), after `count`, or at whichever comes first; more of either only appends.
+Arrivals end before `until_s`, after `count`, or at whichever comes first. Raising either only appends
+arrivals.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from loadgen.plan.draws import Floats
 from loadgen.user_files import numbered_lines
 
 BATCH = 1024
-"""Gaps drawn at once. Fixed, because `draws.gamma` repeats its numbers only for equal counts."""
+"""Gaps drawn at a time. It is fixed, because `draws.gamma` is reproducible only for equal counts."""
 
 MAX_ARRIVALS = 5_000_000
-"""Of one call, so that a rate written by mistake ends in a message."""
+"""Most arrivals of one call, so that a mistyped rate ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of time over which the rate goes in a straight line from `start_rps` to `end_rps`."""
+    """A time span over which the rate changes linearly from `start_rps` to `end_rps`."""
 
     duration_s: float
     start_rps: float
@@ -46,56 +46,60 @@ class Piece:
 
     @property
     def area(self) -> float:
-        """Expected arrivals."""
+        """Expected number of arrivals."""
         return 0.0 if self.start_rps == self.end_rps == 0 else self.duration_s * (self.start_rps + self.end_rps) / 2
 
 
 Rate = Callable[[np.random.Generator], Iterable[Piece]]
-"""Makes the pieces, which may go on for ever; the generator is for those that are random."""
+"""Generates the pieces of a rate, possibly without end. The generator is for random rates."""
 
 Gaps = Callable[[np.random.Generator], Iterator[Floats]]
-"""Makes batches of gaps of mean 1, the first one in equilibrium."""
+"""Generates batches of gaps with mean 1, the first one in equilibrium."""
 
 
 def constant(*, rate_rps: float, until_s: float | None = None, count: int | None = None) -> Floats:
-    """`0, 1/rate, 2/rate, …`"""
+    """Return `0, 1/rate, 2/rate, …`."""
     return arrivals(_unused(), constant_gaps, steady(rate_rps), until_s=until_s, count=count)
 
 
 def poisson(
     rng: np.random.Generator, *, rate_rps: float, until_s: float | None = None, count: int | None = None
 ) -> Floats:
-    """Gaps are exponential with mean `1/rate`; cv 1."""
+    """Return Poisson arrivals: gaps are exponential with mean `1/rate` (cv 1)."""
     return arrivals(rng, poisson_gaps, steady(rate_rps), until_s=until_s, count=count)
 
 
 def gamma(
     rng: np.random.Generator, *, rate_rps: float, cv: float, until_s: float | None = None, count: int | None = None
 ) -> Floats:
-    """Gaps are gamma with shape `1/cv²` and mean `1/rate`: cv above 1 comes in bursts, below 1 more evenly
-    than Poisson."""
+    """Return arrivals with gamma gaps of shape `1/cv²` and mean `1/rate`.
+
+    A cv above 1 is burstier than Poisson, one below 1 more regular.
+    """
     return arrivals(rng, gamma_gaps(1 / cv**2), steady(rate_rps), until_s=until_s, count=count)
 
 
 def weibull(
     rng: np.random.Generator, *, rate_rps: float, shape: float, until_s: float | None = None, count: int | None = None
 ) -> Floats:
-    """Gaps are Weibull with that shape and mean `1/rate`, that is scale `1 / (rate Γ(1 + 1/shape))`; the
-    shape of a cv is `weibull_shape(cv)`."""
+    """Return arrivals with Weibull gaps of this shape and mean `1/rate`.
+
+    The scale is `1 / (rate Γ(1 + 1/shape))`. `weibull_shape(cv)` gives the shape for a cv.
+    """
     return arrivals(rng, weibull_gaps(shape), steady(rate_rps), until_s=until_s, count=count)
 
 
 def ramp(
     rng: np.random.Generator, *, start_rps: float, end_rps: float, duration_s: float, count: int | None = None
 ) -> Floats:
-    """Poisson with `rate(t) = start + (end - start) t / duration`."""
+    """Return Poisson arrivals with `rate(t) = start + (end - start) t / duration`."""
     return arrivals(rng, poisson_gaps, steps([Piece(duration_s, start_rps, end_rps)]), count=count)
 
 
 def piecewise(
     rng: np.random.Generator, *, stretches: Sequence[tuple[float, float]], count: int | None = None
 ) -> Floats:
-    """Poisson with a rate in steps: `stretches` are (seconds, requests a second)."""
+    """Return Poisson arrivals with a stepwise rate. `stretches` are (seconds, requests per second)."""
     return arrivals(rng, poisson_gaps, steps([Piece(seconds, rps, rps) for seconds, rps in stretches]), count=count)
 
 
@@ -108,16 +112,18 @@ def on_off(
     until_s: float | None = None,
     count: int | None = None,
 ) -> Floats:
-    """Poisson, alternating between two (seconds, requests a second); `is_random`: the seconds are means of
-    exponential sojourns, which makes it a two-state Markov-modulated Poisson process."""
+    """Return Poisson arrivals that alternate between two (seconds, requests per second).
+
+    With `is_random`, the seconds are means of exponential durations, which makes it a two-state
+    Markov-modulated Poisson process.
+    """
     return arrivals(rng, poisson_gaps, alternating(on, off, is_random=is_random), until_s=until_s, count=count)
 
 
 def trace_times(
     times_s: Sequence[float], *, time_scale: float = 1.0, start_s: float = 0.0, until_s: float | None = None
 ) -> Floats:
-    """`(t - start) time_scale` of the times from `start` on, sorted; those that would be at `until` or later
-    left out."""
+    """Return `(t - start) time_scale` for the times from `start` on, sorted, and below `until`."""
     times = np.sort(np.asarray(times_s, np.float64))
     times = (times[times >= start_s] - start_s) * time_scale
     return times if until_s is None else times[times < until_s]
@@ -126,8 +132,10 @@ def trace_times(
 def arrivals(
     rng: np.random.Generator, gaps: Gaps, rate: Rate, *, until_s: float | None = None, count: int | None = None
 ) -> Floats:
-    """Any gap process over any rate, by the formula above; rounded to microseconds. Raises BadPlan if there
-    is no end to it."""
+    """Return the arrivals of any gap process with any rate, rounded to microseconds.
+
+    Raises BadPlan if there are more than `MAX_ARRIVALS`.
+    """
     source = iter(rate(rng.spawn(1)[0]))
     pieces: list[Piece] = []
     end_s, area = 0.0, 0.0  # of `pieces`
@@ -148,13 +156,16 @@ def arrivals(
         if len(found) < len(points) or (count is not None and num_times >= count):
             break
         if num_times > MAX_ARRIVALS:
-            raise BadPlan(f"more than {MAX_ARRIVALS} arrivals: give a lower rate, a duration or a count")
+            raise BadPlan(f"more than {MAX_ARRIVALS} arrivals; give a lower rate, a duration or a count")
     return np.round(np.concatenate(times)[:count], 6)
 
 
 def _locate(points: Floats, pieces: Sequence[Piece]) -> Floats:
-    """`L⁻¹` of each point; those beyond the last piece are left out. In a piece from a to b over D, y into
-    it: `a t + (b - a) t² / 2D = y`, so `t = 2 y / (a + √(a² + 2 y (b - a) / D))`."""
+    """Return `L⁻¹` of each point; those beyond the last piece are left out.
+
+    In a piece from rate a to b over duration D, at y within the piece: `a t + (b - a) t² / 2D = y`, so `t = 2
+    y / (a + √(a² + 2 y (b - a) / D))`.
+    """
     ends = np.cumsum([piece.area for piece in pieces])
     begins = np.concatenate([[0.0], ends])
     starts_s = np.concatenate([[0.0], np.cumsum([piece.duration_s for piece in pieces])])
@@ -167,25 +178,27 @@ def _locate(points: Floats, pieces: Sequence[Piece]) -> Floats:
     return starts_s[which] + np.divide(2 * y, root, out=np.zeros_like(y), where=root > 0)
 
 
-# Gaps, of mean 1.
+# Gap processes with mean 1.
 
 
 def constant_gaps(rng: np.random.Generator) -> Iterator[Floats]:
-    """1 each; the first arrival is at once."""
+    """Gaps of 1 each; the first arrival is at time 0."""
     yield np.zeros(1)
     while True:
         yield np.ones(BATCH)
 
 
 def poisson_gaps(rng: np.random.Generator) -> Iterator[Floats]:
-    """Exponential, the first one, too: the process has no memory."""
+    """Exponential gaps, including the first one, because the process is memoryless."""
     while True:
         yield draws.exponential(rng, BATCH)
 
 
 def gamma_gaps(shape: float) -> Gaps:
-    """`Γ(shape) / shape`. A gap seen from a random moment is longer, `Γ(shape + 1) / shape`, and any part of
-    it is over."""
+    """Gaps `Γ(shape) / shape`.
+
+    The gap around a random moment is longer, `Γ(shape + 1) / shape`, and a uniform fraction of it has passed.
+    """
 
     def gaps(rng: np.random.Generator) -> Iterator[Floats]:
         yield rng.random(1) * draws.gamma(rng, shape + 1, 1) / shape
@@ -196,8 +209,11 @@ def gamma_gaps(shape: float) -> Gaps:
 
 
 def weibull_gaps(shape: float) -> Gaps:
-    """`s W(shape)` with `s = 1 / Γ(1 + 1/shape)`. A gap seen from a random moment is `s G^(1/shape)` with G
-    of gamma(1 + 1/shape), and any part of it is over."""
+    """Gaps `s W(shape)` with `s = 1 / Γ(1 + 1/shape)`.
+
+    The gap around a random moment is `s G^(1/shape)` with G of gamma(1 + 1/shape), and a uniform fraction has
+    passed.
+    """
     scale = math.exp(-math.lgamma(1 + 1 / shape))
 
     def gaps(rng: np.random.Generator) -> Iterator[Floats]:
@@ -209,16 +225,17 @@ def weibull_gaps(shape: float) -> Gaps:
 
 
 def weibull_cv(shape: float) -> float:
-    """`√(Γ(1 + 2/shape) / Γ(1 + 1/shape)² - 1)`."""
+    """Return `√(Γ(1 + 2/shape) / Γ(1 + 1/shape)² - 1)`."""
     return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
 
 
 def weibull_shape(cv: float) -> float:
-    """The shape whose gaps have that cv, by bisection: cv falls as shape rises. Raises BadPlan outside of shapes 0.1 to 100 (cv
-    0.013 to 430)."""
+    """Return the shape for a cv, by bisection. Raises BadPlan outside of shapes 0.1 to 100 (cv 0.013 to 430)."""
     low, high = 0.1, 100.0
     if not weibull_cv(high) <= cv <= weibull_cv(low):
-        raise BadPlan(f"no Weibull gaps of cv {cv:g} here: from {weibull_cv(high):.2g} to {weibull_cv(low):.3g}")
+        raise BadPlan(
+            f"Weibull gaps cannot have cv {cv:g}; it must be between {weibull_cv(high):.2g} and {weibull_cv(low):.3g}"
+        )
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if weibull_cv(middle) > cv else (low, middle)
@@ -229,22 +246,25 @@ def weibull_shape(cv: float) -> float:
 
 
 def steady(rate_rps: float) -> Rate:
-    """One rate for ever."""
+    """Return a constant rate without end. Raises BadPlan if it is not above 0."""
     if not rate_rps > 0:
-        raise BadPlan(f"a rate of {rate_rps:g} requests a second: give more than 0")
+        raise BadPlan(f"the rate is {rate_rps:g} requests/s; it must be above 0")
     return lambda rng: [Piece(math.inf, rate_rps, rate_rps)]
 
 
 def steps(pieces: Sequence[Piece]) -> Rate:
-    """These pieces; nothing arrives after the last one."""
+    """Return a rate of these pieces. Nothing arrives after the last one. Raises BadPlan."""
     if not any(piece.area > 0 for piece in pieces) or any(piece.duration_s <= 0 for piece in pieces):
-        raise BadPlan("a rate in pieces needs one above 0, and each piece a duration above 0")
+        raise BadPlan("a stepwise rate needs a rate above 0 in at least one step and a duration above 0 in each")
     return lambda rng: pieces
 
 
 def alternating(on: tuple[float, float], off: tuple[float, float], *, is_random: bool = False) -> Rate:
-    """(seconds, requests a second) in turn for ever; `is_random`: the seconds are exponential with these
-    means, and the first stretch is either, with the probability of finding it at a random moment."""
+    """Return a rate that alternates between two (seconds, requests per second) without end.
+
+    With `is_random`, the seconds are exponential with these means. The first span is then either one, with
+    its probability at a random moment. Raises BadPlan.
+    """
     if not (on[0] > 0 and off[0] > 0 and max(on[1], off[1]) > 0):
         raise BadPlan("an on/off rate needs two durations above 0 and a rate above 0")
 
@@ -262,7 +282,7 @@ def alternating(on: tuple[float, float], off: tuple[float, float], *, is_random:
 
 
 def parse_gaps(text: str) -> Gaps:
-    """`poisson`, `constant`, `gamma:cv=2`, `weibull:cv=2`, `weibull:shape=0.5`. Raises BadPlan."""
+    """Parse `poisson`, `constant`, `gamma:cv=2`, `weibull:cv=2` or `weibull:shape=0.5`. Raises BadPlan."""
     kind, rest = text_forms.split_kind(text)
     match kind:
         case "poisson" | "constant" if not rest:
@@ -270,21 +290,23 @@ def parse_gaps(text: str) -> Gaps:
         case "gamma":
             cv = text_forms.pairs(rest, text, {"cv": text_forms.number}, needed=("cv",))["cv"]
             if cv == 0:
-                raise BadPlan(f"`{text}`: at cv 0 write constant")
+                raise BadPlan(f"`{text}`: cv must be above 0; write constant for equal gaps")
             return gamma_gaps(1 / cv**2)
         case "weibull":
             values = text_forms.pairs(rest, text, {"cv": text_forms.number, "shape": text_forms.number})
             if len(values) != 1 or 0 in values.values():
-                raise BadPlan(f"`{text}`: give either cv=… or shape=…, above 0")
+                raise BadPlan(f"`{text}`: give either cv=… or shape=…, and a value above 0")
             return weibull_gaps(values["shape"] if "shape" in values else weibull_shape(values["cv"]))
     raise BadPlan(
-        f"`{text}` is no arrival process: write poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5 or file:PATH"
+        f"`{text}` is not an arrival process; write poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5 or file:PATH"
     )
 
 
 def parse_rate(text: str) -> Rate:
-    """Requests a second: `5`, `ramp:1-10@60s`, `steps:2@60s,4@30s`, `onoff:10@5s,0@15s`,
-    `onoff:10@5s,0@15s,random`. Raises BadPlan."""
+    """Parse a rate in requests per second. Raises BadPlan.
+
+    Forms: `5`, `ramp:1-10@60s`, `steps:2@60s,4@30s`, `onoff:10@5s,0@15s`, `onoff:10@5s,0@15s,random`.
+    """
     kind, rest = text_forms.split_kind(text)
     parts = [part.strip() for part in rest.split(",")]
     match kind:
@@ -303,12 +325,12 @@ def parse_rate(text: str) -> Rate:
                 raise BadPlan(f"`{text}`: write two stretches, such as onoff:10@5s,0@15s")
             return alternating(stretches[0], stretches[1], is_random=is_random)
     if rest or not kind[:1].isdigit():
-        raise BadPlan(f"`{text}` is no rate: write 5, ramp:1-10@60s, steps:2@60s,4@30s or onoff:10@5s,0@15s")
+        raise BadPlan(f"`{text}` is not a rate; write 5, ramp:1-10@60s, steps:2@60s,4@30s or onoff:10@5s,0@15s")
     return steady(text_forms.number(text))
 
 
 def read_times(path: str) -> Floats:
-    """Arrival times from a file, one number of seconds a line. Raises BadPlan."""
+    """Read arrival times from a file with one number of seconds per line. Raises BadPlan."""
     times = []
     for line_number, line in numbered_lines(path):
         try:
@@ -316,9 +338,11 @@ def read_times(path: str) -> Floats:
         except BadPlan as error:
             raise BadPlan(f"{path}:{line_number}: {error}") from None
         if len(times) > 1 and times[-1] < times[-2]:
-            raise BadPlan(f"{path}:{line_number}: {line} is before the {times[-2]} of the line above: sort by time")
+            raise BadPlan(
+                f"{path}:{line_number}: {line} is before {times[-2]} in the previous line; sort the file by time"
+            )
     if not times:
-        raise BadPlan(f"{path}: it has no times")
+        raise BadPlan(f"{path}: the file has no times")
     return np.round(np.asarray(times), 6)
 
 

@@ -1,18 +1,18 @@
-"""What a perfect prefix cache would hold of a plan: the hit ratio that a cluster is measured against.
+"""Simulates an ideal prefix cache on a plan, to get the best hit ratio that a cluster could reach.
 
-The plan is replayed one request at a time, in the order of planned times as if answers took none. A request
-finds the longest run of blocks, from its prompt's start, that earlier requests left; then its whole prompt
-and its answer (for later turns) are in the cache. That is an upper bound: a real server computes a prefix
-twice when two requests bring it at the same moment, and several workers hold several copies.
+The plan is replayed one request at a time, in the order of planned times as if responses took no time. A
+request hits the longest run of blocks, from its prompt's start, that earlier requests left. Then its full
+prompt and its response (for later turns) are in the cache. This is an upper bound: a real server computes a
+prefix twice if two requests bring it at the same time, and several workers hold several copies.
 
-As in engines, only full blocks are held; the last token of a prompt is always computed, so at most
-`num_prompt_tokens - 1` tokens count as cached; and the last token of an answer never is, because nothing came
-after it. With a capacity, the least recently used block goes first, of one request's the last; all workers'
-memory counts as one cache.
+As in engines, only full blocks are cached. The last token of a prompt is always computed, so at most
+`num_prompt_tokens - 1` tokens count as cached. The last token of a response is never cached, because it was
+never an input. With a limited capacity, the least recently used block is evicted, of one request the last
+block first. The memory of all workers counts as one cache.
 
-It works on segments, not on tokens, so `AnswerOf` needs no answers. Blocks stand in a radix tree whose nodes
-are runs of blocks that were always used together. Source of the tree: SGLang's RadixAttention (Zheng et al.
-2024), section 3.
+It works on segments instead of tokens, so `AnswerOf` needs no responses. Blocks are stored in a radix tree
+whose nodes are runs of blocks that were always used together. Source of the tree: SGLang's RadixAttention
+(Zheng et al. 2024), section 3.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from loadgen.plan.plan import AnswerOf, Exact, Generated, Plan, PlannedRequest, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """Of each request, by index: `num_prompt_tokens`; `num_shared_tokens`, the tokens of its prompt found in
-    the cache; `num_cached_tokens`, those of them that an engine can use (at most all but one, in whole
-    blocks)."""
+    """Result for each request, by index.
+
+    - `num_prompt_tokens`: tokens of the prompt
+    - `num_shared_tokens`: those found in the cache
+    - `num_cached_tokens`: those that an engine can use: full blocks, without the last token
+    """
 
     block_size_tokens: int
     capacity_tokens: int | None
@@ -40,22 +43,27 @@ class CacheUse:
 
     @property
     def hit_ratio(self) -> float:
-        """Of all prompt tokens of the plan, the part that need not be computed."""
+        """Share of all prompt tokens that need not be computed."""
         return sum(self.num_cached_tokens) / sum(self.num_prompt_tokens)
 
     @property
     def shared_ratio(self) -> float:
-        """Of all prompt tokens of the plan, the part that was there before; as trace papers count it."""
+        """Share of all prompt tokens that were in the cache, as trace papers count it."""
         return sum(self.num_shared_tokens) / sum(self.num_prompt_tokens)
 
 
 def best_hits(plan: Plan, *, block_size_tokens: int = 1, capacity_tokens: int | None = None) -> CacheUse:
-    """`capacity_tokens`: of the whole cluster; None: infinite. Raises BadPlan for a plan with text, whose
-    tokens only the server knows."""
+    """Replay a plan on an ideal cache.
+
+    `capacity_tokens` is that of the whole cluster, None for infinite. Raises BadPlan for a plan with texts,
+    whose tokens are unknown.
+    """
     if block_size_tokens < 1:
-        raise BadPlan(f"a block of {block_size_tokens} tokens: at least one")
+        raise BadPlan(f"the block size is {block_size_tokens} tokens; it must be at least 1")
     if capacity_tokens is not None and capacity_tokens < block_size_tokens:
-        raise BadPlan(f"a cache of {capacity_tokens} tokens holds no block of {block_size_tokens}")
+        raise BadPlan(
+            f"the cache size is {capacity_tokens} tokens; it must hold at least one block of {block_size_tokens}"
+        )
     tree = _Tree(block_size_tokens, None if capacity_tokens is None else capacity_tokens // block_size_tokens)
     count = len(plan.requests)
     num_prompt, num_shared, num_cached = [0] * count, [0] * count, [0] * count
@@ -63,11 +71,11 @@ def best_hits(plan: Plan, *, block_size_tokens: int = 1, capacity_tokens: int | 
         num_prompt_tokens = plan.num_prompt_tokens(request)
         if num_prompt_tokens is None:
             raise BadPlan(
-                f"request {request.index} is text: only the server knows its tokens, so what can be shared is not known either"
+                f"request {request.index} is a text, whose tokens only the server knows; plan with --tokenizer to get token ids"
             )
         prompt = [_part(segment, plan, block_size_tokens) for segment in request.segments]
         num_answer = (request.cancel_after_tokens or request.output_tokens) - 1
-        # No other request has this answer, so what is found is found in the prompt.
+        # No other request has this response, so all hits are in the prompt.
         answer = _Run(("answer", request.index), 0, num_answer, block_size_tokens)
         shared = tree.use(_blocks([*prompt, answer], block_size_tokens)) * block_size_tokens
         num_prompt[request.index] = num_prompt_tokens
@@ -83,7 +91,7 @@ def best_hits(plan: Plan, *, block_size_tokens: int = 1, capacity_tokens: int | 
 
 
 def in_planned_order(plan: Plan) -> list[PlannedRequest]:
-    """By time, if answers took none; ties by index."""
+    """Return the requests by time, as if responses took no time; ties by index."""
     times: list[float] = []
     for request in plan.requests:
         times.append(request.at_s if request.after is None else times[request.after] + request.think_s)  # type: ignore[arg-type]
@@ -92,8 +100,10 @@ def in_planned_order(plan: Plan) -> list[PlannedRequest]:
 
 @dataclass(slots=True)
 class _Run:
-    """`length` of one source, from `first` on: first in tokens, then (out of `_blocks`) in blocks. The source
-    is a generated segment's id, an answer's name, or the tuple of the tokens themselves."""
+    """A run of `length` tokens (or blocks, after `_blocks`) of one source, from token `first` on.
+
+    The source is a generated segment's id, a response's name, or the tokens themselves.
+    """
 
     source: object
     first: int
@@ -102,13 +112,13 @@ class _Run:
 
     @property
     def key(self) -> object:
-        """Names the first block: what is equal up to here and has this key is equal in this block."""
+        """Identifies the first block, given that everything before it is equal."""
         if isinstance(self.source, _Tokens):
             return self.source.token_ids[self.first : self.first + self.block_size]
         return (self.source, self.first)
 
     def common(self, other: _Run) -> int:
-        """How many blocks it shares with `other`, of which the first is shared."""
+        """Return the number of blocks that both runs share; the first one is known to be shared."""
         length = min(self.length, other.length)
         if not isinstance(self.source, _Tokens) or not isinstance(other.source, _Tokens):
             return length
@@ -128,7 +138,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The source of exact tokens, which are compared one by one."""
+    """Source of exact tokens, which are compared one by one."""
 
     token_ids: tuple[int, ...]
 
@@ -146,9 +156,9 @@ def _part(segment: Segment, plan: Plan, block_size: int) -> _Run:
 
 
 def _blocks(parts: list[_Run], block_size: int) -> Iterator[_Run]:
-    """The full blocks of a prompt given in tokens: runs of blocks of one source, and single blocks in which
-    sources meet."""
-    mixed: list[object] = []  # a block that has begun
+    """Yield the full blocks of a prompt: runs of blocks of one source, and single blocks with several
+    sources."""
+    mixed: list[object] = []  # the unfinished block
     num_mixed = 0
     for part in parts:
         source, first, length = part.source, part.first, part.length
@@ -171,14 +181,14 @@ def _piece(source: object, first: int, length: int) -> object:
 
 
 def _joined(pieces: list[object]) -> object:
-    """The source of a block that has several."""
+    """Return the source of a block that has several."""
     tokens = [piece.token_ids for piece in pieces if isinstance(piece, _Tokens)]
     return _Tokens(tuple(itertools.chain.from_iterable(tokens))) if len(tokens) == len(pieces) else tuple(pieces)
 
 
 @dataclass(slots=True, eq=False)
 class _CacheNode:
-    """Blocks that follow the parent's. `used`: the number of the request that used them last."""
+    """A run of blocks that follow the parent's. `used` is the number of the last request that used them."""
 
     run: _Run
     parent: _CacheNode | None
@@ -187,16 +197,18 @@ class _CacheNode:
 
 
 class _Tree:
+    """Radix tree of cached blocks with LRU eviction."""
+
     def __init__(self, block_size: int, capacity_blocks: int | None) -> None:
         self._root = _CacheNode(_Run(None, 0, 0, block_size), None, 0)
         self._capacity = capacity_blocks
         self._num_blocks = 0
         self._now = 0
-        self._leaves: list[tuple[int, int, _CacheNode]] = []  # a heap; entries whose node has changed since are skipped
+        self._leaves: list[tuple[int, int, _CacheNode]] = []  # a heap; outdated entries are skipped
         self._num_pushed = 0
 
     def use(self, runs: Iterable[_Run]) -> int:
-        """Puts these blocks into the cache; how many of them, from the first on, were there."""
+        """Add these blocks to the cache and return how many leading ones were already there."""
         self._now += 1
         node, found, is_new = self._root, 0, False
         for run in runs:
@@ -222,8 +234,8 @@ class _Tree:
         return found
 
     def _split(self, node: _CacheNode, length: int) -> _CacheNode:
-        """Makes two nodes of one, the first `length` blocks and the rest, which keeps its identity; returns
-        the first."""
+        """Split a node after `length` blocks and return the first part. The second part keeps the node's
+        identity."""
         assert node.parent is not None
         first = _CacheNode(_Run(node.run.source, node.run.first, length, node.run.block_size), node.parent, node.used)
         node.parent.children[node.run.key] = first
@@ -236,7 +248,7 @@ class _Tree:
         heapq.heappush(self._leaves, (node.used, self._num_pushed, node))
 
     def _evict(self, capacity: int) -> None:
-        """Least recently used first, from the ends of chains."""
+        """Evict least recently used blocks from the ends of chains."""
         while self._num_blocks > capacity:
             used, _, node = heapq.heappop(self._leaves)
             if node.children or node.used != used or node.parent is None:

@@ -1,15 +1,14 @@
-"""Distributions of lengths (whole tokens, 1 or more) and of times (seconds), and their text form, one for all
-options:
+"""Distributions of lengths (tokens, 1 or more) and times (seconds), with one text form for all options.
 
-    512                                   always this
-    uniform:100-800                       whole numbers 100 to 800, each as likely (times: any number between)
-    lognormal:mean=512,cv=0.8             mean and coefficient of variation of the lognormal itself, not of its logarithm
-    lognormal:mean=512,cv=0.8,min=16,max=4096     what falls outside is moved to the bound, which shifts the mean
+    512                                   constant
+    uniform:100-800                       integers from 100 to 800 with equal probability (times: real numbers)
+    lognormal:mean=512,cv=0.8             mean and coefficient of variation of the lognormal itself, not its logarithm
+    lognormal:mean=512,cv=0.8,min=16,max=4096     values outside are moved to the bound, which shifts the mean
     exponential:mean=512                  may have min and max, too
-    file:lengths.csv:ContextTokens        drawn with replacement from a column of a CSV file, or from a key of a JSONL file (either
-    may be .gz)
+    file:lengths.csv:ContextTokens        drawn with replacement from a column of a CSV file or a key of a JSONL file,
+                                          either possibly gzipped
 
-Times are written as `300ms`, `5s`, `2m`: `lognormal:mean=5s,cv=1,max=2m`.
+Times are written as `300ms`, `5s` or `2m`: `lognormal:mean=5s,cv=1,max=2m`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ MAX_TOKENS = 2**31 - 1
 
 
 class Distribution(Protocol):
-    """Of real numbers of 0 or more."""
+    """A distribution of real numbers of 0 or more."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
-        """[count]; the first ones do not depend on `count`."""
+        """Draw numbers, [count]. The first ones do not depend on `count`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
+    """A constant."""
+
     value: float
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
@@ -49,7 +50,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """`low + (high - low) u`; of whole numbers, `floor(low + (high + 1 - low) u)`."""
+    """Uniform numbers `low + (high - low) u`, or integers `floor(low + (high + 1 - low) u)`."""
 
     low: float
     high: float
@@ -64,8 +65,10 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
-    """`exp(mu + sigma z)` with `sigma² = ln(1 + cv²)` and `mu = ln(mean) - sigma²/2`, so that its mean is
-    `mean` and its deviation `cv mean`; then moved into [low, high]."""
+    """Lognormal numbers with the given mean and coefficient of variation, clipped to [low, high].
+
+    `exp(mu + sigma z)` with `sigma² = ln(1 + cv²)` and `mu = ln(mean) - sigma²/2`.
+    """
 
     mean: float
     cv: float
@@ -80,7 +83,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponential:
-    """`-mean ln(1 - u)`, moved into [low, high]."""
+    """Exponential numbers `-mean ln(1 - u)`, clipped to [low, high]."""
 
     mean: float
     low: float = 0.0
@@ -92,7 +95,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class Empirical:
-    """One of `values`, each as likely."""
+    """One of `values`, with equal probability."""
 
     values: tuple[float, ...]
 
@@ -101,24 +104,24 @@ class Empirical:
 
 
 def draw_lengths(distribution: Distribution, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Rounded to whole tokens, at least 1."""
+    """Draw numbers rounded to whole tokens, at least 1."""
     return np.clip(np.rint(distribution.draw(rng, count)), 1, MAX_TOKENS).astype(np.int64)
 
 
 def parse_lengths(text: str) -> Distribution:
-    """A distribution of tokens. Raises BadPlan."""
+    """Parse a distribution of token counts. Raises BadPlan."""
     distribution = _parse(text, text_forms.number, is_whole=True)
     if isinstance(distribution, Fixed) and not (distribution.value >= 1 and distribution.value.is_integer()):
-        raise BadPlan(f"`{text}`: a length is a whole number of tokens, 1 or more")
+        raise BadPlan(f"`{text}`: a length must be an integer of 1 or more")
     if isinstance(distribution, Uniform) and not (
         distribution.low >= 1 and distribution.low.is_integer() and distribution.high.is_integer()
     ):
-        raise BadPlan(f"`{text}`: the bounds are whole numbers of tokens, 1 or more")
+        raise BadPlan(f"`{text}`: the bounds must be integers of 1 or more")
     return distribution
 
 
 def parse_times(text: str) -> Distribution:
-    """A distribution of seconds. Raises BadPlan."""
+    """Parse a distribution of seconds. Raises BadPlan."""
     return _parse(text, text_forms.seconds, is_whole=False)
 
 
@@ -129,16 +132,16 @@ def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distri
         case "uniform":
             low, high = text_forms.span(rest, text, read)
             if low > high:
-                raise BadPlan(f"`{text}`: the first number is the smaller one")
+                raise BadPlan(f"`{text}`: the first number must not be larger than the second")
             return Uniform(low, high, is_whole)
         case "lognormal" | "exponential":
             shape: dict[str, Callable[[str], float]] = {"cv": text_forms.number} if kind == "lognormal" else {}
             values = text_forms.pairs(rest, text, {"mean": read, **shape, **bounds}, needed=("mean", *shape))
             if values["mean"] <= 0:
-                raise BadPlan(f"`{text}`: the mean is above 0")
+                raise BadPlan(f"`{text}`: the mean must be above 0")
             low, high = values.get("min", 0.0), values.get("max", math.inf)
             if low > high:
-                raise BadPlan(f"`{text}`: `min` is above `max`")
+                raise BadPlan(f"`{text}`: `min` must not be above `max`")
             if kind == "exponential":
                 return Exponential(mean=values["mean"], low=low, high=high)
             return Lognormal(mean=values["mean"], cv=values["cv"], low=low, high=high)
@@ -149,13 +152,13 @@ def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distri
             return Empirical(_column(path, column))
     if rest or not kind[:1].isdigit():
         raise BadPlan(
-            f"`{text}` is no distribution: write 512, uniform:100-800, lognormal:mean=512,cv=0.8, exponential:mean=512 or file:PATH:COLUMN"
+            f"`{text}` is not a distribution; write 512, uniform:100-800, lognormal:mean=512,cv=0.8, exponential:mean=512 or file:PATH:COLUMN"
         )
     return Fixed(read(text))
 
 
 def _column(path: str, column: str) -> tuple[float, ...]:
-    """The numbers of one column of a CSV or JSONL file. Raises BadPlan with the line."""
+    """Read the numbers of one column of a CSV or JSONL file. Raises BadPlan with the line."""
     values = []
     header: list[str] | None = None
     for line_number, line in numbered_lines(path):
@@ -163,7 +166,7 @@ def _column(path: str, column: str) -> tuple[float, ...]:
         if line_number == 1 and not line.lstrip().startswith("{"):
             header = [name.strip() for name in next(csv.reader([line]), [])]
             if column not in header:
-                raise BadPlan(f"{where}: no column `{column}`; there are {', '.join(header)}")
+                raise BadPlan(f"{where}: no column `{column}`; the columns are {', '.join(header)}")
             continue
         try:
             cell = json.loads(line)[column] if header is None else next(csv.reader([line]))[header.index(column)]
@@ -173,5 +176,5 @@ def _column(path: str, column: str) -> tuple[float, ...]:
         except BadPlan as error:
             raise BadPlan(f"{where}: {error}") from None
     if not values:
-        raise BadPlan(f"{path}: it has no rows")
+        raise BadPlan(f"{path}: the file has no rows")
     return tuple(values)

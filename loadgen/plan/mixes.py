@@ -1,8 +1,7 @@
-"""Who the clients of a workload are: tenant, priority, SLO class, and whether they leave before the answer's
-end.
+"""Draws the attributes of a workload's clients: tenant, priority, SLO class, and whether they cancel.
 
-A client is a session, or a request of none. Each property is drawn from its own stream, in the order in which
-clients first appear.
+A client is a session, or a request without one. Each attribute has its own random stream, in the order in
+which clients first appear.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mix(Generic[T]):
-    """Values, each with its share: any positive weights."""
+    """Values with their relative shares (any positive weights)."""
 
     values: tuple[T, ...]
     weights: tuple[float, ...]
@@ -31,8 +30,11 @@ class Mix(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixes:
-    """`cancel`: the fraction of clients that leave during their last request, after 1 to `output_tokens - 1`
-    tokens, each as likely (one-token answers cannot be left). None: as the source says."""
+    """Mixes of all client attributes. None keeps what the source set.
+
+    `cancel` is the share of clients that cancel during their last request, after 1 to `output_tokens - 1`
+    tokens with equal probability. One-token responses cannot be cancelled.
+    """
 
     tenants: Mix[str] | None = None
     priorities: Mix[int] | None = None
@@ -42,7 +44,7 @@ class Mixes:
 
 
 def apply_mixes(requests: Sequence[PlannedRequest], mixes: Mixes, seed: int) -> list[PlannedRequest]:
-    """The requests, with what `mixes` decides of each client."""
+    """Return the requests with the drawn attributes of their clients."""
     numbers: dict[str | int, int] = {}
     clients = [numbers.setdefault(request.session or request.index, len(numbers)) for request in requests]
     count = len(numbers)
@@ -70,30 +72,32 @@ def apply_mixes(requests: Sequence[PlannedRequest], mixes: Mixes, seed: int) -> 
 
 
 def parse_tenants(text: str) -> Mix[str]:
-    """`a:3,b:1`: names and weights. Raises BadPlan."""
+    """Parse names and weights, `a:3,b:1`. Raises BadPlan."""
     return _mix(text, "a:3,b:1")
 
 
 def parse_priorities(text: str) -> Mix[int]:
-    """`0:9,5:1`: priorities (lower goes first) and weights. Raises BadPlan."""
+    """Parse priorities (lower is more urgent) and weights, `0:9,5:1`. Raises BadPlan."""
     mix = _mix(text, "0:9,5:1")
     try:
         return Mix(tuple(int(name) for name in mix.values), mix.weights)
     except ValueError:
-        raise BadPlan(f"`{text}`: priorities are whole numbers, such as 0:9,5:1") from None
+        raise BadPlan(f"`{text}`: priorities must be integers, such as 0:9,5:1") from None
 
 
 def parse_classes(texts: Sequence[str]) -> tuple[Mix[str], dict[str, SloTarget]]:
-    """Of each `interactive:0.7:ttft=500ms,tpot=50ms` (name, weight, SLO; the SLO may be left out). Raises
-    BadPlan or BadSlo."""
+    """Parse SLO classes of the form `interactive:0.7:ttft=500ms,tpot=50ms`: name, weight and optional SLO.
+
+    Raises BadPlan or BadSlo.
+    """
     names, weights, slos = [], [], {}
     for text in texts:
         name, _, rest = text.partition(":")
         weight, _, slo = rest.partition(":")
         if not name.strip() or not weight.strip():
-            raise BadPlan(f"`{text}` is no class: write interactive:0.7:ttft=500ms,tpot=50ms")
+            raise BadPlan(f"`{text}` is not a class; write interactive:0.7:ttft=500ms,tpot=50ms")
         if name.strip() in slos:
-            raise BadPlan(f"the class `{name.strip()}` is given twice")
+            raise BadPlan(f"the class `{name.strip()}` is given twice; give it once")
         slos[name.strip()] = SloTarget.parse(slo)
         names.append(name.strip())
         weights.append(_weight(weight, text))
@@ -107,7 +111,7 @@ def _mix(text: str, example: str) -> Mix[str]:
         if not colon or not name:
             raise BadPlan(f"`{part}` in `{text}`: write {example}")
         if name in names:
-            raise BadPlan(f"`{name}` stands twice in `{text}`")
+            raise BadPlan(f"`{text}` contains `{name}` twice; give it once")
         names.append(name)
         weights.append(_weight(weight, text))
     return Mix(tuple(names), tuple(weights))
@@ -116,12 +120,12 @@ def _mix(text: str, example: str) -> Mix[str]:
 def _weight(text: str, whole: str) -> float:
     weight = text_forms.number(text)
     if weight <= 0:
-        raise BadPlan(f"`{whole}`: a weight is above 0")
+        raise BadPlan(f"`{whole}`: a weight must be above 0")
     return weight
 
 
 def _drawn(mix: Mix[T] | None, seed: int, purpose: str, count: int) -> list[T] | None:
-    """A value of each of `count` clients."""
+    """Return a value for each of `count` clients."""
     if mix is None:
         return None
     return [mix.values[choice] for choice in draws.choose(draws.stream(seed, purpose), mix.weights, count)]

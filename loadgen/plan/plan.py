@@ -1,18 +1,18 @@
-"""A workload, frozen before anything is sent: who asks for what, and when it was meant to.
+"""Data model of a plan: a workload with the prompts and times of all requests, fixed before anything is sent.
 
-A plan is a JSONL file (`.jsonl`, or `.jsonl.gz`): one header line, then one line a request, in the order of
-`index`. Its hash is the SHA-256 of the uncompressed bytes, so `sha256sum plan.jsonl` agrees; every report
-carries it. The same plan drives HTTP, gRPC and the simulator, and nothing here imports a client.
-`loadgen.plan.plan_file` reads and writes it, and says what each line holds.
+A plan is a JSONL file (`.jsonl` or `.jsonl.gz`): a header line, then one line per request in the order of
+`index`. Its hash is the SHA-256 of the uncompressed bytes, as `sha256sum plan.jsonl` prints it, and every
+report contains it. The same plan drives HTTP, gRPC and the simulator; nothing here imports a client.
+`loadgen.plan.plan_file` reads and writes it and documents the lines.
 
-A prompt is a sequence of segments, so that a plan of long prompts stays small and says which parts are
-shared:
+A prompt is a sequence of segments. So a plan of long prompts stays small and states which parts are shared:
 
-    {"id": 17, "num_tokens": 512}     generated tokens: the same id gives the same tokens, everywhere in the plan (`loadgen.plan.prompt_tokens`)
-    {"token_ids": [12, 99, …]}        exactly these
-    {"text": "…"}                     exactly this text, tokenized by the server (it cannot be beside other kinds, but other texts);
-                                      with "role": "assistant" or "system" it is that one's part of a chat, else the user's
-    {"answer_of": 4}                  the tokens that request 4, an earlier turn of the same session, was answered
+    {"id": 17, "num_tokens": 512}     generated tokens; equal ids give equal tokens everywhere in the plan
+                                      (`loadgen.plan.prompt_tokens`)
+    {"token_ids": [12, 99, …]}        exactly these tokens
+    {"text": "…"}                     exactly this text, tokenized by the server; only next to other texts; "role" is
+                                      "user" (default), "assistant" or "system" in a chat
+    {"answer_of": 4}                  the response to request 4, an earlier turn of the same session
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 from loadgen.slo_target import SloTarget
 
 FORMAT = 1
-"""Raised when an old reader would misread a new plan."""
+"""Version of the plan file. Raised when an old reader would misread a new plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """`num_tokens` tokens drawn from `segment_id` alone: a shorter segment of the same id is the beginning of
-    a longer one."""
+    """`num_tokens` tokens determined by `segment_id`. A shorter segment with the same id is a prefix of a
+    longer one."""
 
     segment_id: int
     num_tokens: int
@@ -38,15 +38,15 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """These token ids."""
+    """Exactly these token ids."""
 
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """This text; its length in tokens is the server's to say. `role`: who says it where the plan is sent as a
-    chat: user, assistant, system."""
+    """A text, whose number of tokens only the server knows. `role` is its role in a chat: user, assistant or
+    system."""
 
     text: str
     role: str = "user"
@@ -54,8 +54,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOf:
-    """What request `index`, an earlier turn of the same session, was answered; as many tokens as that
-    request's `output_tokens` if its answer was whole. If it was not, this turn is not sent (`cancelled`)."""
+    """The response to request `index`, an earlier turn of the same session.
+
+    A complete response has `output_tokens` tokens. If the earlier response was not complete, this turn is not
+    sent (`cancelled`).
+    """
 
     index: int
 
@@ -65,12 +68,13 @@ Segment = Generated | Exact | Text | AnswerOf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request.
+    """One request of a plan.
 
-    `at_s`: when to send it, from the start of the run; None for a later turn, which goes out `think_s` after
-    the request `after` has ended. `output_tokens`: how many the answer is to have; with `ignore_eos` (a
-    plan's choice) exactly, else at most. `cancel_after_tokens`: the client leaves after so many (None:
-    stays). `slo_class`: a key of the plan's `slos`.
+    - `at_s`: when to send it, from the start of the run; None for a later turn
+    - `after`, `think_s`: a later turn is sent `think_s` after request `after` has ended
+    - `output_tokens`: tokens of the response: exactly with the plan's `ignore_eos`, else at most
+    - `cancel_after_tokens`: the client cancels after this many tokens; None for never
+    - `slo_class`: a key of the plan's `slos`
     """
 
     index: int
@@ -89,8 +93,11 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The token ids that generated segments may hold: `low` to `high` (excluded) without `excluded`. Safe ids
-    are ordinary text: neither special nor unused ones, so that any server of that tokenizer takes them."""
+    """Token ids that generated segments may use: `low` to `high` (exclusive) without `excluded`.
+
+    They should be ordinary text tokens, neither special nor unused, so that any server with that tokenizer
+    accepts them.
+    """
 
     low: int
     high: int
@@ -98,13 +105,18 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
+        """Number of token ids."""
         return self.high - self.low - len(self.excluded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A workload. `made_by`: the arguments it was made with, enough to make it again. `slos`: the promise of
-    each class."""
+    """A workload.
+
+    - `slos`: the SLO of each class
+    - `ignore_eos`: responses have exactly the planned length
+    - `made_by`: the arguments that generated the plan
+    """
 
     name: str
     seed: int
@@ -115,8 +127,7 @@ class Plan:
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def num_prompt_tokens(self, request: PlannedRequest) -> int | None:
-        """Tokens of its whole prompt, answers of earlier turns included; None if a part is text, which only
-        the server can count."""
+        """Return the tokens of the full prompt including earlier responses, or None if a part is a text."""
         total = 0
         for segment in request.segments:
             match segment:
@@ -131,7 +142,7 @@ class Plan:
         return total
 
     def longer_than(self, num_tokens: int) -> list[PlannedRequest]:
-        """Those whose prompt and answer together are; what is text is taken for short."""
+        """Return the requests whose prompt and response together exceed `num_tokens`. Texts count as empty."""
         return [
             request
             for request in self.requests

@@ -1,12 +1,13 @@
-"""Plans on disk: JSON lines, canonical, so that equal plans are equal bytes and have one hash.
+"""Reads and writes plan files: canonical JSON lines, so that equal plans have equal bytes and one hash.
 
-    line 1    {"format": 1, "ignore_eos": …, "made_by": {…}, "name": …, "num_requests": N, "seed": …, "slos": {class: {"ttft_s": …}},
-               "vocabulary": {"excluded": […], "high": …, "low": …}}
-    line 2 …  {"at_s": 0.25, "index": 0, "output_tokens": 64, "segments": [{"id": 0, "num_tokens": 512}]}    the fields of `PlannedRequest`
+    line 1    {"format": 1, "ignore_eos": …, "made_by": {…}, "name": …, "num_requests": N, "seed": …,
+               "slos": {class: {"ttft_s": …}}, "vocabulary": {"excluded": […], "high": …, "low": …}}
+    line 2 …  {"at_s": 0.25, "index": 0, "output_tokens": 64, "segments": [{"id": 0, "num_tokens": 512}]}
+              the fields of `PlannedRequest`
 
-Canonical: keys sorted, no spaces, ASCII, a line feed after each line, numbers as Python writes them, and
-fields at their defaults left out. A file written otherwise, by hand for instance, is read just as well, and
-its hash is that of its own bytes.
+Canonical means: sorted keys, no spaces, ASCII, a line feed after each line, numbers as Python writes them,
+and no fields with default values. Other files, for example handwritten ones, can be read as well; their hash
+is that of their own bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ _TEXTS = ("session", "tenant", "slo_class")
 
 
 def write_plan(plan: Plan, path: str | Path) -> str:
-    """Writes `plan`, gzipped if `path` ends in `.gz`, and returns its hash. A file of that name is replaced
-    when the new one is whole.
+    """Write a plan atomically, gzipped if `path` ends in `.gz`, and return its hash.
 
-    Raises BadPlan if the plan breaks a rule or the file cannot be written.
+    Raises BadPlan if the plan is invalid or the file cannot be written.
     """
     check_plan(plan)
     path = Path(path)
@@ -47,7 +47,7 @@ def write_plan(plan: Plan, path: str | Path) -> str:
     digest = hashlib.sha256()
     try:
         with open(unfinished, "wb") as raw:
-            # Neither time nor name goes into the gzip header: equal plans are equal files.
+            # No time and no name in the gzip header, so that equal plans are equal files.
             out = (
                 gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=4)
                 if path.suffix == ".gz"
@@ -67,7 +67,7 @@ def write_plan(plan: Plan, path: str | Path) -> str:
 
 
 def plan_lines(plan: Plan) -> Iterator[bytes]:
-    """Its canonical lines."""
+    """Yield the canonical lines of a plan."""
     header = {
         "format": FORMAT,
         "ignore_eos": plan.ignore_eos,
@@ -84,7 +84,7 @@ def plan_lines(plan: Plan) -> Iterator[bytes]:
 
 
 def hash_of(plan: Plan) -> str:
-    """What `plan_hash` says of the file that `write_plan` makes of it."""
+    """Return the hash of the file that `write_plan` would write."""
     digest = hashlib.sha256()
     for line in plan_lines(plan):
         digest.update(line)
@@ -92,23 +92,23 @@ def hash_of(plan: Plan) -> str:
 
 
 def plan_hash(path: str | Path) -> str:
-    """SHA-256 of the uncompressed bytes, in hex. Raises BadPlan if the file cannot be read."""
+    """Return the SHA-256 of the uncompressed bytes, in hex. Raises BadPlan if the file cannot be read."""
     return sha256_of(path)
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Raises BadPlan with the file's name and the line number for whatever is not a plan."""
+    """Read and validate a plan. Raises BadPlan with the file name and the line number."""
     lines = numbered_lines(path)
     number, line = next(lines, (1, ""))
     if not line.strip():
-        raise BadPlan(f"{path}: not a plan: the file is empty")
+        raise BadPlan(f"{path}: not a plan; the file is empty")
     try:
         num_requests, header = _header(_object(line))
         checker = PlanChecker(header["vocabulary"], header["slos"])
         requests: list[PlannedRequest] = []
         for number, line in lines:  # noqa: B007 - the error below names it
             if len(requests) == num_requests:
-                raise BadPlan(f"one line too many: the header says {num_requests} requests")
+                raise BadPlan(f"too many lines; the header says {num_requests} requests")
             request = request_from_json(_object(line))
             checker.add(request)
             requests.append(request)
@@ -120,7 +120,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def request_to_json(request: PlannedRequest) -> dict[str, Any]:
-    """Without what is at its default."""
+    """Return the fields that differ from their defaults."""
     data = {name: value for name, default in _DEFAULTS.items() if (value := getattr(request, name)) != default}
     data["index"] = request.index
     data["output_tokens"] = request.output_tokens
@@ -132,11 +132,11 @@ def request_to_json(request: PlannedRequest) -> dict[str, Any]:
 
 
 def request_from_json(data: Mapping[str, Any]) -> PlannedRequest:
-    """Raises BadPlan for keys and types that are not a request's; what they say is
-    `loadgen.plan.plan_check`'s to judge."""
+    """Return the request of a JSON object. Raises BadPlan for wrong keys and types; values are not checked
+    here."""
     if not data.keys() <= _REQUEST_KEYS:
         raise BadPlan(
-            f"a request has no `{min(data.keys() - _REQUEST_KEYS)}`; it has {', '.join(sorted(_REQUEST_KEYS))}"
+            f"`{min(data.keys() - _REQUEST_KEYS)}` is not a field of a request; known are {', '.join(sorted(_REQUEST_KEYS))}"
         )
     values = dict(data)
     for name in ("index", "output_tokens", "segments"):
@@ -144,13 +144,13 @@ def request_from_json(data: Mapping[str, Any]) -> PlannedRequest:
             raise BadPlan(f"`{name}` is missing")
     for name in _INTEGERS:
         if name in values:
-            _expect(type(values[name]) is int, name, "a whole number", values[name])
+            _expect(type(values[name]) is int, name, "an integer", values[name])
     for name in _INTEGERS_OR_NULL:
         if name in values:
-            _expect(values[name] is None or type(values[name]) is int, name, "a whole number or null", values[name])
+            _expect(values[name] is None or type(values[name]) is int, name, "an integer or null", values[name])
     for name in _TEXTS:
         if name in values:
-            _expect(isinstance(values[name], str), name, "a text", values[name])
+            _expect(isinstance(values[name], str), name, "a string", values[name])
     if (at_s := values.get("at_s")) is not None:
         _expect(type(at_s) in (int, float), "at_s", "a number or null", at_s)
         values["at_s"] = float(at_s)
@@ -177,7 +177,7 @@ def _segment_to_json(segment: Segment) -> dict[str, Any]:
 
 
 def _segment_from_json(position: int, data: Any) -> Segment:
-    if isinstance(data, dict):  # plain tests, the commonest first: a plan has hundreds of thousands of segments
+    if isinstance(data, dict):  # the most frequent case first: a plan can have hundreds of thousands of segments
         if len(data) == 2:
             if type(segment_id := data.get("id")) is int and type(num_tokens := data.get("num_tokens")) is int:
                 return Generated(segment_id=segment_id, num_tokens=num_tokens)
@@ -192,32 +192,32 @@ def _segment_from_json(position: int, data: Any) -> Segment:
             if kind == "token_ids" and isinstance(value, list) and all(type(token_id) is int for token_id in value):
                 return Exact(token_ids=tuple(value))
     raise BadPlan(
-        f"segment {position} is {_shown(data)}: write one of "
+        f"segment {position} is {_shown(data)}; write one of "
         '{"id": 17, "num_tokens": 512}, {"token_ids": [12, 99]}, {"text": "…"}, {"answer_of": 4}'
     )
 
 
 def _header(data: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of requests, and the arguments of `Plan` but for these."""
+    """Return (number of requests, the other arguments of `Plan`). Raises BadPlan."""
     if "format" not in data:
-        raise BadPlan("not a plan: the first line has no `format`")
+        raise BadPlan("not a plan; the first line has no `format`")
     if data["format"] != FORMAT:
-        raise BadPlan(f"the plan's format is {_shown(data['format'])}; this loadgen reads {FORMAT}")
+        raise BadPlan(f"the plan's format {_shown(data['format'])} is not supported; this loadgen reads {FORMAT}")
     if data.keys() != _HEADER_KEYS:
         unknown = sorted(data.keys() - _HEADER_KEYS)
         missing = sorted(_HEADER_KEYS - data.keys())
         raise BadPlan(
-            f"the header has no `{missing[0]}`"
+            f"the header lacks `{missing[0]}`"
             if missing
-            else f"a header has no `{unknown[0]}`; it has {', '.join(sorted(_HEADER_KEYS))}"
+            else f"`{unknown[0]}` is not a field of the header; known are {', '.join(sorted(_HEADER_KEYS))}"
         )
-    _expect(isinstance(data["name"], str), "name", "a text", data["name"])
+    _expect(isinstance(data["name"], str), "name", "a string", data["name"])
     _expect(isinstance(data["ignore_eos"], bool), "ignore_eos", "true or false", data["ignore_eos"])
-    _expect(type(data["seed"]) is int, "seed", "a whole number", data["seed"])
+    _expect(type(data["seed"]) is int, "seed", "an integer", data["seed"])
     _expect(
         type(data["num_requests"]) is int and data["num_requests"] > 0,
         "num_requests",
-        "a whole number above 0",
+        "an integer above 0",
         data["num_requests"],
     )
     _expect(isinstance(data["made_by"], dict), "made_by", "an object", data["made_by"])
@@ -255,17 +255,17 @@ def _object(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadPlan(f"not JSON: {error}" if line.strip() else "an empty line") from None
     if not isinstance(data, dict):
-        raise BadPlan(f"{_shown(data)} is no JSON object")
+        raise BadPlan(f"{_shown(data)} is not a JSON object")
     return data
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _expect(is_right: bool, name: str, what: str, value: Any) -> None:
     if not is_right:
-        raise BadPlan(f"`{name}` is {_shown(value)}: it must be {what}")
+        raise BadPlan(f"`{name}` is {_shown(value)}; it must be {what}")
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a plan asks for, at a glance: how much, how fast, how long, and how much of it a cache could save."""
+"""Summarizes a plan: number, rate and lengths of requests, and the best possible prefix hit ratio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.plan.plan import Plan, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of the requests' lengths, in tokens."""
+    """Distribution of lengths in tokens."""
 
     mean: float
     p50: float
@@ -25,16 +25,22 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Spread:
+        """Return the distribution of the values."""
         p50, p99 = np.percentile(values, (50, 99)).tolist()
         return cls(mean=sum(values) / len(values), p50=p50, p99=p99, max=max(values), total=sum(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """`last_arrival_s`: of first turns; later ones come when they may. `rate_rps`, `gap_cv`: of the arrivals
-    of first turns, from the gaps between them; None for fewer than 3. `num_leaving`: requests that the client
-    leaves. `inputs`, `best_hit_ratio`: None where prompts are text. `best_hit_ratio`: of prompt tokens, with
-    an infinite cache; `lru_hit_ratio`: with one of `lru_tokens`, in blocks of 16."""
+    """Summary of a plan.
+
+    - `last_arrival_s`: of first turns
+    - `rate_rps`, `gap_cv`: from the gaps between first turns; None for fewer than 3
+    - `inputs`: prompt lengths; None if prompts are texts
+    - `num_leaving`: requests that the client cancels
+    - `best_hit_ratio`: of prompt tokens with an infinite cache; None if prompts are texts
+    - `lru_hit_ratio`: with a cache of `lru_tokens` in blocks of 16
+    """
 
     name: str
     num_requests: int
@@ -58,10 +64,11 @@ class PlanSummary:
 
 
 LRU_BLOCK_TOKENS = 16
+"""Block size of the cache for `lru_hit_ratio`."""
 
 
 def summarize(plan: Plan, *, lru_tokens: int | None = None) -> PlanSummary:
-    """`lru_tokens`: also the hit ratio of a cluster that holds so many tokens."""
+    """Summarize a plan. `lru_tokens` adds the hit ratio of a cache of this size."""
     requests = plan.requests
     first_turns = [request.at_s for request in requests if request.at_s is not None]
     gaps = np.diff(first_turns)
@@ -91,7 +98,7 @@ def summarize(plan: Plan, *, lru_tokens: int | None = None) -> PlanSummary:
 
 
 def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
-    """For the terminal."""
+    """Return the lines for the terminal."""
     s = summary
     sessions = f" of {s.num_clients:,} clients" if s.num_clients < s.num_requests else ""
     pace = ""
@@ -101,8 +108,8 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
         f"requests    {s.num_requests:,}{sessions}, the last {'arrival' if sessions else 'one'} at {s.last_arrival_s:.1f} s{pace}",
         f"prompts     {_spread_text(s.inputs)}"
         if s.inputs
-        else f"prompts     {s.num_text:,} are text: the server counts their tokens",
-        f"answers     {_spread_text(s.outputs)}{'' if plan.ignore_eos else ', or less: an answer may end itself'}",
+        else f"prompts     {s.num_text:,} texts, whose tokens only the server can count",
+        f"responses   {_spread_text(s.outputs)}{'' if plan.ignore_eos else ', or fewer: responses may end at EOS'}",
     ]
     if s.best_hit_ratio is not None:
         lru = f", {s.lru_hit_ratio:.2%} with {s.lru_tokens:,} tokens (LRU)" if s.lru_hit_ratio is not None else ""
@@ -122,7 +129,7 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
                 + more
             )
     if s.num_leaving:
-        lines.append(f"leaving     {s.num_leaving:,} clients go before the answer's end")
+        lines.append(f"cancels     {s.num_leaving:,} clients cancel before the end of the response")
     return lines
 
 

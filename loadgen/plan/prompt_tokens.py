@@ -1,24 +1,25 @@
-"""The tokens of a plan's prompts: drawn from (the plan's seed, segment id, position) by a counter-based hash,
-so that they are equal on every machine and need no state.
+"""Generates the tokens of a plan's prompts from (plan seed, segment id, position) with a counter-based hash.
 
-A segment is a sequence of *choices*, numbers from 0 to V - 1, V being the size of the vocabulary: of token
-ids here, of words in `loadgen.plan.words`. From position `k` on a choice is a hash. The first `k` spell the
-segment id, so that different ids differ for certain:
+They are equal on every machine and need no state.
+
+A segment is a sequence of *choices*, numbers from 0 to V - 1, where V is the size of the vocabulary: of token
+ids here, of words in `loadgen.plan.words`. From position `k` on a choice is a hash. The first `k` choices
+encode the segment id, so that different ids always differ:
 
     choice 0 = 1 + (id + shift) mod (V - 1)                              the lowest digit, to the base V - 1
     choice j = (digit j + hash of the lower digits) mod V,  0 < j < k    the next digits, to the base V
 
-Consecutive ids thus differ from their first token on, as long as there are at most V - 1 of them; more ids
-than that differ within the first `k` tokens, `k` being the number of digits that 2^63 ids need (4 for V =
-151,643; 6 for V = 4,096), but never more than 16. A prefix cache shares a block only after all before it, and
-its blocks have 16 tokens or more: none takes one segment's first block for another's.
+Consecutive ids thus differ from their first token on, as long as there are at most V - 1 of them. More ids
+differ within the first `k` tokens. `k` is the number of digits that 2^63 ids need (4 for V = 151,643; 6 for V
+= 4,096), at most 16. A prefix cache shares a block only if all blocks before it match, and blocks have 16
+tokens or more, so the first blocks of two segments never collide.
 
-Choice 0 is never 0: prompts that begin with it are those of a warm-up, which share nothing with the plan,
-whatever the block size. `shift` and the hashes depend on the plan's seed, so two plans of different seeds
-share no block either (between two plans this is a matter of odds, V^(k - 16) for a pair of segments; within
-one it is certain).
+Choice 0 is never 0. Warm-up prompts begin with it and therefore share nothing with the plan, whatever the
+block size. `shift` and the hashes depend on the plan's seed, so two plans with different seeds share no block
+either. Between two plans this holds with high probability, V^(k - 16) for a pair of segments; within one it
+is certain.
 
-A shorter segment of an id is the beginning of a longer one.
+A shorter segment of an id is a prefix of a longer one.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ U64: TypeAlias = "NDArray[np.uint64]"
 
 
 def mix(values: U64) -> U64:
-    """The finalizer of splitmix64: a bijection of 64-bit numbers that looks random. Source: Steele, Lea and
-    Flood, OOPSLA 2014."""
+    """Return the splitmix64 finalizer of 64-bit numbers, a pseudorandom bijection.
+
+    Source: Steele, Lea and Flood, OOPSLA 2014.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def num_digits(size: int) -> int:
-    """The `k` of a vocabulary of `size` choices."""
+    """Return `k` for a vocabulary of `size` choices."""
     digits, capacity = 1, size - 1
     while digits < MAX_DIGITS and capacity <= MAX_ID:
         digits, capacity = digits + 1, capacity * size
@@ -59,28 +62,30 @@ def num_digits(size: int) -> int:
 
 
 def max_segment_id(vocabulary: Vocabulary) -> int:
-    """The largest id that is told from all others within the first 16 tokens: all of 63 bits, but for
-    vocabularies of less than 16."""
+    """Return the largest id that is distinct within the first 16 tokens.
+
+    It has 63 bits, except for vocabularies below 16 entries.
+    """
     size = vocabulary.size
     return min(MAX_ID, (size - 1) * size ** (num_digits(size) - 1) - 1)
 
 
 class Choices:
-    """The choices of segments among `size`, 2 or more, for one plan's seed."""
+    """Choices of segments among `size` (2 or more) for one plan seed."""
 
     def __init__(self, size: int, seed: int) -> None:
         if not 2 <= size < 2**31:
-            raise BadPlan(f"cannot choose among {size}: a vocabulary has from 2 to 2^31 - 1 entries")
+            raise BadPlan(f"the vocabulary has {size} entries; it must have from 2 to 2^31 - 1")
         self.size = size
         self._num_digits = num_digits(size)
         self._units = np.array(
             [(size - 1) * size**j for j in range(self._num_digits - 1)], np.uint64
-        )  # what digits 1, 2, … count
+        )  # weight of digits 1, 2, …
         self._positions: U64 = np.arange(1, self._num_digits).astype(np.uint64)
         self._key = self._hash(np.array([seed & _MASK], np.uint64), np.uint64(seed >> 64 & _MASK))[0]
 
     def of(self, segment_ids: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int64]:
-        """The segments one after the other: [sum(lengths)]."""
+        """Return the choices of the segments, concatenated, [sum(lengths)]."""
         ids = np.asarray(segment_ids, np.uint64)
         counts = np.asarray(lengths, np.int64)
         starts = np.cumsum(counts) - counts
@@ -93,18 +98,20 @@ class Choices:
         return choices
 
     def warm_up(self, number: int, length: int) -> NDArray[np.int64]:
-        """[length]; begins with choice 0, as no segment does; different numbers differ within the next
-        `k`."""
+        """Return the choices of a warm-up, [length].
+
+        They begin with choice 0, as no segment does. Different numbers differ within the next `k`.
+        """
         apart = Choices(self.size, int(self._key) ^ _WARM_UP)
         return np.concatenate([np.zeros(1, np.int64), apart.of([number], [length])])[:length]
 
     def _spelled(self, ids: U64) -> NDArray[np.int64]:
-        """The first `k` choices of each id: [len(ids), k]."""
+        """Return the first `k` choices of each id, [len(ids), k]."""
         spelled = np.empty((len(ids), self._num_digits), np.int64)
         shift = np.uint64(int(self._key) % (self.size - 1))
         spelled[:, 0] = (ids + shift) % np.uint64(self.size - 1) + np.uint64(1)
-        # A turn is a function of the lower digits alone, which the choices before it determine: so each digit
-        # can be read back.
+        # Each offset depends only on the lower digits, which the choices before it determine. So each digit can
+        # be decoded.
         turns = mix(self._hash(ids[:, None] % self._units, self._key) + self._positions)
         spelled[:, 1:] = (
             ids[:, None] // self._units % np.uint64(self.size) + turns % np.uint64(self.size)
@@ -120,7 +127,7 @@ class Choices:
 
 
 class TokenSource:
-    """Token ids of generated segments, of one vocabulary and seed."""
+    """Token ids of generated segments for one vocabulary and seed."""
 
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self._choices = Choices(vocabulary.size, seed)
@@ -128,25 +135,25 @@ class TokenSource:
         self._ids = np.delete(ids, np.asarray(vocabulary.excluded, np.int64) - vocabulary.low)
 
     def segments(self, segments: Sequence[Generated]) -> list[int]:
-        """Their tokens, one after the other."""
+        """Return the tokens of the segments, concatenated."""
         choices = self._choices.of([s.segment_id for s in segments], [s.num_tokens for s in segments])
         tokens: list[int] = self._ids[choices].tolist()
         return tokens
 
     def warm_up(self, number: int, num_tokens: int) -> tuple[int, ...]:
+        """Return the tokens of warm-up prompt `number`."""
         return tuple(self._ids[self._choices.warm_up(number, num_tokens)].tolist())
 
 
 def tokens_of(plan: Plan, request: PlannedRequest, answers: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The whole prompt of `request`. `answers`: what the requests named by its `AnswerOf` segments were
-    answered.
+    """Return the full prompt of `request`. `answers` has the responses that its `AnswerOf` segments refer to.
 
-    Raises BadPlan for a prompt of text, which has no token ids here (see `loadgen.plan.words.text_of`),
-    KeyError for an answer not in `answers`.
+    Raises BadPlan for a prompt with texts (see `loadgen.plan.words.text_of`), KeyError for a missing
+    response.
     """
     source = source_of(plan.vocabulary, plan.seed)
     tokens: list[int] = []
-    run: list[Generated] = []  # generated segments in a row are drawn at once
+    run: list[Generated] = []  # consecutive generated segments are drawn together
     for segment in request.segments:
         if isinstance(segment, Generated):
             run.append(segment)
@@ -160,18 +167,24 @@ def tokens_of(plan: Plan, request: PlannedRequest, answers: Mapping[int, Sequenc
             case AnswerOf(index=index):
                 tokens += answers[index]
             case _:
-                raise BadPlan(f"request {request.index} is text: only the server knows its tokens")
+                raise BadPlan(
+                    f"request {request.index} is a text, whose tokens only the server knows; send it with --prompts text"
+                )
     if run:
         tokens += source.segments(run)
     return tuple(tokens)
 
 
 def warm_up_tokens(plan: Plan, number: int, num_tokens: int) -> tuple[int, ...]:
-    """The prompt of warm-up request `number` (from 0): as safe for the server as the plan's. No generated
-    prompt of the plan has its first token, so it leaves nothing in a cache that the plan could hit."""
+    """Return the prompt of warm-up request `number` (from 0).
+
+    It uses the plan's vocabulary. No generated prompt of the plan has its first token, so the plan cannot hit
+    its blocks in a cache.
+    """
     return source_of(plan.vocabulary, plan.seed).warm_up(number, num_tokens)
 
 
 @functools.lru_cache(maxsize=8)
 def source_of(vocabulary: Vocabulary, seed: int) -> TokenSource:
+    """Return the cached token source of a vocabulary and seed."""
     return TokenSource(vocabulary, seed)

@@ -1,7 +1,7 @@
-"""What is due when. Pure: times are seconds from the start of the run, and somebody else has the clock.
+"""Schedule of a plan's requests. It has no clock: times are seconds from the start of the run.
 
-The plan's own times never move, however late or early anything else is: that is what keeps a load open. Only
-a later turn of a session has no time of its own; it is due a think time after the end of the turn before.
+The plan's times never move, however late or early anything else is: the load is open-loop. Only a later turn
+of a session has no fixed time; it is due a think time after the end of the previous turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loadgen.plan.plan import PlannedRequest
 
 
 class Schedule:
-    """Of the requests that one process sends."""
+    """Due times of the requests that one process sends."""
 
     def __init__(self, requests: Sequence[PlannedRequest]) -> None:
         self._timed = sorted((request for request in requests if request.at_s is not None), key=_due)
@@ -33,18 +33,18 @@ class Schedule:
 
     @property
     def next_s(self) -> float | None:
-        """When something is due next, as far as is known."""
+        """The next known due time, or None."""
         timed = self._times[self._num_taken] if self._num_taken < len(self._times) else None
         turn = self._turns[0][0] if self._turns else None
         return timed if turn is None else turn if timed is None else min(timed, turn)
 
     @property
     def num_unsent(self) -> int:
-        """Requests that were neither taken nor dropped."""
+        """Number of requests that were neither taken nor dropped."""
         return len(self._timed) - self._num_taken + len(self._turns) + self._num_waiting
 
     def take_due(self, now_s: float) -> list[tuple[float, PlannedRequest]]:
-        """What is due by now, each with the time when it was, in that order."""
+        """Remove and return the requests due by now as (due time, request), in that order."""
         end = bisect_right(self._times, now_s, lo=self._num_taken)
         due = list(zip(self._times[self._num_taken : end], self._timed[self._num_taken : end], strict=True))
         self._num_taken = end
@@ -57,12 +57,15 @@ class Schedule:
         return due
 
     def has_later_turn(self, index: int) -> bool:
+        """True if another request follows request `index`."""
         return index in self._after
 
     def ended(self, index: int, at_s: float, *, is_whole: bool) -> list[tuple[float, PlannedRequest]]:
-        """Request `index` has ended. After a whole answer the next turn gets its time. After any other it
-        will not be sent, nor what comes after it; those are returned, with the times at which they would have
-        been due."""
+        """Process the end of request `index` and return the (due time, request) of dropped later turns.
+
+        After a complete response the next turn is scheduled. Otherwise it and all turns after it are dropped;
+        their times are those at which they would have been due.
+        """
         dropped: list[tuple[float, PlannedRequest]] = []
         ends = [(index, at_s)]
         while ends:
@@ -80,7 +83,8 @@ class Schedule:
         return dropped
 
     def upcoming(self, until_s: float) -> PlannedRequest | None:
-        """A request that will be due by then and has not been shown before, so that it can be made ready."""
+        """Return a request that is due by then and was not returned before, so that it can be prepared. None
+        if there is none."""
         while self._unshown:
             request = self._unshown.popleft()
             if request.index in self._released:
@@ -93,9 +97,9 @@ class Schedule:
         return None
 
     def num_due(self, until_s: float) -> int:
-        """How many will be due by then, as far as is known."""
+        """Return how many requests are known to be due by then."""
         count = bisect_right(self._times, until_s, lo=self._num_taken) - self._num_taken
-        look = [0]  # at places of the heap, where nothing is earlier than what it hangs from
+        look = [0]  # positions in the heap; children are never earlier than their parent
         while look:
             place = look.pop()
             if place < len(self._turns) and self._turns[place][0] <= until_s:
@@ -105,8 +109,10 @@ class Schedule:
 
 
 def share(requests: Sequence[PlannedRequest], part: int, parts: int) -> list[PlannedRequest]:
-    """The requests that process `part` of `parts` sends. A session stays together; everything else takes
-    turns."""
+    """Return the requests that process `part` of `parts` sends.
+
+    Sessions stay together; everything else is distributed in turn.
+    """
     if parts == 1:
         return list(requests)
     owner: dict[int, int] = {}
@@ -130,8 +136,10 @@ def share(requests: Sequence[PlannedRequest], part: int, parts: int) -> list[Pla
 
 
 def peak_rates(requests: Sequence[PlannedRequest], window_s: float = 5.0) -> tuple[float, float]:
-    """(requests, output tokens) a second in the busiest window of the plan, its later turns spread evenly
-    over the others."""
+    """Return (requests, output tokens) per second in the busiest window of the plan.
+
+    Later turns are spread evenly over the requests with a fixed time.
+    """
     timed = sorted((request for request in requests if request.at_s is not None), key=_due)
     if not timed:
         return 0.0, 0.0

@@ -1,14 +1,16 @@
-"""Arrivals fitted to production: the client windows of ServeGen (Alibaba).
+"""Arrivals fitted to production load: the client windows of ServeGen (Alibaba).
 
-A workload is the sum of its clients, each bursty in its own way. For every ten-minute window of every client
-the file has the mean request rate and the family fitted to the gaps between requests, with shape and scale.
-Here a window is a renewal process in equilibrium (`loadgen.plan.arrivals`) of that family and shape, whose
-mean gap is one over the window's rate: the fitted scale is not used, since it comes from a sample of gaps and
-in sparse windows implies another rate than the one counted. ServeGen's own generator stretches each window
-until the number of requests is exact; this one does not.
+A workload is the sum of its clients, each with its own burstiness. For every ten-minute window of every
+client the file has the mean request rate and a distribution fitted to the gaps between requests, with shape
+and scale.
 
-The file has no lengths: they are given. Each client's window has its own stream, so choosing other clients or
-times leaves the rest as it was.
+Here a window is a renewal process in equilibrium (`loadgen.plan.arrivals`) with that family and shape, and
+with a mean gap of one over the window's rate. The fitted scale is not used: it comes from a sample of gaps
+and in sparse windows implies another rate than the one counted. ServeGen's own generator stretches each
+window until the number of requests is exact; this one does not.
+
+The file has no lengths; they are arguments. Each window of a client has its own random stream, so selecting
+other clients or times leaves the rest unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ COLUMNS = ("workload", "client", "window_start_s", "rate_rps", "cv", "pattern", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientWindow:
-    """Ten minutes of one client. `family`: gamma or weibull."""
+    """Ten minutes of one client. `family` is gamma or weibull."""
 
     workload: str
     client: int
@@ -45,8 +47,10 @@ class ClientWindow:
 
 
 def read_servegen(path: str | Path) -> list[ClientWindow]:
-    """CSV, .gz or not, with the columns of `COLUMNS`. Windows without requests or fit are left out. Raises
-    BadPlan with the line number."""
+    """Read a CSV file, possibly gzipped, with the columns of `COLUMNS`. Raises BadPlan with the line number.
+
+    Windows without requests or without a fit are left out.
+    """
     windows = []
     columns: list[int] = []
     for line_number, line in numbered_lines(path):
@@ -55,7 +59,7 @@ def read_servegen(path: str | Path) -> list[ClientWindow]:
         if line_number == 1:
             missing = [name for name in COLUMNS if name not in cells]
             if missing:
-                raise BadPlan(f"{where}: no column `{missing[0]}`: the first line must name {', '.join(COLUMNS)}")
+                raise BadPlan(f"{where}: no column `{missing[0]}`; the first line must name {', '.join(COLUMNS)}")
             columns = [cells.index(name) for name in COLUMNS]
             continue
         if len(cells) <= max(columns):
@@ -64,11 +68,11 @@ def read_servegen(path: str | Path) -> list[ClientWindow]:
         if not family or not rate or float_of(rate, where) == 0:
             continue
         if family.lower() not in ("gamma", "weibull"):
-            raise BadPlan(f"{where}: the pattern `{family}` is neither Gamma nor Weibull")
+            raise BadPlan(f"{where}: the pattern is `{family}`; it must be Gamma or Weibull")
         if not client.isdigit():
-            raise BadPlan(f"{where}: the client `{client}` is no whole number")
+            raise BadPlan(f"{where}: the client is `{client}`; it must be an integer")
         if float_of(shape, where) <= 0:
-            raise BadPlan(f"{where}: the shape (`arg1`) is {shape}: above 0")
+            raise BadPlan(f"{where}: the shape (`arg1`) is {shape}; it must be above 0")
         windows.append(
             ClientWindow(
                 workload=workload,
@@ -80,7 +84,7 @@ def read_servegen(path: str | Path) -> list[ClientWindow]:
             )
         )
     if not windows:
-        raise BadPlan(f"{path}: it has no windows")
+        raise BadPlan(f"{path}: the file has no windows")
     return windows
 
 
@@ -93,13 +97,16 @@ def choose_windows(
     start_s: float = 0.0,
     duration_s: float | None = None,
 ) -> list[ClientWindow]:
-    """Of one workload, of these clients (or the `top` ones by requests in the chosen time), that overlap the
-    time. Raises BadPlan if none is left, or if `workload` is not said where there are several."""
+    """Return the windows of one workload, of the given clients, that overlap the given time.
+
+    `top` keeps the clients with the most requests in that time. Raises BadPlan if no window is left, or if
+    there are several workloads and `workload` is None.
+    """
     names = sorted({window.workload for window in windows})
     if workload is None and len(names) > 1:
-        raise BadPlan(f"choose a workload: {', '.join(names)}")
+        raise BadPlan(f"the file has several workloads; give --workload, one of {', '.join(names)}")
     if workload is not None and workload not in names:
-        raise BadPlan(f"no workload `{workload}`: there are {', '.join(names)}")
+        raise BadPlan(f"no workload `{workload}`; the file has {', '.join(names)}")
     end_s = np.inf if duration_s is None else start_s + duration_s
     of_time = [
         window
@@ -109,7 +116,7 @@ def choose_windows(
     known = {window.client for window in windows if window.workload == (workload or names[0])}
     if clients is not None and (unknown := sorted(set(clients) - known)):
         raise BadPlan(
-            f"no client {unknown[0]} in `{workload or names[0]}`: there are {len(known)}, {min(known)} to {max(known)}"
+            f"no client {unknown[0]} in `{workload or names[0]}`; it has {len(known)} clients, {min(known)} to {max(known)}"
         )
     chosen = [window for window in of_time if clients is None or window.client in clients]
     if top is not None:
@@ -119,7 +126,7 @@ def choose_windows(
         best = set(sorted(volume, key=lambda client: (-volume[client], client))[:top])
         chosen = [window for window in chosen if window.client in best]
     if not chosen:
-        raise BadPlan("no window is left: no chosen client sends anything in the chosen time")
+        raise BadPlan("no selected client sends a request in the selected time; select other clients or a longer time")
     return chosen
 
 
@@ -134,11 +141,13 @@ def replay_servegen(
     rate_scale: float = 1.0,
     limit: int | None = None,
 ) -> list[PlannedRequest]:
-    """The clients' requests together, as tenants `client-N`. `start_s` and `duration_s` are of the file's own
-    time; `rate_scale` is a factor on every rate, which leaves the shape of the gaps as it is. Prompts share
-    nothing."""
+    """Return the clients' requests together, as tenants `client-N`.
+
+    `start_s` and `duration_s` are in the file's time. `rate_scale` multiplies every rate and leaves the shape
+    of the gaps. Prompts share nothing.
+    """
     if not rate_scale > 0:
-        raise BadPlan(f"`rate_scale` is {rate_scale:g}: above 0")
+        raise BadPlan(f"`rate_scale` is {rate_scale:g}; it must be above 0")
     end_s = np.inf if duration_s is None else start_s + duration_s
     times, clients = [], []
     for window in windows:
@@ -153,7 +162,7 @@ def replay_servegen(
     times_s = np.round(np.concatenate(times), 6)
     order = np.lexsort((np.concatenate(clients), times_s))[:limit]
     if not len(order):
-        raise NothingArrives("no request arrives: take more clients, a longer time or a higher `rate_scale`")
+        raise NothingArrives("no request arrives; select more clients, a longer time or a higher --rate-scale")
     num_inputs = draw_lengths(inputs, draws.stream(seed, "input"), len(order)).tolist()
     num_outputs = draw_lengths(outputs, draws.stream(seed, "output"), len(order)).tolist()
     client_of = np.concatenate(clients)[order].tolist()
@@ -170,6 +179,7 @@ def replay_servegen(
 
 
 def float_of(text: str, where: str) -> float:
+    """Return a number, or raise BadPlan with the position `where`."""
     try:
         return text_forms.number(text)
     except BadPlan as error:

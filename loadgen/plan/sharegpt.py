@@ -1,11 +1,10 @@
-"""Conversations that the user has, in the form of ShareGPT: their texts, in sessions that arrive as the plan
-says.
+"""Replays the user's own conversations in ShareGPT format, as sessions with the plan's arrival times.
 
-[{"id": "a1", "conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}, …]
+    [{"id": "a1", "conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}, …]
 
-as one JSON list or as JSON lines, .gz or not; `{"messages": [{"role": "user", "content": "…"}, …]}` is read
-as well. A turn is a user's text and the answer to it; a system text at the start stands before the first
-turn.
+The file is one JSON list or JSON lines, possibly gzipped; `{"messages": [{"role": "user", "content": "…"},
+…]}` is accepted as well. A turn is a user's text and its response. A system text at the start precedes the
+first turn.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from loadgen.plan.workloads import Turn, in_order
 from loadgen.user_files import open_bytes
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""A tokenizer: the token ids of a text, none added."""
+"""A tokenizer: returns the token ids of a text without adding any."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -38,7 +37,7 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """`turns`: (what the user says, what was answered)."""
+    """A conversation. `turns` are (user text, response)."""
 
     system: str
     turns: tuple[tuple[str, str], ...]
@@ -46,17 +45,17 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """`num_unusable`: those that were left out because they do not begin with a user's text and an answer."""
+    """Conversations of a file. `num_unusable` counts those that do not start with a user's text and a
+    response."""
 
     usable: list[Conversation]
     num_unusable: int
 
 
 def read_conversations(path: str | Path) -> Conversations:
-    """Raises BadPlan with the line of what is not JSON, or the number of the conversation and message that is
-    not in the form above.
+    """Read conversations. One that does not alternate, or has an empty text, is cut there.
 
-    Where a conversation stops taking turns, or has an empty text, it is cut.
+    Raises BadPlan with the line of invalid JSON, or with the number of the invalid conversation and message.
     """
     usable: list[Conversation] = []
     num_unusable = 0
@@ -67,7 +66,7 @@ def read_conversations(path: str | Path) -> Conversations:
         else:
             num_unusable += 1
     if not usable:
-        raise BadPlan(f"{path}: none of its {num_unusable} conversations begins with a user's text and an answer")
+        raise BadPlan(f"{path}: none of its {num_unusable} conversations starts with a user's text and a response")
     return Conversations(usable, num_unusable)
 
 
@@ -83,22 +82,24 @@ def replay_conversations(
     max_turns: int | None = None,
     max_context: int | None = None,
 ) -> list[PlannedRequest]:
-    """A conversation, drawn without replacement, at each time; its turns follow one another as in
-    `workloads.sessions`.
+    """Return the requests of one conversation, drawn without replacement, for each arrival time.
 
-    With `encode` prompts are token ids, each text followed by a line feed and without chat template, and
-    answers are as long as the recorded ones (unless `outputs` says otherwise); a turn above `max_context`
-    tokens ends its conversation. Without, prompts are texts in their roles, and `outputs` is needed.
-    `recorded_answers`: later turns hold the recorded answers, so that all servers get equal prompts; else the
-    server's own, which needs `encode`. Raises BadPlan.
+    Turns follow one another as in `workloads.sessions`.
+
+    With `encode`, prompts are token ids (each text plus a line feed, no chat template) and responses are as
+    long as recorded, unless `outputs` is given. A turn above `max_context` tokens ends its conversation.
+    Without it, prompts are texts with their roles, and `outputs` is required.
+
+    `recorded_answers` puts the recorded responses into later turns, so that all servers get equal prompts.
+    Otherwise later turns contain the server's own, which requires `encode`. Raises BadPlan.
     """
     if encode is None and (outputs is None or not recorded_answers or max_context is not None):
         raise BadPlan(
-            "without a tokenizer a text's tokens are not known: say how long answers are, keep the recorded ones, limit no context"
+            "without --tokenizer the number of tokens is unknown: --output-tokens is required, and --history answers and --max-context are not possible"
         )
     if len(times_s) > len(conversations):
         raise BadPlan(
-            f"{len(times_s)} sessions arrive, but there are {len(conversations)} conversations: take fewer, or a shorter time"
+            f"{len(times_s)} sessions arrive, but there are only {len(conversations)} conversations; give fewer --sessions or shorter --seconds"
         )
     chosen = np.argsort(draws.stream(seed, "conversations").random(len(conversations)), kind="stable")[
         : len(times_s)
@@ -137,7 +138,7 @@ def replay_conversations(
                     )
                 )
     if not turns:
-        raise BadPlan(f"no conversation has a first turn of {max_context} tokens or less")
+        raise BadPlan(f"no conversation has a first turn of at most {max_context} tokens; raise --max-context")
     return in_order(turns, times_s.tolist(), systems)
 
 
@@ -157,7 +158,7 @@ def _num_tokens(segments: tuple[Segment, ...]) -> int:
 
 
 def _entries(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """(where it is, a conversation as JSON)."""
+    """Yield (position for messages, a conversation as JSON)."""
     with open_bytes(path) as file:
         try:
             text = file.read().decode("utf-8-sig")
@@ -185,7 +186,7 @@ def _json(line: str, where: str) -> Any:
 def _conversation(where: str, entry: Any) -> Conversation:
     messages = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(messages, list):
-        raise BadPlan(f"{where}: no list `conversations` (or `messages`)")
+        raise BadPlan(f"{where}: a list `conversations` (or `messages`) is missing")
     system, turns, said = "", [], ""
     for position, message in enumerate(messages, start=1):
         role, text = _message(f"{where}, message {position}", message)
@@ -208,7 +209,7 @@ def _message(where: str, message: Any) -> tuple[str, str]:
         raise BadPlan(f"{where}: not an object with `from` and `value` (or `role` and `content`)")
     role, text = message.get("from", message.get("role")), message.get("value", message.get("content"))
     if not isinstance(role, str) or role.lower() not in _ROLES:
-        raise BadPlan(f"{where}: `from` is {json.dumps(role)}, none of {', '.join(_ROLES)}")
+        raise BadPlan(f"{where}: `from` is {json.dumps(role)}; it must be one of {', '.join(_ROLES)}")
     if not isinstance(text, str):
-        raise BadPlan(f"{where}: `value` is {json.dumps(text)[:40]}, no text")
+        raise BadPlan(f"{where}: `value` is {json.dumps(text)[:40]}; it must be a string")
     return _ROLES[role.lower()], text

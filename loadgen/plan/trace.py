@@ -1,7 +1,7 @@
-"""Recorded workloads: Mooncake and Azure. (`loadgen.plan.servegen` makes arrivals of fitted ones.)
+"""Replays recorded traces of Mooncake and Azure. (`loadgen.plan.servegen` generates fitted arrivals.)
 
-A trace says when and how long; the content is made up. Where it says which prompts shared what (Mooncake's
-hash ids), that is kept exactly. Times are kept as they are, but for the factor that the user gives.
+A trace has times and lengths; the content is generated. If it records which prompts share prefixes
+(Mooncake's hash ids), that is reproduced exactly. Times are unchanged except for the user's scale factor.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from loadgen.plan.plan import Generated, PlannedRequest
 from loadgen.user_files import numbered_lines
 
 HASH_BLOCK_TOKENS = 512
-"""Tokens that one of Mooncake's hash ids stands for; the last id of a prompt may stand for less."""
+"""Tokens per Mooncake hash id. The last id of a prompt may cover fewer."""
 
 TICK_S = 3.0
-"""Mooncake's timestamps are quantised to this."""
+"""Resolution of Mooncake's timestamps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Which part of a trace, and how fast. `start_s`, `duration_s`: of the trace's own time, from its first
-    row. `limit`: at most so many requests. `time_scale`: factor on all times; 0.5 is twice the rate.
-    `max_tokens`: a row whose prompt and answer together are longer is left out."""
+    """The part of a trace to replay, and its speed.
+
+    - `start_s`, `duration_s`: in the trace's time, from its first row
+    - `limit`: most requests
+    - `time_scale`: factor on all times; 0.5 doubles the rate
+    - `max_tokens`: rows whose prompt and response together are longer are left out
+    """
 
     start_s: float = 0.0
     duration_s: float | None = None
@@ -42,8 +46,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeRow:
-    """One request: `hash_ids` has one id for each 512 tokens of the prompt, begun or full; an id stands for
-    its block's content and for all blocks before it."""
+    """One request of a trace. `hash_ids` has one id for each started block of 512 prompt tokens.
+
+    An id identifies the content of its block and of all blocks before it.
+    """
 
     timestamp_ms: int
     input_length: int
@@ -53,7 +59,7 @@ class MooncakeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AzureRow:
-    """One request, `ticks` of 100 ns after the first one."""
+    """One request of a trace, at `ticks` of 100 ns."""
 
     ticks: int
     input_length: int
@@ -62,8 +68,10 @@ class AzureRow:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a cut of a trace became. Left out of it: `num_too_long` rows for `max_tokens`, `num_empty` because
-    prompt or answer has no token."""
+    """Requests of a part of a trace, with the number of rows left out.
+
+    `num_too_long` rows exceeded `max_tokens`. `num_empty` rows have no prompt or response tokens.
+    """
 
     requests: list[PlannedRequest]
     num_too_long: int
@@ -71,14 +79,18 @@ class Replay:
 
 
 def read_mooncake(path: str | Path) -> list[MooncakeRow]:
-    """A trace in the form of Mooncake's (FAST'25): JSON lines with `timestamp` (ms), `input_length`,
-    `output_length` and `hash_ids`; .gz or not. Raises BadPlan with the line number."""
+    """Read a trace in Mooncake's format (FAST'25), possibly gzipped. Raises BadPlan with the line number.
+
+    It is JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
+    """
     rows: list[MooncakeRow] = []
     for line_number, line in numbered_lines(path):
         try:
             row = _mooncake_row(line)
             if rows and row.timestamp_ms < rows[-1].timestamp_ms:
-                raise BadPlan(f"`timestamp` {row.timestamp_ms} is before the {rows[-1].timestamp_ms} of the row above")
+                raise BadPlan(
+                    f"`timestamp` {row.timestamp_ms} is before {rows[-1].timestamp_ms} in the previous row; sort the file by time"
+                )
         except BadPlan as error:
             raise BadPlan(f"{path}:{line_number}: {error}") from None
         rows.append(row)
@@ -90,19 +102,21 @@ def read_mooncake(path: str | Path) -> list[MooncakeRow]:
 def replay_mooncake(
     rows: list[MooncakeRow], cut: Cut | None = None, *, seed: int = 0, tick_s: float = TICK_S, shrink: int = 1
 ) -> Replay:
-    """A request a row, in the order of rows. An equal hash id gives equal tokens, another id other tokens
-    from the first one on, and the prompt has exactly `input_length` tokens.
+    """Return one request for each row, in their order.
 
-    The timestamps' ticks are undone: the requests of one timestamp are spread over the `tick_s` that begin
-    with it, at uniform random times in ascending order, so that rows keep their order. `tick_s=0` sends each
-    tick's requests at once, as the file says.
+    Equal hash ids give equal tokens, other ids differ from the first token on, and prompts have exactly
+    `input_length` tokens.
 
-    `shrink` divides all lengths, for small models: a full block then has `512 / shrink` tokens, a partial one
-    and the answer their own share, rounded up. What is shared stays the same, block for block.
+    The rounding of timestamps is undone: the requests of one timestamp are spread over the following `tick_s`
+    at uniform random times in ascending order, so rows keep their order. `tick_s=0` sends each tick's
+    requests at once.
+
+    `shrink` divides all lengths for small models. A full block then has `512 / shrink` tokens; partial blocks
+    and responses are rounded up. Sharing stays the same, block for block.
     """
     cut = cut or Cut()
     if shrink < 1 or HASH_BLOCK_TOKENS % shrink:
-        raise BadPlan(f"`shrink` is {shrink}: a divisor of {HASH_BLOCK_TOKENS}, such as 8 or 16")
+        raise BadPlan(f"--shrink is {shrink}; it must be a divisor of {HASH_BLOCK_TOKENS}, such as 8 or 16")
     times_s = _spread([row.timestamp_ms for row in rows], tick_s, seed)
     requests: list[PlannedRequest] = []
     num_too_long = num_empty = 0
@@ -127,8 +141,11 @@ def replay_mooncake(
 
 
 def read_azure(path: str | Path) -> list[AzureRow]:
-    """A trace in the form of Azure's (Splitwise, ISCA'24; DynamoLLM): CSV with `TIMESTAMP` (up to 100 ns
-    digits), `ContextTokens`, `GeneratedTokens`; .gz or not. Raises BadPlan with the line number."""
+    """Read a trace in Azure's format (Splitwise, ISCA'24; DynamoLLM), possibly gzipped.
+
+    It is CSV with `TIMESTAMP` (up to 100 ns digits), `ContextTokens` and `GeneratedTokens`. Raises BadPlan
+    with the line number.
+    """
     rows: list[AzureRow] = []
     columns: list[int] = []
     for line_number, line in numbered_lines(path):
@@ -144,7 +161,7 @@ def read_azure(path: str | Path) -> list[AzureRow]:
             time, context, generated = (cells[column] for column in columns)
             row = AzureRow(ticks=_ticks(time), input_length=_length(context), output_length=_length(generated))
             if rows and row.ticks < rows[-1].ticks:
-                raise BadPlan(f"{time} is before the time of the row above")
+                raise BadPlan(f"{time} is before the time in the previous row; sort the file by time")
         except BadPlan as error:
             raise BadPlan(f"{path}:{line_number}: {error}") from None
         rows.append(row)
@@ -154,8 +171,8 @@ def read_azure(path: str | Path) -> list[AzureRow]:
 
 
 def replay_azure(rows: list[AzureRow], cut: Cut | None = None) -> Replay:
-    """A request a row, with its times, counted from the first row, and lengths. The trace does not say what
-    was shared: nothing is."""
+    """Return one request for each row, with its length and its time from the first row. Prompts share
+    nothing."""
     cut = cut or Cut()
     times_s = np.array([row.ticks - rows[0].ticks for row in rows]) / 1e7
     requests: list[PlannedRequest] = []
@@ -179,8 +196,10 @@ def replay_azure(rows: list[AzureRow], cut: Cut | None = None) -> Replay:
 
 @dataclass(frozen=True, slots=True)
 class TraceHits:
-    """What an infinite prefix cache would hold of a trace, by its hash ids: replay in the order of rows,
-    count the leading run of ids seen before."""
+    """Hits of an infinite prefix cache on a trace, by hash ids.
+
+    Rows are replayed in order; the leading run of ids seen before is a hit.
+    """
 
     num_tokens: int
     num_hit_tokens: int
@@ -189,6 +208,7 @@ class TraceHits:
 
 
 def mooncake_hits(rows: list[MooncakeRow]) -> TraceHits:
+    """Compute the hits of a trace."""
     seen: set[int] = set()
     num_hit_blocks = num_hit_tokens = 0
     for row in rows:
@@ -202,20 +222,22 @@ def mooncake_hits(rows: list[MooncakeRow]) -> TraceHits:
 
 
 def _spread(timestamps_ms: list[int], tick_s: float, seed: int) -> draws.Floats:
-    """Seconds from the first timestamp: those of a tick at sorted uniform times in it."""
+    """Return seconds from the first timestamp, with the requests of a tick at sorted uniform times within it."""
     ticks, counts = np.unique(np.asarray(timestamps_ms), return_counts=True)
     part = draws.stream(seed, "arrivals").random(len(timestamps_ms))
     tick_of = np.repeat(np.arange(len(ticks)), counts)
     part = part[np.lexsort((part, tick_of))]
     times_s = (np.repeat(ticks, counts) - ticks[0]) / 1e3 + part * tick_s
-    # A tick that is one millisecond early overlaps the one before it; the rows keep their order all the same.
+    # A tick that begins a millisecond early overlaps the previous one; rows must keep their order.
     return np.maximum.accumulate(np.round(times_s, 6))
 
 
 def _played(times_s: draws.Floats, cut: Cut) -> list[float | None]:
-    """When each row is sent; None: it is not in the cut."""
+    """Return when each row is sent, or None if it is outside of the cut. Raises BadPlan."""
     if not (cut.time_scale > 0 and cut.start_s >= 0):
-        raise BadPlan(f"time scale {cut.time_scale:g}, start {cut.start_s:g} s: the one above 0, the other not below")
+        raise BadPlan(
+            f"time scale {cut.time_scale:g}, start {cut.start_s:g} s; the scale must be above 0 and the start not negative"
+        )
     end_s = np.inf if cut.duration_s is None else cut.start_s + cut.duration_s
     inside = (times_s >= cut.start_s) & (times_s < end_s)
     played = np.round((times_s - cut.start_s) * cut.time_scale, 6)
@@ -225,7 +247,7 @@ def _played(times_s: draws.Floats, cut: Cut) -> list[float | None]:
 def _not_empty(replay: Replay) -> Replay:
     if not replay.requests:
         left_out = f"{replay.num_too_long} are too long, {replay.num_empty} are empty"
-        raise BadPlan(f"no request is left of the trace: {left_out}, any others are outside of the chosen time")
+        raise BadPlan(f"no request of the trace is left: {left_out}, all others are outside of the selected time")
     return replay
 
 
@@ -235,20 +257,20 @@ def _mooncake_row(line: str) -> MooncakeRow:
     except (ValueError, RecursionError) as error:
         raise BadPlan(f"not JSON: {error}" if line.strip() else "an empty line") from None
     if not isinstance(data, dict):
-        raise BadPlan("no JSON object")
+        raise BadPlan("not a JSON object")
     for name in ("timestamp", "input_length", "output_length"):
         value = data.get(name)
         if type(value) is float and value.is_integer():
             data[name] = value = int(value)
         if type(value) is not int or value < 0:
-            raise BadPlan(f"`{name}` is {value!r}: a whole number, 0 or more")
+            raise BadPlan(f"`{name}` is {value!r}; it must be an integer of 0 or more")
     ids = data.get("hash_ids")
     if not isinstance(ids, list) or not all(type(id_) is int and id_ >= 0 for id_ in ids):
-        raise BadPlan("`hash_ids` must be a list of whole numbers, 0 or more")
+        raise BadPlan("`hash_ids` must be a list of integers of 0 or more")
     num_blocks = -(-data["input_length"] // HASH_BLOCK_TOKENS)
     if len(ids) != num_blocks:
         raise BadPlan(
-            f"{len(ids)} hash ids for {data['input_length']} tokens: one for each {HASH_BLOCK_TOKENS} is {num_blocks}"
+            f"{len(ids)} hash ids for {data['input_length']} tokens; one for each {HASH_BLOCK_TOKENS} tokens would be {num_blocks}"
         )
     return MooncakeRow(
         timestamp_ms=data["timestamp"],
@@ -263,25 +285,25 @@ _EPOCH = datetime(2000, 1, 1)
 
 
 def _ticks(text: str) -> int:
-    """100 ns since 2000; exact, which `datetime` with its microseconds is not."""
+    """Return 100 ns ticks since 2000, exactly. `datetime` has only microseconds."""
     match = _TIME.fullmatch(text)
     try:
         whole = datetime.fromisoformat(match[1]) if match else None
     except ValueError:
         whole = None
     if match is None or whole is None:
-        raise BadPlan(f"`{text}` is no time such as 2023-11-16 18:17:03.9799600")
+        raise BadPlan(f"`{text}` is not a time such as 2023-11-16 18:17:03.9799600")
     since = whole - _EPOCH
     return (since.days * 86400 + since.seconds) * 10_000_000 + int((match[2] or "").ljust(9, "0")[:7])
 
 
 def _length(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise BadPlan(f"`{text}` is no number of tokens")
+        raise BadPlan(f"`{text}` is not a number of tokens")
     return int(text)
 
 
 def _column(header: list[str], name: str) -> int:
     if name not in header:
-        raise BadPlan(f"no column `{name}`: the first line must name TIMESTAMP, ContextTokens and GeneratedTokens")
+        raise BadPlan(f"no column `{name}`; the first line must name TIMESTAMP, ContextTokens and GeneratedTokens")
     return header.index(name)

@@ -1,7 +1,6 @@
-"""What a tokenizer can say: token ids that are safe to send, words that are one token each, and tokens of a
-text.
+"""Reads a tokenizer: its ordinary tokens, words that are one token each, and the encoding of texts.
 
-Needs `tokenizers` and a `tokenizer.json`, both looked for only when asked.
+Requires the `tokenizers` package and a `tokenizer.json`, both only when used.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ MIN_WORDS = 32
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """From a `tokenizer.json`, or the directory that holds one. Raises BadPlan."""
+    """Load a `tokenizer.json`, or the one in a directory. Raises BadPlan."""
     from tokenizers import Tokenizer
 
     file = Path(path)
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise BadPlan(f"{file}: there is no such file: give a model's directory, or its tokenizer.json")
+        raise BadPlan(f"{file}: no such file; give a model's directory or its tokenizer.json")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exceptions
@@ -42,8 +41,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def vocabulary_of(path: str | Path) -> Vocabulary:
-    """The ordinary tokens of a tokenizer: no added or special ones, no placeholders such as `<unused7>`, no
-    ids without a token, and none beyond the `vocab_size` of a `config.json` beside it. Raises BadPlan."""
+    """Return the ordinary tokens of a tokenizer. Raises BadPlan.
+
+    Added and special tokens, placeholders such as `<unused7>`, ids without a token, and ids beyond the
+    `vocab_size` of a `config.json` in the same directory are left out.
+    """
     tokenizer = load_tokenizer(path)
     added = set(tokenizer.get_added_tokens_decoder())
     limit = _model_vocab_size(Path(path))
@@ -54,28 +56,34 @@ def vocabulary_of(path: str | Path) -> Vocabulary:
         if token and token_id not in added and not _NOT_TEXT.fullmatch(token) and (limit is None or token_id < limit)
     )
     if len(ids) < 2:
-        raise BadPlan(f"{path}: this tokenizer has {len(ids)} ordinary tokens: too few for a plan")
+        raise BadPlan(f"{path}: this tokenizer has {len(ids)} ordinary tokens; a plan needs at least 2")
     low, high = ids[0], ids[-1] + 1
     return Vocabulary(low=low, high=high, excluded=tuple(sorted(set(range(low, high)) - set(ids))))
 
 
 def vocabulary_of_size(size: int, first_id: int = 1000) -> Vocabulary:
-    """Of a tokenizer of which only the number of ordinary tokens is known; the ids below `first_id` are left
-    out, where many keep special ones. Raises BadPlan."""
+    """Return the vocabulary of a tokenizer of which only the size is known. Raises BadPlan.
+
+    Ids below `first_id`, where many tokenizers have special ones, are left out.
+    """
     if size - first_id < 2:
-        raise BadPlan(f"a vocabulary of {size} has no two ids from {first_id} on: give the lowest ordinary id, too")
+        raise BadPlan(
+            f"a vocabulary of {size} has fewer than two ids from {first_id} on; give a lower --first-token-id"
+        )
     return Vocabulary(low=first_id, high=size)
 
 
 def words_of(path: str | Path) -> Words:
-    """Words of which this tokenizer makes exactly one token each wherever they stand between others. Raises
-    BadPlan if there are fewer than `MIN_WORDS`."""
+    """Return words that are exactly one token each between other words.
+
+    Raises BadPlan if there are fewer than `MIN_WORDS`.
+    """
     tokenizer = load_tokenizer(path)
     pieces = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
     candidates = list(
         dict.fromkeys(piece[1:] for piece, _ in pieces if piece[:1] in ("Ġ", "▁", " ") and _WORD.fullmatch(piece[1:]))
     )
-    for _ in range(4):  # what is left once the others are gone is looked at again: neighbours matter to some tokenizers
+    for _ in range(4):  # check again after each removal, because some tokenizers depend on neighbouring words
         encoding = tokenizer.encode(" " + " ".join(candidates), add_special_tokens=False)
         touching: dict[int, int] = {}
         start_of, end = {}, 0
@@ -92,16 +100,16 @@ def words_of(path: str | Path) -> Words:
         candidates = kept
     if len(candidates) < MIN_WORDS:
         raise BadPlan(
-            f"{path}: only {len(candidates)} words are one token each in this tokenizer: too few to write prompts with"
+            f"{path}: only {len(candidates)} words are one token each in this tokenizer; text prompts need at least {MIN_WORDS}"
         )
-    # Some tokenizers put a blank before a text themselves, others need one for its first word to be one
+    # Some tokenizers add a space before a text; others need one in the text for its first word to be one
     # token.
     alone = {lead: _num_tokens(tokenizer, [lead + word for word in candidates]) for lead in ("", " ")}
     return Words(words=tuple(candidates), lead=min(alone, key=lambda lead: alone[lead]))
 
 
 def encoder_of(path: str | Path) -> Callable[[str], list[int]]:
-    """What the tokenizer makes of a text, nothing added. Raises BadPlan."""
+    """Return a function that encodes a text without adding tokens. Raises BadPlan."""
     tokenizer = load_tokenizer(path)
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -111,7 +119,7 @@ def _num_tokens(tokenizer: Tokenizer, texts: list[str]) -> int:
 
 
 def _model_vocab_size(path: Path) -> int | None:
-    """What the model's own `config.json` says, if there is one."""
+    """Return `vocab_size` of the model's `config.json`, or None."""
     config = (path if path.is_dir() else path.parent) / "config.json"
     try:
         size = json.loads(config.read_bytes()).get("vocab_size")

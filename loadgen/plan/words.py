@@ -1,10 +1,10 @@
-"""Prompts as text, for servers that accept nothing else.
+"""Generates prompts as text, for servers that accept nothing else.
 
-A generated segment of n tokens becomes n words, drawn like its tokens (`loadgen.plan.prompt_tokens`), but
-among words: what plans share as tokens is shared as text. With words that are one token each for the server's
-tokenizer (`loadgen.plan.vocabulary.words_of`) a prompt has the planned number of tokens, but for what the
-server adds itself (a start token, a chat template). With `COMMON_WORDS` it is nearly so for most tokenizers;
-what it was in fact the server's usage says, and the report shows the deviation.
+A generated segment of n tokens becomes n words, drawn like its tokens (`loadgen.plan.prompt_tokens`) but from
+words. So whatever a plan shares as tokens is shared as text. With words that are one token each in the
+server's tokenizer (`loadgen.plan.vocabulary.words_of`), a prompt has the planned number of tokens plus what
+the server adds (a start token, a chat template). With `COMMON_WORDS` this is nearly so for most tokenizers.
+The report shows the deviation from the server's reported usage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loadgen.plan.prompt_tokens import Choices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """`lead`: what a text begins with, so that its first word is one token, too."""
+    """Words for prompts. `lead` is put before a text so that its first word is one token, too."""
 
     words: tuple[str, ...]
     lead: str = ""
@@ -52,14 +52,13 @@ COMMON_WORDS = Words(
         """.split()
     )
 )
-"""Short, common English: with a blank before it, each is one token in nearly every large vocabulary."""
+"""Short, common English words. With a space before it, each is one token in nearly every large vocabulary."""
 
 
 def text_of(plan: Plan, request: PlannedRequest, answers: Mapping[int, str], words: Words = COMMON_WORDS) -> str:
-    """The whole prompt. `answers`: the texts that the requests named by its `AnswerOf` segments were
-    answered.
+    """Return the full prompt. `answers` has the response texts that its `AnswerOf` segments refer to.
 
-    Raises BadPlan for a prompt with exact token ids, KeyError for an answer that is not in `answers`.
+    Raises BadPlan for a prompt with exact token ids, KeyError for a missing response.
     """
     if isinstance(request.segments[0], Text):
         return "".join(segment.text for segment in request.segments if isinstance(segment, Text))
@@ -67,8 +66,7 @@ def text_of(plan: Plan, request: PlannedRequest, answers: Mapping[int, str], wor
 
 
 def segment_text(plan: Plan, segment: Segment, answers: Mapping[int, str], words: Words = COMMON_WORDS) -> str:
-    """One part of a prompt, without the blank between parts: for servers that want messages. Raises as
-    `text_of`."""
+    """Return one part of a prompt, without the space between parts. Raises like `text_of`."""
     match segment:
         case Generated(segment_id=segment_id, num_tokens=num_tokens):
             chosen = _choices(len(words.words), plan.seed).of([segment_id], [num_tokens]).tolist()
@@ -77,11 +75,12 @@ def segment_text(plan: Plan, segment: Segment, answers: Mapping[int, str], words
             return answers[index].strip(" ")
         case Text(text=text):
             return text
-    raise BadPlan("exact token ids cannot be sent as text: what text they are, only a tokenizer knows")
+    raise BadPlan("exact token ids cannot be sent as text; send the plan with --prompts ids")
 
 
 def warm_up_text(plan: Plan, number: int, num_tokens: int, words: Words = COMMON_WORDS) -> str:
-    """The prompt of warm-up request `number`; no generated prompt of the plan begins with its first word."""
+    """Return the prompt of warm-up request `number`. No generated prompt of the plan begins with its first
+    word."""
     return words.lead + " ".join(
         words.words[choice] for choice in _choices(len(words.words), plan.seed).warm_up(number, num_tokens).tolist()
     )

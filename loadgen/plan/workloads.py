@@ -1,8 +1,8 @@
-"""Made-up workloads: independent prompts, prompts that share system prompts, sessions of several turns.
+"""Synthetic workloads: independent prompts, shared system prompts, and sessions of several turns.
 
 Each function takes arrival times and distributions and returns the requests of a plan. Arrivals, lengths,
-sharing and think times are drawn from streams of their own under one seed, so changing one leaves the others
-as they were. Segment ids count from 0 within a plan: shared ones first.
+sharing and think times have separate random streams under one seed, so changing one leaves the others
+unchanged. Segment ids count from 0 within a plan, shared ones first.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from loadgen.slo_target import SloTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrompts:
-    """System prompts that requests or sessions begin with. Each takes one of `count`, the r-th with a
-    probability in proportion to `1 / r^zipf` (0: all alike). `lengths` is drawn once for each system
-    prompt."""
+    """System prompts that requests or sessions begin with.
+
+    Each client gets one of `count`, the r-th with probability proportional to `1 / r^zipf` (0 is uniform).
+    `lengths` is drawn once for each system prompt.
+    """
 
     count: int
     lengths: Distribution
     zipf: float = 1.0
 
     def draw(self, seed: int, count: int) -> list[Generated]:
-        """The system prompt of each of `count` clients."""
+        """Return the system prompt of each of `count` clients."""
         lengths = draw_lengths(self.lengths, draws.stream(seed, "shared lengths"), self.count).tolist()
         prompts = [Generated(segment_id=group, num_tokens=length) for group, length in enumerate(lengths)]
         groups = draws.choose(draws.stream(seed, "sharing"), draws.zipf_weights(self.count, self.zipf).tolist(), count)
@@ -42,8 +44,7 @@ class SharedPrompts:
 def random_prompts(
     times_s: Floats, *, inputs: Distribution, outputs: Distribution, seed: int, shared: SharedPrompts | None = None
 ) -> list[PlannedRequest]:
-    """A request at each time: a system prompt if there are `shared` ones, then `inputs` tokens that no other
-    request has."""
+    """Return one request for each time: a system prompt if `shared` is given, then `inputs` unique tokens."""
     count = len(times_s)
     num_inputs = draw_lengths(inputs, draws.stream(seed, "input"), count).tolist()
     num_outputs = draw_lengths(outputs, draws.stream(seed, "output"), count).tolist()
@@ -62,9 +63,13 @@ def random_prompts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionShape:
-    """The shape of a session. `first_inputs`: the user's tokens in the first turn, `later_inputs` in each
-    later one. `think`: seconds between an answer's end and the next turn. A turn that would take prompt and
-    answer above `max_context` tokens, and those after it, do not happen."""
+    """Distributions of a session.
+
+    - `count`: number of turns
+    - `think`: seconds between the end of a response and the next turn
+    - `first_inputs`, `later_inputs`: the user's tokens in the first and in each later turn
+    - `max_context`: the session ends before a turn whose prompt and response would exceed this
+    """
 
     count: Distribution
     think: Distribution
@@ -77,10 +82,11 @@ class SessionShape:
 def sessions(
     times_s: Floats, turns: SessionShape, *, seed: int, shared: SharedPrompts | None = None
 ) -> list[PlannedRequest]:
-    """Partly open: sessions arrive at `times_s` whatever happens; within one, a turn follows the answer to
-    the one before it. A later turn's prompt is the earlier prompt, its answer, and new tokens.
+    """Return the requests of sessions that arrive at `times_s`.
 
-    The order of the plan is that of time, if answers took none.
+    The workload is partly open: sessions arrive independently of the server, but each turn follows the
+    response to the previous one. A later turn's prompt is the previous prompt, its response, and new tokens.
+    Requests are in order of time, as if responses took no time.
     """
     count = len(times_s)
     num_turns = draw_lengths(turns.count, draws.stream(seed, "turns"), count).tolist()
@@ -106,10 +112,10 @@ def sessions(
             if is_over:
                 if turn == 0:
                     raise BadPlan(
-                        f"session {session} has {num_context} tokens in its first turn, above the longest context ({turns.max_context}): "
-                        "give shorter lengths, with max=… for instance"
+                        f"session {session} has {num_context} tokens in its first turn, above --max-context ({turns.max_context}); "
+                        "give shorter lengths, for example with max=…"
                     )
-                continue  # drawn all the same, so that the sessions after this one stay as they are
+                continue  # the numbers are drawn anyway, so that later sessions do not change
             new = Generated(segment_id=segment_id, num_tokens=num_new)
             drafts.append(
                 Turn(at_s=at_s, session=session, turn=turn, think_s=think_s, new=(new,), num_output=num_output)
@@ -120,9 +126,12 @@ def sessions(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request before it has its place in the plan. `at_s`: when it is due if answers take no time. `new`:
-    what its prompt has beyond the turn before. `answer`: what stands for its answer in later turns; empty:
-    what the server says."""
+    """A request before it is ordered into the plan.
+
+    - `at_s`: when it is due if responses take no time
+    - `new`: what its prompt adds to the previous turn's
+    - `answer`: what later turns contain as its response; empty for the server's own
+    """
 
     at_s: float
     session: int
@@ -134,15 +143,17 @@ class Turn:
 
 
 def _system_prompts(shared: SharedPrompts | None, seed: int, count: int) -> list[tuple[Generated, ...]]:
-    """What the prompts of each of `count` clients begin with."""
+    """Return the first segments of the prompts of each of `count` clients."""
     return [()] * count if shared is None else [(prompt,) for prompt in shared.draw(seed, count)]
 
 
 def in_order(
     turns: Sequence[Turn], times_s: Sequence[float], system_prompts: Sequence[tuple[Segment, ...]]
 ) -> list[PlannedRequest]:
-    """The turns as a plan's requests, by time. Of each session: its arrival, and what all of its prompts
-    begin with."""
+    """Return the turns as a plan's requests in order of time.
+
+    `times_s` and `system_prompts` have the arrival and the common start of all prompts of each session.
+    """
     prompts = list(system_prompts)
     latest: dict[int, int] = {}  # of each session, the index of its latest turn
     requests: list[PlannedRequest] = []
@@ -167,8 +178,10 @@ def in_order(
 
 
 DEFAULT_VOCABULARY = Vocabulary(low=1000, high=4096)
-"""For a server whose tokenizer is not known: these ids are ordinary pieces of text in every tokenizer we know
-of (special ones stand below 1,000 or at the end), and every vocabulary is larger."""
+"""Token ids for an unknown tokenizer.
+
+They are ordinary text in every tokenizer known to us: special tokens have ids below 1,000 or at the end.
+"""
 
 
 def first_look(
@@ -181,12 +194,12 @@ def first_look(
     slo: SloTarget | None = None,
     vocabulary: Vocabulary = DEFAULT_VOCABULARY,
 ) -> Plan:
-    """Poisson arrivals of random prompts of one length, for `seconds`. Raises BadPlan if not one request
+    """Return a plan of Poisson arrivals with random prompts of one length. Raises BadPlan if no request
     arrives."""
     times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
     if not len(times_s):
         raise NothingArrives(
-            f"no request arrives in {seconds:g} s at {rate_rps:g} requests a second with seed {seed}: give more time or a higher rate"
+            f"no request arrives in {seconds:g} s at {rate_rps:g} requests/s with seed {seed}; give a longer time or a higher rate"
         )
     requests = random_prompts(times_s, inputs=Fixed(input_tokens), outputs=Fixed(output_tokens), seed=seed)
     return Plan(

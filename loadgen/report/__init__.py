@@ -1,2 +1,1 @@
-"""What runs have measured, so that people can read, check and pass it on: `report.html`, `report.json`,
-`requests.csv`, `report.md`."""
+"""Reports of runs: `report.html`, `report.json`, `requests.csv` and `report.md`."""

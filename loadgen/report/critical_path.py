@@ -1,9 +1,8 @@
-"""What the client waited for, stage by stage: from the intended send to the last token without a gap, so that
-the stages sum to e2e.
+"""Splits a request's latency into stages from the intended send to the last token. The stages sum to e2e.
 
-Server stages come from the timeline; `other` is what is left before the first token (network, tokenizing,
-messages, a lost attempt), `decode` what is left after the hand-off. Where a timeline claims more than the
-client has seen, the stage that does not fit is cut.
+Server stages come from the timeline. `other` is the rest before the first token (network, tokenization,
+messages, a retried attempt), `decode` the rest after the hand-off. If a timeline reports more time than the
+client saw, the stage that does not fit is shortened.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ STAGES = {
     "admission": "st-admit",
     "first decode step": "st-step",
     "decode": "st-decode",
-    "no whole answer": "st-none",
+    "no complete response": "st-none",
 }
-"""Every stage in the order of time, with its colour. `to the first token` stands for the five before it where
-there is no timeline."""
+"""All stages in chronological order with their CSS classes. `to the first token` replaces the five before it
+if there is no timeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Mean seconds of each stage over `count` requests that met between `low` and `high` others in flight."""
+    """Mean seconds of each stage over `count` requests, with `low` to `high` other requests in flight."""
 
     low: int
     high: int
@@ -48,7 +47,7 @@ class Load:
 
 
 def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
-    """(stage, seconds) of an answer with tokens, one after the other."""
+    """Return (stage, seconds) in order for a response with tokens; empty for one without."""
     ttft, e2e, lag = request_metrics.ttft_s(record), request_metrics.e2e_s(record), request_metrics.send_lag_s(record)
     if ttft is None or e2e is None:
         return []
@@ -72,8 +71,10 @@ def path_of(record: Record, stages: Stages) -> list[tuple[str, float]]:
 
 
 def path_by_load(measures: Measures, bins: int = 6) -> list[Load]:
-    """Whole answers with a timeline, in bins of about equal size by how many requests were in flight when
-    they came due."""
+    """Return the mean stages of complete responses by number of requests in flight.
+
+    Only responses with a timeline are included. The bins have similar numbers of responses.
+    """
     load = in_flight_when_due(measures)
     rows = [row for row in map(int, np.flatnonzero(measures.whole)) if measures.stages[row].prefill_s is not None]
     if not rows:
@@ -92,7 +93,7 @@ def path_by_load(measures: Measures, bins: int = 6) -> list[Load]:
 
 
 def mean_path(measures: Measures, rows: list[int]) -> dict[str, float]:
-    """Mean seconds a stage; a stage that a request lacks counts as none of its time."""
+    """Return the mean seconds of each stage. A stage that a request lacks counts as zero."""
     sums: dict[str, float] = {}
     for row in rows:
         for stage, seconds in path_of(measures.records[row], measures.stages[row]):
@@ -101,7 +102,7 @@ def mean_path(measures: Measures, rows: list[int]) -> dict[str, float]:
 
 
 def _fit(wanted: list[tuple[str, float | None]], room: float) -> list[tuple[str, float]]:
-    """Those that are known, each cut to what is left of `room`."""
+    """Return the known stages, each shortened to what is left of `room`."""
     found: list[tuple[str, float]] = []
     for stage, seconds in wanted:
         if seconds is not None:

@@ -1,5 +1,4 @@
-"""`requests.csv`: a line a request, with everything that was derived from it; empty where there is
-nothing."""
+"""Writes `requests.csv`: one line per request with all derived metrics. Unknown values are empty."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from loadgen.report.run_view import RunView
 MEASURED = ("send_lag", "ttft", "ttft_sent", "tpot", "tbt", "e2e", "e2e_sent", "normalised", "queue")
 INSIDE = ("waiting", "placement", "prefill", "kv_wait", "transfer", "exposed", "admission", "first_decode", "decode")
 PREDICTED = ("predicted_ttft", "placed_ttft", "predicted_tpot", "placed_tpot")
-"""As predicted when placed, and what each came to by the server's own clock."""
+"""Predictions made at placement, and the values that the server measured."""
 COLUMNS = (
     *"run valid index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
     *(f"{name}_ms" for name in MEASURED),
@@ -26,6 +25,7 @@ COLUMNS = (
 
 
 def write_requests(runs: Sequence[RunView], path: Path) -> None:
+    """Write the requests of all runs."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -76,6 +76,6 @@ def _whole(value: float) -> str:
 
 
 def _text(value: str) -> str:
-    """A server's text: on one line, and never a formula to a spreadsheet."""
+    """Return server text on one line, quoted so that a spreadsheet does not take it for a formula."""
     text = " ".join(value.split())
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text

@@ -1,10 +1,12 @@
-"""What a plot is: plain data, the same in `report.json` and in the picture that `draw.py` makes of it.
+"""Builds figures as plain data, used both in `report.json` and for the drawing in `svg`.
 
 A figure is {"id", "title", "caption", "kind", "is_wide", …}:
+
     "lines"   x and y axes, `series` of {name, color, style, points [[x, y], …]}, `marks` of {axis, at, name}
-    "spans"   an x axis, `rows` of {name, spans of {name, color, from, to}}: bars of parts, or what happened when
-`key` is the number of the legend's entry that a series belongs to; a series without one of its own is shown and hidden with another's.
-A style is line, dashed, area, marked (a line with dots) or dots. A color is a class of the page's style sheet.
+    "spans"   an x axis, `rows` of {name, spans of {name, color, from, to}}: stacked bars
+
+`key` is the number of the legend entry of a series; series without their own entry share another's. A style
+is line, dashed, area, marked (a line with dots) or dots. A color is a CSS class of the page.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ POINTS = 240
 def axis(
     label: str, unit: str, values: Sequence[float], *, is_log: bool = False, from_zero: bool = False, **fixed: float
 ) -> dict[str, Any]:
-    """One that holds all `values`; `min` and `max` may be given."""
+    """Return an axis that contains all `values`; `min` and `max` may be given."""
     low, high = extent(values, is_log=is_log, from_zero=from_zero)
     return {"label": label, "unit": unit, "is_log": is_log, "min": fixed.get("min", low), "max": fixed.get("max", high)}
 
 
 def cdf(values: Floats, total: int, *, low: float = 0.0, high: float = math.inf) -> list[list[float]]:
-    """[[x, share of `total` at or below x], …] at up to a few hundred of the values; from `low` (excluded:
-    above 0, for a log axis) to `high`."""
+    """Return [[x, share of `total` at or below x], …] at a few hundred of the values.
+
+    Points are limited to low < x <= high; `low` is above 0 for a log axis.
+    """
     ordered = np.sort(values[np.isfinite(values)])
     if ordered.size == 0 or total == 0:
         return []
@@ -46,12 +50,13 @@ def cdf(values: Floats, total: int, *, low: float = 0.0, high: float = math.inf)
 
 
 def used(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those with points."""
+    """Return the series that have points."""
     return [one for one in series if one["points"]]
 
 
 def series_of(name: str, color: str, style: str, points: list[list[float]], **more: Any) -> dict[str, Any]:
-    """`more`: `key`; `bars` [[low, high], …], `names` and `classes` of each point."""
+    """Return a series. `more` may have `key`, `bars` [[low, high], …], and `names` and `classes` of each
+    point."""
     return {"name": name, "color": color, "style": style, "points": points, **more}
 
 
@@ -67,6 +72,7 @@ def lines(
     is_wide: bool = False,
     height: int = 300,
 ) -> Figure:
+    """Return a figure of lines. Series without points are left out."""
     shown = used(series)
     for number, one in enumerate(shown):
         one.setdefault("key", number)
@@ -95,6 +101,7 @@ def spans(
     row_height: int = 26,
     is_wide: bool = False,
 ) -> Figure:
+    """Return a figure of stacked bars."""
     return {
         "id": figure_id,
         "title": title,

@@ -1,4 +1,4 @@
-"""The plots that show all runs of a report together."""
+"""Figures that show all runs of a report together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from loadgen.report.critical_path import STAGES, mean_path
 from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, used
 from loadgen.report.run_view import SERIES_COLORS, RunView
 
-_KINDS = (
-    "Rings: invalid runs. Pale: ended early; what was in flight then counts as not good, so the truth may lie higher."
-)
+_KINDS = "Rings: invalid runs. Pale: ended early; requests in flight at the end count as not good, so the true value may be higher."
 TITLES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
@@ -27,7 +25,7 @@ TITLES = {
 
 
 def across_runs(runs: Sequence[RunView]) -> list[Figure]:
-    """What one picture can show of all runs."""
+    """Return the figures that compare all runs."""
     figures = [outcomes(runs)]
     if sum(run.summary.goodput_rps is not None for run in runs) > 1:
         figures += [goodput_by_rate(runs), attainment_by_rate(runs)]
@@ -41,6 +39,7 @@ def across_runs(runs: Sequence[RunView]) -> list[Figure]:
 
 
 def outcomes(runs: Sequence[RunView]) -> Figure:
+    """Return the outcomes of each run as stacked bars."""
     rows = []
     for run in runs:
         parts, at = list[dict[str, Any]](), 0.0
@@ -62,8 +61,8 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
         rows.append({"name": run.name, "spans": parts})
     return spans(
         "outcomes",
-        "What became of every offered request",
-        "Each request is in exactly one class; the classes sum to the offered requests.",
+        "Outcomes of all offered requests",
+        "Each request has exactly one outcome; the outcomes sum to the offered requests.",
         axis("share of offered requests", "share", (), min=0.0, max=1.0),
         rows,
         [spoken(outcome) for outcome in RequestOutcome],
@@ -73,6 +72,7 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
 
 
 def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
+    """Return goodput against offered rate, one line for each label."""
     series = [
         _by_rate(number, label, members, is_share=False)
         for number, (label, members) in enumerate(_by_label(runs).items())
@@ -82,7 +82,7 @@ def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
     return lines(
         "goodput-rate",
         "Goodput by offered rate",
-        f"Requests per second that were answered whole and within their SLO, against those offered. Bars: 95 % intervals. {_KINDS}",
+        f"Requests per second that completed within their SLO, by offered rate. Bars: 95 % intervals. {_KINDS}",
         axis("offered rate, requests/s", "", (), min=0.0, max=top),
         axis("goodput, requests/s", "", (), min=0.0, max=top),
         series,
@@ -90,6 +90,7 @@ def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
 
 
 def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
+    """Return SLO attainment against offered rate, one line for each label."""
     series = [
         _by_rate(number, label, members, is_share=True)
         for number, (label, members) in enumerate(_by_label(runs).items())
@@ -97,8 +98,8 @@ def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
     top = max((point[0] for one in series for point in one["points"]), default=1.0) * 1.05
     return lines(
         "attainment-rate",
-        "Attainment by offered rate",
-        "Share of offered requests that were good; where a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals. "
+        "SLO attainment by offered rate",
+        "Share of offered requests that met their SLO. The rate at which a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals. "
         f"{_KINDS}",
         axis("offered rate, requests/s", "", (), min=0.0, max=top),
         axis("offered requests", "share", (), min=0.0, max=1.0),
@@ -140,11 +141,12 @@ def _by_rate(number: int, label: str, runs: list[RunView], *, is_share: bool) ->
 def _doubts(run: RunView) -> str:
     is_early = run.result.run.interrupted
     return (" · INVALID" if run.invalid else "") + (
-        " · ended early: what was in flight then is not good" if is_early else ""
+        " · ended early: requests in flight count as not good" if is_early else ""
     )
 
 
 def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
+    """Return SLO attainment against a factor on all SLO bounds."""
     found = []
     for run in runs:
         needed = needed_scale(run)
@@ -160,8 +162,8 @@ def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
     _level(series, high)
     return lines(
         "attainment-scale",
-        "Attainment by strictness of the SLO",
-        "Share of offered requests that would be good if every bound of their SLO were multiplied by x: 1 is the SLO itself.",
+        "SLO attainment by SLO scale",
+        "Share of offered requests that would meet their SLO if all its bounds were multiplied by x. 1 is the SLO itself.",
         axis("SLO scale", "×", (), is_log=True, min=low, max=high),
         axis("offered requests", "share", (), min=0.0, max=1.0),
         series,
@@ -170,8 +172,10 @@ def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
 
 
 def needed_scale(run: RunView) -> Floats | None:
-    """By how much each request's SLO would have to be multiplied for it to be good; inf without a whole
-    answer. None without any SLO."""
+    """Return the factor on its SLO at which each request would be good, or None if no request has an SLO.
+
+    It is infinite without a complete response.
+    """
     measures = run.measures
     if not any(measures.promised[slo].any() for slo in SLOS):
         return None
@@ -187,6 +191,7 @@ def needed_scale(run: RunView) -> Floats | None:
 
 
 def attainment(runs: Sequence[RunView], metric: str) -> Figure:
+    """Return the share of offered requests with a complete response within x, for one metric."""
     series: list[dict[str, Any]] = []
     for run in runs:
         offered, is_only = len(run.measures), len(runs) == 1
@@ -209,10 +214,10 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
     _level(series, x["max"])
     return lines(
         f"attainment-{metric}",
-        f"Attainment: {TITLES[metric].lower()}",
-        "Share of offered requests with a whole answer within x. A curve that ends below 100 % shows requests without one."
+        f"SLO attainment: {TITLES[metric].lower()}",
+        "Share of offered requests with a complete response within x. A curve that ends below 100 % shows requests without one."
         + (
-            " One-token answers, which have none, are not in the curve."
+            " One-token responses have no TPOT and are not included."
             if metric == "tpot"
             else " Dotted: from the actual send."
         ),
@@ -224,12 +229,13 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
 
 
 def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
+    """Return the distribution of a latency over complete responses."""
     series = []
     for run in runs:
         values = run.measures.gaps if metric == "itl" else run.measures.of_whole(metric)
         series.append(series_of(run.name, run.color, "line", cdf(values * 1e3, values.size)))
     series = used(series)
-    what = "gaps of whole answers" if metric == "itl" else "whole answers"
+    what = "gaps of complete responses" if metric == "itl" else "complete responses"
     marks = [] if metric == "itl" else _slo_marks(runs, metric)
     return lines(
         f"cdf-{metric}",
@@ -246,6 +252,7 @@ def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
 
 
 def path_by_run(runs: Sequence[RunView]) -> Figure:
+    """Return the mean critical path of each run."""
     rows = []
     for run in sorted(runs, key=lambda run: run.summary.offered_rps or 0.0):
         chosen = [int(row) for row in np.flatnonzero(run.measures.whole)]
@@ -254,7 +261,7 @@ def path_by_run(runs: Sequence[RunView]) -> Figure:
     return spans(
         "path-runs",
         "Critical path by run",
-        "Mean time of whole answers in each stage, from the intended send to the last token.",
+        "Mean time of complete responses in each stage, from the intended send to the last token.",
         axis("mean milliseconds", "ms", [row["spans"][-1]["to"] for row in rows if row["spans"]], min=0.0),
         rows,
         list(STAGES),
@@ -263,6 +270,7 @@ def path_by_run(runs: Sequence[RunView]) -> Figure:
 
 
 def handoff(runs: Sequence[RunView]) -> Figure:
+    """Return the distribution of hand-off costs."""
     series = []
     for run in runs:
         stages = [one for one in run.measures.stages if one.is_handed_off and one.handoff_s is not None]
@@ -270,7 +278,7 @@ def handoff(runs: Sequence[RunView]) -> Figure:
         if len(runs) == 1:
             parts += [
                 ("exposed transfer", [one.exposed_s for one in stages], "dashed"),
-                ("whole transfer", [one.transfer_s for one in stages], "line"),
+                ("total transfer", [one.transfer_s for one in stages], "line"),
             ]
         for number, (name, seconds, style) in enumerate(parts):
             known = np.array([value for value in seconds if value is not None]) * 1e3
@@ -280,8 +288,8 @@ def handoff(runs: Sequence[RunView]) -> Figure:
     return lines(
         "handoff",
         "Cost of the hand-off",
-        "Of requests that went from one worker to another: what the client waited for after the prompt was computed; of one run "
-        "also how long reads ran in all, where what is not exposed was hidden behind computing.",
+        "Requests handed off from a prefill to a decode worker: time from the end of prefill to the first decode step. For a single "
+        "run also the total read time; the part that is not exposed overlapped with computation.",
         _latency_axis("hand-off", series),
         axis("requests handed off", "share", (), min=0.0, max=1.0),
         series,
@@ -289,8 +297,10 @@ def handoff(runs: Sequence[RunView]) -> Figure:
 
 
 def prefix_hits(runs: Sequence[RunView]) -> Figure:
-    """Of one run a bar each; of several, a bar a run with marks at its plan's best. None of runs that share
-    nothing and hit nothing."""
+    """Return achieved and best possible prefix hit ratios; empty if nothing was shared or hit.
+
+    A single run has one bar for each value. With several, each run has a bar with marks at its plan's best.
+    """
     told = [
         run
         for run in runs
@@ -310,8 +320,8 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
             rows.append(_hits(run.name, ratio, run.color, "achieved") | {"marks": marks})
     return spans(
         "prefix-hits",
-        "Prefix hits: achieved, and the best that the plan allows",
-        "Cached prompt tokens over all prompt tokens, as the servers' usage says, beside perfect caches given the same requests in order"
+        "Prefix hits: achieved and best possible",
+        "Cached share of all prompt tokens, as reported by the server, compared with ideal caches that get the same requests in order"
         + (" (marks)." if len(told) > 1 else "."),
         axis("share of prompt tokens", "share", (), min=0.0, max=1.0),
         rows,
@@ -329,10 +339,12 @@ def _hits(name: str, ratio: float, color: str, kind: str) -> dict[str, Any]:
 
 
 def spoken(outcome: RequestOutcome) -> str:
+    """Return an outcome's name with spaces."""
     return outcome.replace("_", " ")
 
 
 def stacked(name: str, stages: dict[str, float]) -> dict[str, Any]:
+    """Return a row of stacked stages in milliseconds."""
     parts, at = list[dict[str, Any]](), 0.0
     for stage, seconds in stages.items():
         parts.append({"name": stage, "color": STAGES[stage], "from": at, "to": at + seconds * 1e3})
@@ -359,7 +371,7 @@ def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
 
 
 def _level(series: Sequence[dict[str, Any]], end: float) -> None:
-    """Curves of all offered requests go on to the right edge: no answer comes later."""
+    """Extend curves over all offered requests to the right edge of the figure."""
     for one in series:
         if one["points"] and one["points"][-1][0] < end:
             one["points"].append([end, one["points"][-1][1]])

@@ -1,4 +1,4 @@
-"""A run cut up: by class, tenant, endpoint and worker, and its errors counted."""
+"""Tables of a run by class, tenant, endpoint and worker, and of its errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from loadgen.measure.timeline import Stages
 from loadgen.report.run_view import RunView
 
 MOST = 100
-"""Rows of a table; the largest groups are kept."""
+"""Most rows of a table; the largest groups are kept."""
 TEXT = 200
 
 
 def by(run: RunView, key: Callable[[Record], str]) -> list[dict[str, Any]]:
-    """One row a group of at least one request, largest first, at most `MOST`."""
+    """Return one row for each group of requests, largest first, at most `MOST`."""
     rows: dict[str, list[int]] = {}
     for row, record in enumerate(run.measures.records):
         rows.setdefault(key(record), []).append(row)
@@ -31,8 +31,7 @@ def by(run: RunView, key: Callable[[Record], str]) -> list[dict[str, Any]]:
 
 
 def workers(run: RunView) -> list[dict[str, Any]]:
-    """By role and worker, as timelines name them. Requests that never reached a worker, or whose timeline was
-    lost, are in none."""
+    """Return one row for each role and worker in the timelines. Requests without a timeline are in no row."""
     rows: dict[tuple[str, str], list[int]] = {}
     for row, stages in enumerate(run.measures.stages):
         for role, worker in (("prefill", stages.prefill_worker), ("decode", stages.decode_worker)):
@@ -45,7 +44,7 @@ def workers(run: RunView) -> list[dict[str, Any]]:
 
 
 def errors(measures: Measures, most: int = 20) -> list[dict[str, Any]]:
-    """What was said by or about requests that were not answered whole, most frequent first."""
+    """Return the errors of requests without a complete response, most frequent first."""
     counts = Counter(
         (str(outcome), record.status, record.reason[:TEXT], record.error[:TEXT])
         for record, outcome in zip(measures.records, measures.outcomes, strict=True)
@@ -58,7 +57,7 @@ def errors(measures: Measures, most: int = 20) -> list[dict[str, Any]]:
 
 
 def handoffs(measures: Measures) -> dict[str, Any] | None:
-    """Of requests that went from one worker to another. None if there were none."""
+    """Return statistics of requests handed off between workers, or None if there were none."""
     seen = [one for one in measures.stages if one.is_handed_off]
     if not seen:
         return None
@@ -78,8 +77,10 @@ def handoffs(measures: Measures) -> dict[str, Any] | None:
 
 
 def predictions(measures: Measures, metric: str) -> dict[str, Any] | None:
-    """How the server's own prediction of `metric` compares with what it then measured, from the placement on:
-    predicted / actual. Requests that took one attempt. None where it predicts nothing."""
+    """Return predicted / measured for a metric, from the placement on; None without predictions.
+
+    Only requests with a single attempt are included.
+    """
     told = [(getattr(one, f"predicted_{metric}_s"), getattr(one, f"placed_{metric}_s")) for one in measures.stages]
     ratios = [predicted / actual for predicted, actual in told if predicted is not None and actual]
     if not ratios:
@@ -125,7 +126,7 @@ def _by_role(item: tuple[tuple[str, str], list[int]]) -> tuple[bool, str]:
 
 
 def _spread(seconds: Sequence[float | None]) -> dict[str, Any] | None:
-    """{"count", "mean", "p50", "p99"} in milliseconds; None without values."""
+    """Return {"count", "mean", "p50", "p99"} in milliseconds, or None without values."""
     known = np.array([value for value in seconds if value is not None], dtype=np.float64)
     if known.size == 0:
         return None

@@ -1,4 +1,4 @@
-"""`report.md`: the summary for an issue, a commit or a chat."""
+"""Writes `report.md`: a short summary for an issue, a commit or a chat."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from loadgen.report.scales import milliseconds, percent, short
 
 
 def markdown(report: Mapping[str, Any]) -> str:
+    """Return the report as Markdown."""
     runs = report["runs"]
     parts = [f"# loadgen: {_cell(runs[0]['name']) if len(runs) == 1 else f'{len(runs)} runs'}"]
     if len(runs) > 1:
         parts.append(_overview(runs))
     parts += [_run(run, is_only=len(runs) == 1) for run in runs]
     parts.append(
-        "Every latency is from the intended send unless its name ends in `_sent`. Brackets: 95 % intervals. Shares are of all offered "
+        "Latencies count from the intended send time unless the name ends in `_sent`. Brackets: 95 % intervals. Shares are of all offered "
         "requests."
     )
     return "\n\n".join(parts) + "\n"
@@ -61,18 +62,18 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         parts.append("> Ended early.")
     slos = "; ".join(
         f"{_cell(name)} "
-        + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "nothing")
+        + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "none")
         for name, slo in run["slos"].items()
     )
     sent = run["sending"]
     parts.append(
         f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} `{run['plan_hash'][:16]}`, "
-        f"started {run['started_at']}. Promised: {slos or 'nothing'}. Send lag p99 {milliseconds(sent['lag_p99_ms'])} "
-        f"(allowed {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['due_rps'])} requests/s sent."
+        f"started {run['started_at']}. SLO: {slos or 'none'}. Send lag p99 {milliseconds(sent['lag_p99_ms'])} "
+        f"(limit {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['due_rps'])} requests/s sent."
     )
     joint, goodput = run["attainment"]["joint"], run["goodput_rps"]
     parts.append(
-        f"**{percent(joint['share'])} of {run['offered']} offered requests kept their SLO** "
+        f"**{percent(joint['share'])} of {run['offered']} offered requests met their SLO** "
         f"[{percent(joint['low'])}, {percent(joint['high'])}]; goodput {_estimate(goodput, short)} requests/s."
     )
     counted = {name: count for name, count in run["outcomes"].items() if count}
@@ -99,10 +100,10 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
 
 
 def _inside(run: Mapping[str, Any]) -> Iterator[str]:
-    """What the server told of itself."""
+    """Yield lines with facts that the server reported."""
     prompts, hits, handoff = run["prompts"], run["prefix_hits"], run["handoff"]
     if prompts["deviation"]:
-        yield f"Prompts: the server counts {prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} of those planned."
+        yield f"Prompts: the server counted {prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} relative to the plan."
     if hits["achieved"] is not None:
         best = "".join(f"; {name} {percent(ratio)}" for name, ratio in hits["best"].items())
         yield f"Prefix hits: {percent(hits['achieved'])} of prompt tokens{best}."
@@ -138,5 +139,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A server's or user's text cannot leave its place."""
+    """Return text that cannot break out of its Markdown cell."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")

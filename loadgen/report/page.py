@@ -1,5 +1,4 @@
-"""`report.html`: one file that needs nothing else. Its numbers are those of `report.json`, which it carries
-whole."""
+"""Writes `report.html`: one self-contained file with the figures, the tables and the JSON report."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from loadgen.report.scales import milliseconds, percent, short
 from loadgen.report.svg import draw, legend
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What the browser may load: nothing but what stands in the file. It holds the page to its promise."""
+"""Content security policy: the browser loads nothing from outside of the file."""
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The whole document."""
+    """Return the complete HTML document."""
     runs: list[Mapping[str, Any]] = report["runs"]
     figures = {figure["id"]: figure for figure in report["figures"]}
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
@@ -28,7 +27,7 @@ def page(report: Mapping[str, Any]) -> str:
         _tiles(runs[0]) if len(runs) == 1 else tables.runs(runs),
         _section("Outcome", _figures(figures, ["outcomes", "goodput-rate", "attainment-rate"])),
         _section(
-            "Attainment",
+            "SLO attainment",
             _figures(figures, ["attainment-scale", "attainment-ttft", "attainment-tpot", "attainment-e2e"]),
         ),
         _section("Latency", _figures(figures, ["cdf-ttft", "cdf-tpot", "cdf-itl", "cdf-e2e"]) + _latencies(runs)),
@@ -40,7 +39,7 @@ def page(report: Mapping[str, Any]) -> str:
         ),
         *(_run(number, run, figures, is_only=len(runs) == 1) for number, run in enumerate(runs)),
         _section("Definitions", tables.definitions(report["definitions"])),
-        f"<footer>loadgen {escape(str(report['version']))}: all numbers of this page stand in it as JSON, and in report.json.</footer>",
+        f"<footer>loadgen {escape(str(report['version']))}. This page contains all its numbers as JSON, the same as report.json.</footer>",
     ]
     data = json.dumps(report, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
@@ -69,7 +68,7 @@ def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
-    """Red and with its reasons if the run must not be trusted."""
+    """Return the box that says whether the run is valid, and its notes."""
     name = f"{escape(run['name'])}: " if is_named else ""
     parts = []
     if run["invalid"]:
@@ -81,14 +80,14 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
         sent = run["sending"]
         rate = ""
         if sent["achieved_rps"] and sent["due_rps"]:
-            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (allowed 1 %)"
+            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (limit 1 %)"
         parts.append(
             f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
-            f"(allowed {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
+            f"(limit {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
         )
     notes = [
         *run["notes"],
-        *(["The run was ended early; what was measured until then is kept."] if run["interrupted"] else []),
+        *(["The run ended early; results up to then are kept."] if run["interrupted"] else []),
     ]
     if notes:
         parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(escape(note) for note in notes)}</div>')
@@ -116,7 +115,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
             (
                 "Output",
                 f"{short(steady['output_tokens_per_s'])} <small>tokens/s</small>",
-                f"{short(steady['requests_per_s'])} answers/s, steady window",
+                f"{short(steady['requests_per_s'])} responses/s, steady window",
             )
         )
     hits = run["prefix_hits"]
@@ -126,7 +125,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
             (
                 "Prefix hits",
                 percent(hits["achieved"]),
-                f"the plan's best {percent(best)}" if best is not None else "of prompt tokens",
+                f"best possible {percent(best)}" if best is not None else "of prompt tokens",
             )
         )
     cells = "".join(
@@ -165,17 +164,17 @@ def _latencies(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _run(number: int, run: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]], *, is_only: bool) -> str:
-    """What is of one run alone; of several, each can be folded away."""
+    """Return the sections of one run. With several runs, each can be collapsed."""
     over_time = _figures(figures, [f"{name}-{number}" for name in ("rates", "in-flight", "ttft-time")])
     single = _figures(figures, [f"waterfall-{number}", *([] if is_only else [f"head-{number}", f"path-{number}"])])
     parts = [
         ("Over time", over_time),
         ("Single requests", single),
-        ("Who was served how", tables.groups(run)),
+        ("By class, tenant and endpoint", tables.groups(run)),
         ("Workers", tables.workers(run)),
     ]
     parts += [
-        ("What went wrong", tables.errors(run)),
+        ("Errors", tables.errors(run)),
         ("Sending and throughput", tables.rates(run)),
         ("Configuration", tables.configuration(run)),
     ]

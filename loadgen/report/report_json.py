@@ -1,5 +1,7 @@
-"""`report.json`: every number of a report, and the data of every plot. `schema.json` says its form.
-Milliseconds; shares from 0 to 1."""
+"""Builds `report.json`: every number of a report and the data of every figure. Its form is in `schema.json`.
+
+Values are in milliseconds, shares from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,29 @@ from loadgen.report.run_view import RunView
 from loadgen.slo_target import SloTarget
 
 FORMAT = 1
-"""`loadgen_report`: raised when a field changes its meaning or goes."""
+"""Version in `loadgen_report`. Raised when a field is removed or changes its meaning."""
 
 DEFINITIONS = {
     "ttft": "first token − intended send",
     "ttft_sent": "first token − actual send",
-    "tpot": "(last token − first token) / (output tokens − 1); one-token answers have none and keep a TPOT SLO",
+    "tpot": "(last token − first token) / (output tokens − 1); one-token responses have none and meet any TPOT SLO",
     "itl": "gaps between successive tokens; 0 between tokens of one message",
     "tbt": "mean of the longest 10 % of a request's gaps",
     "e2e": "last token − intended send",
     "e2e_sent": "last token − actual send",
     "normalised": "e2e / output tokens",
-    "queue": "wait for the worker that computed the prompt, at the scheduler and at the worker, by the server's timeline",
-    "predicted to actual": "predicted / measured by the server, from the placement on; requests that took one attempt",
-    "attainment": "good / offered; of one SLO: whole answers that kept it / offered requests that were promised it",
+    "queue": "wait for the prefill worker, at the scheduler and at the worker, from the server's timeline",
+    "predicted to actual": "predicted / measured by the server, from the placement on; requests with a single attempt",
+    "attainment": "good / offered; for one SLO bound: complete responses that met it / offered requests with that bound",
     "goodput": "attainment × offered rate",
     "percentile": "linear interpolation between ranks, rank = q (n − 1)",
     "interval": "95 %; block bootstrap over requests in order of intended time; shares: Wilson on the effective number of requests",
-    "of_offered": "percentile of all offered requests, one without a whole answer counting as infinitely slow",
+    "of_offered": "percentile over all offered requests; one without a complete response counts as infinitely slow",
 }
 
 
 def report_of(runs: Sequence[RunView], version: str = "") -> dict[str, Any]:
-    """Valid by `schema()`; no number in it is NaN or infinite."""
+    """Return the report of the runs. It is valid by `schema()` and contains no NaN or infinity."""
     found = {
         "loadgen_report": FORMAT,
         "version": version,
@@ -52,11 +54,12 @@ def report_of(runs: Sequence[RunView], version: str = "") -> dict[str, Any]:
 
 
 def schema() -> str:
-    """The JSON Schema of `report.json`, as text."""
+    """Return the JSON Schema of `report.json` as text."""
     return resources.files("loadgen.report").joinpath("schema.json").read_text(encoding="utf-8")
 
 
 def run_of(view: RunView) -> dict[str, Any]:
+    """Return the report's entry for one run."""
     run, summary = view.result.run, view.summary
     goodput = summary.goodput_rps
     whole = [int(row) for row in np.flatnonzero(view.measures.whole)]
@@ -140,8 +143,7 @@ def _slo(slo: SloTarget) -> dict[str, float]:
 
 
 def _clean(value: Any) -> Any:
-    """As JSON can hold it: no NaN, no infinity, numbers to nine digits, keys as texts, anything else as
-    text."""
+    """Convert a value to JSON: no NaN or infinity, numbers with nine digits, other types as text."""
     if isinstance(value, Mapping):
         return {str(key): _clean(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The plots of one run: its time series, a sample of its requests, its critical path by load."""
+"""Figures of one run: time series, sample requests, and the critical path by load."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ PER_OTHER_CLASS = 2
 
 
 def of_run(run: RunView) -> list[Figure]:
+    """Return the figures of one run."""
     figures = [rates(run), in_flight(run), ttft_over_time(run), waterfall(run), *critical_path(run)]
     return [figure for figure in figures if figure.get("series") or figure.get("rows")]
 
 
 def rates(run: RunView) -> Figure:
+    """Return offered and completed requests per second over time."""
     columns = run.measures.columns
     edges = _edges(columns["intended"], columns["ended"])
     width = float(edges[1] - edges[0])
@@ -41,7 +43,7 @@ def rates(run: RunView) -> Figure:
     answered = run.measures.whole
     series = [
         series_of("offered", "offered", "area", per_second(columns["intended"])),
-        series_of("answered whole", "o-good-line", "line", per_second(ended[answered])),
+        series_of("completed", "o-good-line", "line", per_second(ended[answered])),
     ]
     if (~answered).any():
         series.append(series_of("ended otherwise", "o-failed-line", "line", per_second(ended[~answered])))
@@ -51,21 +53,20 @@ def rates(run: RunView) -> Figure:
 
 
 def in_flight(run: RunView) -> Figure:
+    """Return the number of requests in flight over time."""
     columns = run.measures.columns
     edges = _edges(columns["intended"], columns["ended"])
     due, ended = np.sort(columns["intended"]), np.sort(columns["ended"])
     counts = np.searchsorted(due, edges, side="right") - np.searchsorted(ended, edges, side="right")
     points = [[float(x), float(count)] for x, count in zip(edges, counts, strict=True)]
-    caption = (
-        "Requests that had come due and not ended. A line that keeps rising means that the server is past its limit."
-    )
+    caption = "Requests that were due and had not ended. A line that keeps rising means that the server is overloaded."
     return _over_time(
         run, "in-flight", "In flight", caption, "requests", [series_of("in flight", run.color, "area", points)]
     )
 
 
 def ttft_over_time(run: RunView) -> Figure:
-    """At most `DOTS` requests, the slowest among them always."""
+    """Return the TTFT of at most `DOTS` requests, including the slowest."""
     measures = run.measures
     rows = np.flatnonzero(~np.isnan(measures.columns["ttft"]))
     if rows.size > DOTS:
@@ -81,7 +82,7 @@ def ttft_over_time(run: RunView) -> Figure:
         run,
         "ttft-time",
         "Time to first token, request by request",
-        "By the intended send time, coloured by class: a stall shows as a falling line of dots.",
+        "By intended send time, coloured by outcome. A stall shows as a falling line of dots.",
         "ttft",
         [series_of("requests", "dots", "dots", points, names=names, classes=classes)],
     )
@@ -93,7 +94,7 @@ def ttft_over_time(run: RunView) -> Figure:
 
 
 def critical_path(run: RunView) -> list[Figure]:
-    """Twice: to the first decode step, where the stages are short, and to the end."""
+    """Return the critical path by load, up to the first decode step and in full."""
     loads = path_by_load(run.measures)
     names = [
         f"{load.low} in flight" if load.low == load.high else f"{load.low}–{load.high} in flight" for load in loads
@@ -112,7 +113,7 @@ def critical_path(run: RunView) -> list[Figure]:
             spans(
                 f"{figure_id}-{run.number}",
                 title,
-                "Mean time of whole answers in each stage, by how many others were in flight when they came due · how many they were.",
+                "Mean time of complete responses in each stage, by number of other requests in flight when due · number of responses.",
                 axis("mean milliseconds", "ms", [row["spans"][-1]["to"] for row in rows], min=0.0),
                 rows,
                 list(STAGES),
@@ -122,8 +123,11 @@ def critical_path(run: RunView) -> list[Figure]:
 
 
 def waterfall(run: RunView) -> Figure:
-    """Whole answers: the slowest by ttft and by e2e, and the middle ones by ttft; then of every other class
-    the longest."""
+    """Return the stages of sample requests.
+
+    The sample has the slowest complete responses by TTFT and by e2e, those in the middle by TTFT, and the
+    longest requests of every other outcome.
+    """
     measures = run.measures
     whole = np.flatnonzero(measures.whole)
 
@@ -137,14 +141,14 @@ def waterfall(run: RunView) -> Figure:
     rows = [row for row in rows if row["spans"]]
     ends = [span["to"] for row in rows for span in row["spans"] if row["is_whole"]]
     ends = ends or [span["to"] for row in rows for span in row["spans"]]
-    for row in rows:  # one that hung for minutes would press the others against the axis
+    for row in rows:  # cut requests that hung for minutes, which would compress the others
         row["spans"] = [span | {"to": min(span["to"], max(ends))} for span in row["spans"] if span["from"] < max(ends)]
         row.pop("is_whole")
     return spans(
         f"waterfall-{run.number}",
-        "Where the time of single requests went",
-        "Slowest to the first token, slowest to the last, and from the middle; then the longest of every other class. Each from its "
-        "intended send; request number · prompt + output tokens. White line: the first token.",
+        "Stages of single requests",
+        "The slowest by TTFT, the slowest by e2e, and some from the middle; then the longest of every other outcome. Each from its "
+        "intended send; request number · prompt + output tokens. White line: first token.",
         axis("since the intended send", "ms", ends, min=0.0),
         rows,
         list(STAGES),
@@ -170,7 +174,9 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
         at += seconds * 1e3
     ended_ms = (record.ended_s - record.intended_s) * 1e3
     if outcome not in WHOLE and ended_ms > at:
-        parts.append({"name": "no whole answer", "color": STAGES["no whole answer"], "from": at, "to": ended_ms})
+        parts.append(
+            {"name": "no complete response", "color": STAGES["no complete response"], "from": at, "to": ended_ms}
+        )
     ttft = request_metrics.ttft_s(record)
     marks = (
         [{"at": ttft * 1e3, "name": f"first token after {ttft * 1e3:.4g} ms", "color": "first"}]
@@ -207,8 +213,10 @@ def _over_time(
 
 
 def _edges(due: Floats, ended: Floats) -> Floats:
-    """At most `BINS` steps of a round length, from the first due to the last end, but not far behind the last
-    due for a few that hang."""
+    """Return at most `BINS` time steps of a round length, from the first due time to the last end.
+
+    It ends soon after the last due time, even if a few requests hang.
+    """
     start = float(due.min())
     span = float(due.max()) - start
     end = min(float(ended.max()), float(due.max()) + max(0.5 * span, 5.0))

@@ -1,4 +1,4 @@
-"""One run as the report's parts see it."""
+"""One run with everything that its report needs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ SHADES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """`name` is unlike every other run's of the report. `color`: classes of its curves. `best_hits`: prefix
-    hit ratios that the plan allows, by the name of a cache. `invalid`: the run's own reasons; if it has none,
-    those that its records give now."""
+    """A run prepared for a report.
+
+    - `name`: unique among the report's runs
+    - `color`: CSS classes of its curves
+    - `best_hits`: best possible prefix hit ratios by cache name
+    - `invalid`: the run's own reasons, or those that its records give under these SLOs
+    """
 
     name: str
     number: int
@@ -37,6 +41,7 @@ class RunView:
 
     @property
     def label(self) -> str:
+        """The system's name. Runs with one label are points of one line."""
         return label_of(self.result)
 
 
@@ -51,8 +56,7 @@ def view(
     workers: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> RunView:
-    """`slos` instead of the run's own, for a report under another promise; `workers` instead of what the run
-    knows."""
+    """Prepare a run for a report. `slos` and `workers` replace the run's own."""
     run = result.run
     terms = Terms(slos=slos if slos is not None else run.slos, ignore_eos=run.ignore_eos)
     measures = Measures.of(result.records, terms)
@@ -72,7 +76,7 @@ def view(
 
 
 def _workers(result: Result, measures: Measures) -> int | None:
-    """As the run says; else as many as timelines name."""
+    """Return the number of workers as recorded in the run, or as counted in the timelines."""
     known: Any = result.run.server.get("gpus") or result.run.server.get("workers")
     if isinstance(known, int | list):
         return (known if isinstance(known, int) else len(known)) or None
@@ -85,14 +89,17 @@ def _workers(result: Result, measures: Measures) -> int | None:
 
 
 def label_of(result: Result) -> str:
-    """What the system is called; runs of one label are points of one line."""
+    """Return the system's name: the run's label, or model and address."""
     run = result.run
     return str(run.flags.get("label") or "") or f"{run.model} at {run.url}"
 
 
 def colors(results: Sequence[Result]) -> list[str]:
-    """A colour a run; where that would be too many, or where systems are compared at several rates, a colour
-    a label and a shade a run."""
+    """Return CSS classes for each run.
+
+    Each run has its own colour. With too many runs, or several labels at several rates, each label has a
+    colour and each run a shade of it.
+    """
     labels = [label_of(result) for result in results]
     kinds = list(dict.fromkeys(labels))
     if len(results) <= SERIES_COLORS and len(kinds) in (1, len(results)):
@@ -106,7 +113,10 @@ def colors(results: Sequence[Result]) -> list[str]:
 
 
 def unique_names(results: Sequence[Result]) -> list[str]:
-    """A run's label or directory; both where labels are the same, and a number where even that is."""
+    """Return a unique name for each run.
+
+    It is the label or directory, both if labels repeat, and a number if even that repeats.
+    """
     plain = Counter(result.name for result in results)
     seen: Counter[str] = Counter()
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Where a value is drawn, which values get a tick, and how a number is written."""
+"""Axis scales, tick values and number formatting of figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Maps [low, high] to [start, end] in the picture's own units, linearly or by the logarithm."""
+    """Maps [low, high] to [start, end] of the drawing, linearly or logarithmically."""
 
     low: float
     high: float
@@ -25,11 +25,12 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, about: int = 6) -> list[float]:
+        """Return about this many round values for axis labels."""
         return _log_ticks(self.low, self.high, about) if self.is_log else linear_ticks(self.low, self.high, about)
 
 
 def extent(values: Sequence[float], *, is_log: bool = False, from_zero: bool = False) -> tuple[float, float]:
-    """(low, high) that hold all values, never equal; of a log scale positive."""
+    """Return (low, high) that contain all values, never equal, and positive for a log scale."""
     usable = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
     if not usable:
         return (1.0, 10.0) if is_log else (0.0, 1.0)
@@ -44,14 +45,14 @@ def extent(values: Sequence[float], *, is_log: bool = False, from_zero: bool = F
 
 
 def linear_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round values in [low, high], steps of 1, 2 or 5 times a power of ten."""
+    """Return round values in [low, high], with steps of 1, 2 or 5 times a power of ten."""
     step = nice((high - low) / max(about, 1))
     first = math.ceil(low / step - 1e-9)
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def nice(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1.0, 2.0, 5.0, 10.0) if step * power >= value * (1 - 1e-9))
 
@@ -72,7 +73,7 @@ def _log_ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, thousands as k and M."""
+    """Return a number with three significant digits, thousands as k and millions as M."""
     if value is None or not math.isfinite(value):
         return "–"
     for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -82,7 +83,7 @@ def short(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`0.42 ms`, `38.1 ms`, `1.25 s`."""
+    """Return a duration such as `0.42 ms`, `38.1 ms` or `1.25 s`."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 1000:
@@ -91,7 +92,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Of a share in [0, 1]; 100 % and 0 % only where it is exactly that."""
+    """Return a share in [0, 1] as a percentage. 100 % and 0 % are shown only if exact."""
     if share is None or not math.isfinite(share):
         return "–"
     text = f"{100 * share:.{digits}f}"
@@ -112,7 +113,7 @@ def _digits(value: float) -> str:
 
 
 def written(value: float | None, unit: str) -> str:
-    """By an axis's unit: `ms`, `share`, none, or any other, which is put behind the number."""
+    """Return a value with the unit of an axis: `ms`, `share`, none, or a suffix."""
     if unit == "ms":
         return milliseconds(value)
     if unit == "share":

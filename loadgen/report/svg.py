@@ -1,9 +1,7 @@
-"""Figures as inline SVG. A figure is data (`figure.py`); what is drawn here is that data and nothing else,
-and a test reads it back.
+"""Draws figures (`figure`) as inline SVG.
 
-The picture says where its frame is (`data-frame`, four numbers) and which values its edges stand for
-(`data-x`, `data-y`), so that each drawn coordinate can be turned into the number it stands for. Colours are
-classes; the page's style gives them.
+The drawing states its frame (`data-frame`, four numbers) and the values at its edges (`data-x`, `data-y`), so
+that a test can convert each coordinate back into a number. Colours are CSS classes.
 """
 
 from __future__ import annotations
@@ -16,16 +14,17 @@ from loadgen.report.scales import Scale, written
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 16.0, 10.0, 40.0
 ABOVE = 16.0
-"""More room above a frame whose y axis has a name."""
+"""Additional space above the frame if the y axis has a name."""
 ROW = 22.0
 
 
 def draw(figure: Mapping[str, Any]) -> str:
+    """Return a figure's SVG."""
     return _spans(figure) if figure["kind"] == "spans" else _lines(figure)
 
 
 def legend(figure: Mapping[str, Any]) -> str:
-    """Names of what is drawn; none where there is only one thing."""
+    """Return a figure's legend as HTML; empty for fewer than two entries."""
     names = [
         (series["name"], series["color"], series["style"])
         for number, series in enumerate(figure.get("series", ()))
@@ -89,7 +88,7 @@ def _spans(figure: Mapping[str, Any]) -> str:
     width = 1140.0 if figure["is_wide"] else 560.0
     rows: Sequence[Mapping[str, Any]] = figure["rows"]
     left = min(LEFT + 190, 24 + 6.6 * max((len(row["name"]) for row in rows), default=0))
-    room = int((left - 12) / 6.2)  # letters that fit before the frame
+    room = int((left - 12) / 6.2)  # characters that fit left of the frame
     thick = float(figure.get("row_height", ROW))
     height = TOP + thick * len(rows) + BOTTOM
     frame = (left, TOP, width - RIGHT, height - BOTTOM)
@@ -179,7 +178,7 @@ def _ticks_below(x: Scale, frame: tuple[float, ...], axis: Mapping[str, Any]) ->
 
 
 def _mark(mark: Mapping[str, Any], x: Scale, y: Scale, frame: tuple[float, ...]) -> str:
-    """A line at a value of one axis, with its name; nothing outside the frame."""
+    """Return a labelled line at a value of one axis; empty if it is outside of the frame."""
     if mark["axis"] == "x":
         if not x.low <= mark["at"] <= x.high:
             return ""

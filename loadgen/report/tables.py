@@ -1,4 +1,4 @@
-"""The tables of the page, from the report's own data."""
+"""HTML tables of the report page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATENCY_ROWS = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "n
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int] = (0,)) -> str:
-    """Cells are HTML already."""
+    """Return an HTML table. Cells must already be HTML."""
     if not rows:
         return ""
 
@@ -28,6 +28,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequ
 
 
 def runs(all_runs: Sequence[Run]) -> str:
+    """Return the table that compares all runs."""
     head = [
         "run",
         "offered",
@@ -66,7 +67,7 @@ def runs(all_runs: Sequence[Run]) -> str:
 
 
 def latency(run: Run) -> str:
-    """Each with its interval; the last column is of all offered requests."""
+    """Return the latency table with confidence intervals. The last column covers all offered requests."""
     rows = []
     for metric in LATENCY_ROWS:
         one = run["latency"].get(metric)
@@ -90,15 +91,14 @@ def latency(run: Run) -> str:
 
 
 def groups(run: Run) -> str:
-    """By class, tenant and endpoint; a cut that leaves one group whole tells nothing and is left out."""
+    """Return tables by class, tenant and endpoint. A table with a single group is left out, except the one by
+    class."""
     parts = []
     for key, name in (("by_class", "class"), ("by_tenant", "tenant"), ("by_endpoint", "endpoint")):
         if len(run[key]) > 1 or key == "by_class":
             slos = run["slos"] if key == "by_class" else {}
             rows = [_group_row(group, slos.get(group["name"])) for group in run[key]]
-            parts.append(
-                table([name, "offered", "attainment", "ttft kept", "tpot kept", "goodput", *_SPREAD_HEAD], rows)
-            )
+            parts.append(table([name, "offered", "attainment", "ttft met", "tpot met", "goodput", *_SPREAD_HEAD], rows))
     return "".join(parts)
 
 
@@ -119,6 +119,7 @@ def _group_row(group: Mapping[str, Any], slo: Mapping[str, float] | None) -> lis
 
 
 def workers(run: Run) -> str:
+    """Return the tables of prefill and decode workers."""
     prefill = [
         [
             escape(one["worker"]),
@@ -151,6 +152,7 @@ def workers(run: Run) -> str:
 
 
 def errors(run: Run) -> str:
+    """Return the table of errors."""
     rows = [
         [
             escape(one["outcome"].replace("_", " ")),
@@ -165,6 +167,7 @@ def errors(run: Run) -> str:
 
 
 def rates(run: Run) -> str:
+    """Return the tables of sending, throughput and server-side facts."""
     sent, through, hits, handoff = run["sending"], run["throughput"], run["prefix_hits"], run["handoff"]
     sending = [
         ("requests due", str(sent["due"])),
@@ -174,7 +177,7 @@ def rates(run: Run) -> str:
         ("send lag p50", milliseconds(sent["lag_p50_ms"])),
         ("send lag p99", milliseconds(sent["lag_p99_ms"])),
         ("send lag max", milliseconds(sent["lag_max_ms"])),
-        ("send lag allowed (p99)", milliseconds(sent["lag_limit_ms"])),
+        ("send lag limit (p99)", milliseconds(sent["lag_limit_ms"])),
     ]
     work = []
     if through:
@@ -182,7 +185,7 @@ def rates(run: Run) -> str:
         work = [
             ("steady window", f"{short(steady['from_s'])} to {short(steady['to_s'])} s"),
             *((_WORDS[key], _per_s(steady[key])) for key in _WORDS),
-            (f"all of {short(raw['seconds'])} s: answers", _per_s(raw["requests_per_s"])),
+            (f"all of {short(raw['seconds'])} s: responses", _per_s(raw["requests_per_s"])),
             ("output tokens", _per_s(raw["output_tokens_per_s"])),
             ("tokens per message", short(run["tokens_per_message"])),
         ]
@@ -197,7 +200,7 @@ def rates(run: Run) -> str:
         *((name, percent(ratio)) for name, ratio in hits["best"].items()),
         (
             "cached of prompt tokens",
-            f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not told",
+            f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not reported",
         ),
         *((f"cached in {tier}", str(tokens)) for tier, tokens in hits["by_tier"].items()),
     ]
@@ -207,8 +210,8 @@ def rates(run: Run) -> str:
             ("hand-off p50", _spread(handoff["cost_ms"], "p50")),
             ("hand-off p99", _spread(handoff["cost_ms"], "p99")),
             ("KV read", f"{short(handoff['kv_bytes'] / 1e6)} MB"),
-            ("of that before the prompt's end", percent(handoff["early_share"])),
-            ("while reading", f"{short((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
+            ("of that before the end of prefill", percent(handoff["early_share"])),
+            ("read throughput", f"{short((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
         ]
     for metric in ("ttft", "tpot"):
         told = run[f"predicted_to_actual_{metric}"]
@@ -223,21 +226,22 @@ def rates(run: Run) -> str:
 
 
 _WORDS = {
-    "requests_per_s": "answers",
-    "good_requests_per_s": "good answers",
+    "requests_per_s": "responses",
+    "good_requests_per_s": "responses within their SLO",
     "output_tokens_per_s": "output tokens",
     "prompt_tokens_per_s": "prompt tokens",
 }
 
 
 def configuration(run: Run) -> str:
+    """Return the tables of run, flags, machine and server."""
     facts = {
         key: run[key]
         for key in ("plan_hash", "plan_name", "url", "protocol", "model", "started_at", "duration_s", "processes")
     }
     facts |= {key: run[key] for key in ("warmup_requests", "ignore_eos", "loadgen_version")}
     facts |= {
-        f"asked again: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()
+        f"recheck: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()
     }
     boxes = [
         _pairs(_flat(data), name)
@@ -252,8 +256,9 @@ def configuration(run: Run) -> str:
 
 
 def definitions(told: Mapping[str, str]) -> str:
+    """Return the collapsible table of metric definitions."""
     rows = [[f"<b>{escape(name)}</b>", escape(text)] for name, text in told.items()]
-    return f"<details><summary>What each name means</summary>{table(['', ''], rows, (0, 1))}</details>"
+    return f"<details><summary>Metric definitions</summary>{table(['', ''], rows, (0, 1))}</details>"
 
 
 def _pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> str:

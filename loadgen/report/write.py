@@ -1,4 +1,4 @@
-"""From result directories to the files of a report."""
+"""Reads result directories and writes the files of a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadgen.report.run_view import RunView, colors, unique_names, view
 from loadgen.slo_target import SloTarget, promised
 
 BLOCK_SIZE_TOKENS = 16
-"""Of a server that does not say: what most engines hash by default."""
+"""KV block size assumed for servers that do not report it; most engines use it by default."""
 
 
 def views_of(
@@ -28,13 +28,16 @@ def views_of(
     workers: int | None = None,
     kv_tokens: int | None = None,
 ) -> list[RunView]:
-    """Read them all; what is given goes before what a run knows, `slos` as `slo.promised` has it. Raises
-    BadRecords, also for one without any record, and BadSlo."""
+    """Read results and prepare them for a report.
+
+    The arguments replace what a run recorded; `slos` are applied as `slo_target.promised` does. Raises
+    BadRecords, also for a result without records, and BadSlo.
+    """
     results = [read_result(directory) for directory in directories]
     found = []
     for number, (result, name, color) in enumerate(zip(results, unique_names(results), colors(results), strict=True)):
         if not result.records:
-            raise BadRecords(f"{result.path}: no request has ended, there is nothing to report")
+            raise BadRecords(f"{result.path}: no request has ended, so there is nothing to report")
         hits, notes = best_prefix_hits(result, kv_tokens)
         promises = promised(result.run.slos, slos) if slos else None
         found.append(
@@ -53,8 +56,10 @@ def views_of(
 
 
 def write_report(runs: Sequence[RunView], directory: Path, version: str = "") -> list[Path]:
-    """Write the four files, replacing older ones; their paths, the page first. Raises LoadgenError where they
-    cannot be."""
+    """Write the four files, replacing older ones, and return their paths, the page first.
+
+    Raises LoadgenError if a file cannot be written.
+    """
     report = report_of(runs, version)
     texts = {
         "report.html": page(report),
@@ -68,15 +73,18 @@ def write_report(runs: Sequence[RunView], directory: Path, version: str = "") ->
         write_requests(runs, directory / "requests.csv")
     except OSError as error:
         raise LoadgenError(
-            f"{error.filename or directory} cannot be written ({error.strerror or error}): give another --out"
+            f"{error.filename or directory} cannot be written ({error.strerror or error}); give another --out"
         ) from error
     return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
 
 
 def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict[str, float], tuple[str, ...]]:
-    """({name of a perfect cache: its hit ratio}, notes), over the very requests whose hits the server told,
-    so that the two compare. `kv_tokens`: of the whole cluster, instead of what the run knows. Empty where it
-    told none, or where the plan is not beside the result or is text."""
+    """Return ({cache name: best possible hit ratio}, notes).
+
+    The ratio covers exactly the requests whose hits the server reported, so that the two can be compared.
+    `kv_tokens` is the whole server's KV cache size and replaces what the run recorded. Empty if the server
+    reported no hits, or if the plan is missing or has texts.
+    """
     told = [record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens]
     path = result.plan_path
     if not told or path is None:

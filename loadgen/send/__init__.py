@@ -1,1 +1,1 @@
-"""Sends a plan to a server and records what happens."""
+"""Sends a plan to a server and records every response."""

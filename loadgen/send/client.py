@@ -1,9 +1,8 @@
-"""What a client of a server is to the rest of loadgen: it takes an `Ask`, and fills in an `Exchange` as the
-answer comes.
+"""Interface of a protocol client: it sends an `Ask` and fills in an `Exchange` as the response arrives.
 
-Sending and receiving are plain calls, no coroutines: at some thousand events a second a task a request would
-cost more than the request. Nothing raises out of an exchange; whatever goes wrong is a fact in it, and
-`on_end` is called once.
+Sending and receiving are plain calls, not coroutines: at thousands of events per second, one task per request
+costs more than the request itself. An exchange never raises. Every error is recorded in it, and `on_end` is
+called exactly once.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from loadgen.send.timers import Urgent, now_s
 from loadgen.slo_target import SloTarget
 
 Messages = Sequence[Mapping[str, str]]
-"""A chat: objects with `role` and `content`."""
+"""Chat messages with `role` and `content`."""
 NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, with its prompt resolved: token ids, a text, or a chat (exactly one)."""
+    """One request with its prompt resolved to exactly one of token ids, a text or chat messages."""
 
     index: int
     token_ids: Sequence[int] = ()
@@ -36,10 +35,10 @@ class Ask:
 
 
 class Exchange:
-    """One request on its way: what has been seen of it so far. Times are `now_s()`.
+    """One request in flight and what has been received for it so far. Times are `now_s()`.
 
-    `status`, `reason`, … are as in `records.Record`. `not_sent`: this machine was the obstacle (file
-    descriptors, ports), not the server.
+    `status`, `reason` and the other result fields are those of `records.Record`. `not_sent` is true if this
+    machine could not send the request, for lack of file descriptors or ports.
     """
 
     __slots__ = (
@@ -103,26 +102,33 @@ class Exchange:
 
     @property
     def is_over(self) -> bool:
+        """True once the exchange has ended, for whatever reason."""
         return self.ended_s is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer came to its proper end."""
+        """True if the response ended properly and without an error."""
         return self.is_complete and not self.error
 
     def limit(self, loop: asyncio.AbstractEventLoop, timeout_s: float, clock: Callable[[], float] = now_s) -> None:
-        """The client's patience, from now on."""
+        """Start the client timeout."""
         if not self.is_over:
             self._timer = loop.call_later(timeout_s, self._time_out, timeout_s, clock)
 
-    # The client's side.
+    # Called by the protocol client.
 
     def on_hang_up(self, hang_up: Callable[[], None]) -> None:
-        """How to let go of the server when this ends before its answer does."""
+        """Set the function that aborts the request at the protocol level.
+
+        It is called if the exchange ends before the response.
+        """
         self._hang_up = hang_up
 
     def got(self, at_s: float, num_tokens: int) -> None:
-        """A message brought so many tokens."""
+        """Record that a message with `num_tokens` tokens arrived.
+
+        Cancels the request if `cancel_at` tokens have been received.
+        """
         self.times.append(at_s)
         self.counts.append(num_tokens)
         self.num_tokens += num_tokens
@@ -130,7 +136,7 @@ class Exchange:
             self.leave(at_s)
 
     def end(self, at_s: float) -> None:
-        """Nothing more comes. Only the first end counts."""
+        """Mark the exchange as ended. Only the first call has an effect."""
         on_end, self.on_end = self.on_end, None
         if on_end is None:
             return
@@ -142,7 +148,7 @@ class Exchange:
         on_end(self)
 
     def fail(self, at_s: float, error: str, *, reason: str = "", status: int | None = None) -> None:
-        """It went wrong. What else is known of it has been set before."""
+        """End the exchange with an error. Other fields must be set before."""
         if self.is_over:
             return
         self.error = error
@@ -150,10 +156,10 @@ class Exchange:
         self.status = self.status if status is None else status
         self._let_go(at_s)
 
-    # The user's side.
+    # Called by the load generator.
 
     def leave(self, at_s: float) -> None:
-        """The client goes away, on purpose."""
+        """Cancel the request on purpose."""
         if not self.is_over:
             self.left_early = True
             self._let_go(at_s)
@@ -161,7 +167,7 @@ class Exchange:
     def _time_out(self, timeout_s: float, clock: Callable[[], float]) -> None:
         if not self.is_over:
             self.timed_out = True
-            self.error = f"no whole answer within {timeout_s:g} s"
+            self.error = f"no complete response within {timeout_s:g} s"
             self._let_go(clock())
 
     def _let_go(self, at_s: float) -> None:
@@ -172,30 +178,37 @@ class Exchange:
 
 
 class Client(Protocol):
-    """One way to a server, or to several that take turns by the request's index. It belongs to one event
-    loop. `urgent`: it looks there whenever a message has come, before it does anything else with it."""
+    """A connection to one server, or to several that are used in turn by request index.
+
+    It belongs to one event loop. `urgent` is checked after each received message, before it is processed.
+    """
 
     urgent: Urgent
 
     async def open(self) -> None:
-        """Raises Unreachable if an endpoint cannot be reached."""
+        """Connect to every endpoint. Raises Unreachable if one cannot be reached."""
 
     def prepare(self, ask: Ask) -> Any:
-        """Everything that can be done before its time: the result is for `send`. May take milliseconds."""
+        """Return the encoded request for `send`.
+
+        All work that can be done early is done here. It may take milliseconds.
+        """
 
     def send(self, prepared: Any, exchange: Exchange) -> None:
-        """Off it goes, now. Returns at once."""
+        """Send a prepared request now, without waiting for anything."""
 
     def expect(self, num_requests: int, at_most: int) -> bool:
-        """So many will be sent within the next moments: make ready for them, in at most so many steps.
-        Whether that was not enough. Called some hundred times a second."""
+        """Open connections for `num_requests` requests that are due soon, at most `at_most` in this call.
+
+        Returns True if more connections are still needed. Called some hundred times a second.
+        """
 
     async def aclose(self) -> None:
-        """Lets go of everything."""
+        """Close all connections and cancel what is in flight."""
 
 
 async def ask_once(client: Client, ask: Ask, timeout_s: float) -> Exchange:
-    """One request outside of a schedule."""
+    """Send one request outside of a schedule and return its exchange when it has ended."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 

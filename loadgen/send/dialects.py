@@ -1,7 +1,7 @@
-"""Which fields a server takes beyond OpenAI's own, and requests as its JSON.
+"""Request bodies, and the fields beyond OpenAI's API that each kind of server accepts.
 
-Servers differ in what they do with a field that they do not know: Baton and OpenAI refuse the request, vLLM
-ignores it. So each gets only what it is known to take.
+Servers treat unknown fields differently: Baton and OpenAI reject the request, vLLM ignores the field. Each
+server therefore gets only fields that it is known to accept.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from loadgen.send.client import Ask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """`token_prompts`: prompts may be token ids. `token_ids`: it returns the answer's. `ignore_eos`: answers
-    can be as long as planned. `timeline`: it reports where the time went. `slo`, `priority`: as the body's
-    fields of that name. `timeout_header`: the client's deadline, in milliseconds."""
+    """API extensions of one kind of server.
+
+    - `token_prompts`: prompts may be token ids
+    - `token_ids`: responses contain token ids
+    - `ignore_eos`: the server can be told to ignore EOS, so that responses have the planned length
+    - `timeline`: the server reports how long each stage took
+    - `slo`, `priority`: the body may have these fields
+    - `timeout_header`: header for the client's deadline in milliseconds, or empty
+    """
 
     name: str
     token_prompts: bool = True
@@ -49,19 +55,19 @@ DIALECTS: Mapping[str, Dialect] = {
         Dialect(name="text", token_prompts=False),
     )
 }
-"""`openai` is what any server of that API should take; `text` is for those that do not take token ids."""
+"""Dialects by name. `openai` uses only OpenAI's API; `text` is for servers that do not accept token ids."""
 
 
 def dialect_of(owned_by: str) -> Dialect:
-    """By what `/v1/models` says of a model's owner."""
+    """Return the dialect for a model's `owned_by` field in `/v1/models`; `openai` if unknown."""
     return DIALECTS.get(owned_by.lower().replace(".", ""), DIALECTS["openai"])
 
 
 class BodyMaker:
-    """Requests' bodies. What all have in common is encoded once."""
+    """Encodes request bodies. Fields that all requests share are encoded once."""
 
     def __init__(self, *, model: str, dialect: Dialect, is_chat: bool, more: Mapping[str, Any]) -> None:
-        """`more`: fields of the user's, which replace ours."""
+        """Encode the shared fields. `more` has the user's fields, which replace loadgen's own."""
         self._dialect = dialect
         self._is_chat = is_chat
         self._more = dict(more)
@@ -74,6 +80,7 @@ class BodyMaker:
         self._tail = self._encoded({})
 
     def body(self, ask: Ask) -> bytes:
+        """Return the JSON body of one request."""
         if self._is_chat:
             messages = ask.messages or ({"role": "user", "content": ask.text},)
             prompt = '{"messages":' + json.dumps(messages, ensure_ascii=False)
@@ -103,6 +110,6 @@ class BodyMaker:
         return own
 
     def _encoded(self, own: Mapping[str, Any]) -> str:
-        """An object without its opening brace; fields set to null by the user are left out."""
+        """Return a JSON object without its opening brace. Fields that the user set to null are left out."""
         fields = {**self._common, **own, **self._more}
         return json.dumps({name: value for name, value in fields.items() if value is not None})[1:]

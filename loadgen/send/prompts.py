@@ -1,4 +1,4 @@
-"""From a planned request to what is sent: its prompt as token ids, as a text, or as a chat."""
+"""Converts a planned request into what is sent: token ids, a text or a chat."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ from loadgen.slo_target import SloTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAnswer:
-    """What a request was answered."""
+    """The response to an earlier turn, for prompts that contain it."""
 
     token_ids: tuple[int, ...]
     text: str
 
 
 class Prompts(Protocol):
-    """Makes what is sent."""
+    """Resolves planned requests into requests that a client can send."""
 
     def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
-        """`answers` has those that the request's prompt holds."""
+        """Return the request with its prompt resolved. `answers` has the earlier responses that the prompt
+        contains."""
 
     def warm_up(self, number: int, request: PlannedRequest) -> Ask:
-        """One as long as `request`, which shares nothing with the plan."""
+        """Return a warm-up request as long as `request` that shares no prefix with the plan."""
 
 
 def new_prompts(plan: Plan, target: Target) -> Prompts:
-    """Raises LoadgenError for a plan that cannot be sent this way."""
+    """Return the `Prompts` for a plan and a target. Raises LoadgenError if the plan cannot be sent in that
+    form."""
     kinds = {type(segment) for request in plan.requests for segment in request.segments}
     is_chat = target.api == "chat"
     if is_chat or target.prompts == "text" or Text in kinds:
         if Exact in kinds:
             raise LoadgenError(
-                f"the plan holds exact token ids, and a {'chat' if is_chat else 'text'} cannot: what text they are, only a tokenizer "
-                "knows; `loadgen plan sharegpt` without --tokenizer keeps texts as they are"
+                f"the plan contains exact token ids, which cannot be sent as a {'chat' if is_chat else 'text'}; make the plan with "
+                "`loadgen plan sharegpt` without --tokenizer, which keeps texts"
             )
         return TextPrompts(plan, words_of(target.tokenizer) if target.tokenizer else COMMON_WORDS, is_chat=is_chat)
     if AnswerOf in kinds and not target.takes.token_ids:
         raise LoadgenError(
-            f"the plan's later turns hold answers to earlier ones, and a server of the kind `{target.dialect}` is not known to return "
-            "token ids: use --api chat or --prompts text, or say what it is with --dialect"
+            f"the plan's later turns contain earlier responses, but a `{target.dialect}` server is not known to return token ids; "
+            "use --api chat or --prompts text, or name the kind of server with --dialect"
         )
     return TokenPrompts(plan)
 
@@ -72,8 +74,8 @@ class TokenPrompts:
 
 
 class TextPrompts:
-    """Implements `Prompts` with texts, or with chats: then answers are the assistant's, and all else is the
-    user's."""
+    """Implements `Prompts` with texts or chats. In chats, responses have the role `assistant`; the rest is
+    `user`."""
 
     def __init__(self, plan: Plan, words: Words, *, is_chat: bool) -> None:
         self._plan = plan
@@ -93,7 +95,7 @@ class TextPrompts:
         return replace(ask, messages=({"role": "user", "content": text},)) if self._is_chat else replace(ask, text=text)
 
     def _messages(self, request: PlannedRequest, texts: Mapping[int, str]) -> Messages:
-        """What one role says in a row is one message. An answer goes back exactly as it came."""
+        """Merge neighbouring segments of one role into one message. Responses are sent back unchanged."""
         return [
             {
                 "role": role,

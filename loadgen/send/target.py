@@ -1,5 +1,4 @@
-"""Whom a run is sent to, and how: all that makes a client, as plain values that can be told to another
-process."""
+"""The target of a run as plain values, which can be passed to another process, and the client for it."""
 
 from __future__ import annotations
 
@@ -15,14 +14,22 @@ from loadgen.send.client import Client
 from loadgen.send.dialects import DIALECTS, Dialect
 
 TABLE_FILES = 32_768
+"""Size to which the kernel's table of file descriptors is grown before a run."""
 MAX_FILES_KEPT = 64
-"""File descriptors that are not for connections."""
+"""File descriptors reserved for other uses than connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`protocol`: http or grpc. `api`: completions or chat. `prompts`: ids or text; `tokenizer`: the
-    directory of the one whose words make up texts. `more`: fields of the user's for every body."""
+    """The server of a run and the form in which requests are sent to it.
+
+    - `protocol`: http or grpc
+    - `api`: completions or chat
+    - `prompts`: ids or text
+    - `tokenizer`: directory of the tokenizer whose words make up texts
+    - `dialect`: key into `DIALECTS`
+    - `more`: the user's additional body fields
+    """
 
     urls: tuple[str, ...]
     model: str
@@ -38,11 +45,15 @@ class Target:
 
     @property
     def takes(self) -> Dialect:
+        """The dialect of the server."""
         return DIALECTS[self.dialect]
 
     def terms(self, plan: Plan) -> Terms:
-        """What its answers are held against. A server that is not told how long they are, or to ignore the
-        end of a text, may end before the planned length."""
+        """Return the rules for evaluating responses of `plan`.
+
+        A server that cannot be told the length or to ignore EOS may end before the planned length without
+        penalty.
+        """
         can_be_told = self.protocol == "grpc" or self.takes.ignore_eos
         is_told = can_be_told and self.more.get("ignore_eos", True) is True and "max_tokens" not in self.more
         return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and is_told)
@@ -56,7 +67,7 @@ class Target:
 
 
 def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
-    """Of this process, which may have so many connections. Raises LoadgenError."""
+    """Return a client for this process with at most `max_connections` connections. Raises LoadgenError."""
     if target.protocol == "grpc":
         from loadgen.send.grpc.grpc_client import GrpcClient, GrpcSettings
 
@@ -88,7 +99,7 @@ def new_client(target: Target, max_connections: int = 1 << 30) -> Client:
 
 
 def raise_file_limit() -> int:
-    """As many file descriptors as this process may have; returns how many of them connections may use."""
+    """Raise this process's limit of file descriptors and return how many connections it allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -106,13 +117,16 @@ def raise_file_limit() -> int:
 
 
 def _grow_file_table(num_files: int) -> None:
-    """Linux doubles a process's table of descriptors when it is full, and in a process with threads that
-    takes the 10 to 20 ms of an RCU grace period: no time for that in a run. The table never shrinks."""
+    """Grow the kernel's table of file descriptors before the run.
+
+    Linux doubles the table when it is full. In a process with threads that takes an RCU grace period of 10 to
+    20 ms, too long during a run. The table never shrinks.
+    """
     try:
         first = os.open(os.devnull, os.O_RDONLY)
         try:
             os.close(os.dup2(first, num_files - 1))
         finally:
             os.close(first)
-    except OSError:  # it will grow when it must
+    except OSError:  # the table then grows on demand
         pass

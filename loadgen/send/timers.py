@@ -1,9 +1,9 @@
-"""Waking up at a point in time, to within a fraction of a millisecond, without spinning.
+"""Wakes the event loop at a point in time, accurate to a fraction of a millisecond and without spinning.
 
-Event loops tick in whole milliseconds (uvloop, epoll's own timeout), as much as half of the send lag that a
-run is allowed. Linux has timers with a file descriptor, which wake the loop as a socket does, at the
-nanosecond that they were set to. Elsewhere the alarm sleeps until shortly before and goes round the loop
-until it is time: at 250 alarms a second that takes 20 % of a core, the other way 2 %.
+Timers of event loops have millisecond resolution (uvloop, epoll), half of the send lag that a run is allowed.
+Linux has timer file descriptors, which wake the loop like a socket, with nanosecond resolution. On other
+systems the alarm sleeps until shortly before the time and then polls: at 250 alarms a second polling takes 20
+% of a core, timerfd 2 %.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from collections.abc import Callable
 from typing import Protocol
 
 now_s = time.perf_counter
-"""Loadgen's one clock: monotonic, and the same in all processes of a machine."""
+"""Clock of all of loadgen: monotonic, and the same in all processes of a machine."""
 
 _CLOCK_MONOTONIC = 1
 _ABSOLUTE = 1
 _NONBLOCK_CLOEXEC = 0o4000 | 0o2000000
 _EARLY_S = 0.002
-"""How long before its time an alarm without a file descriptor begins to go round the loop."""
+"""Polling of `LoopAlarm` begins this long before the set time."""
 
 
 class Alarm(Protocol):
-    """Calls back once when its time has come; `set` again replaces the time. One callback per `set` that was
-    not replaced."""
+    """Calls its callback once at the set time. Setting a new time replaces the previous one."""
 
     def set(self, at_s: float) -> None:
-        """`at_s` is `now_s()` time; one in the past fires at once."""
+        """Set the time, in `now_s()` time. A time in the past fires immediately."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Cancel the alarm and release its resources."""
 
 
 class Urgent:
-    """What is due next. When a hundred messages come at once, an alarm would be heard after all of them; so
-    whoever takes one looks here first: `if now_s >= urgent.at_s: urgent.ring()`."""
+    """The time of the next due request, checked in between received messages.
+
+    If many messages arrive together, the event loop would run the alarm only after all of them. So message
+    handlers check it themselves: `if now_s >= urgent.at_s: urgent.ring()`.
+    """
 
     __slots__ = ("at_s", "ring")
 
@@ -50,7 +53,7 @@ class Urgent:
 
 
 def new_alarm(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Alarm:
-    """The most precise that this machine has."""
+    """Return the most precise alarm that this machine supports."""
     if sys.platform == "linux":
         try:
             return FdAlarm(loop, callback)
@@ -60,7 +63,7 @@ def new_alarm(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> 
 
 
 class FdAlarm:
-    """A timerfd. Python has it from 3.13 on; before, by way of libc."""
+    """Alarm on a Linux timerfd, through libc because Python has it only from 3.13 on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +73,7 @@ class FdAlarm:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
         self._loop = loop
         self._callback = callback
-        # perf_counter need not count from where CLOCK_MONOTONIC does, but it ticks alike.
+        # perf_counter may have another origin than CLOCK_MONOTONIC, but both run at the same rate.
         self._offset_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) - time.perf_counter_ns()
         loop.add_reader(self._fd, self._fired)
 
@@ -89,13 +92,13 @@ class FdAlarm:
     def _fired(self) -> None:
         try:
             os.read(self._fd, 8)
-        except BlockingIOError:  # set anew since it fired
+        except BlockingIOError:  # it was set again after it fired
             return
         self._callback()
 
 
 class LoopAlarm:
-    """The loop's own timer, then one turn of the loop after another for the last moments."""
+    """Alarm on the event loop's timer, with polling for the last milliseconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop = loop

@@ -1,5 +1,7 @@
-"""How Baton's gRPC door is reached: in plain text, or over TLS where its address begins with `https://`.
-Import it before grpc, which otherwise writes into the user's terminal what goes wrong with a handshake."""
+"""Opens gRPC channels to Baton, in plain text or over TLS for addresses that begin with `https://`.
+
+Import this module before grpc, which otherwise logs handshake errors to the user's terminal.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,34 @@ from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 GRPCS_OWN, OPENSSLS = AUTHORITIES = ("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "SSL_CERT_FILE")
-"""Variables that name a file of those whom TLS trusts. grpc's own goes before; OpenSSL's holds for HTTP,
-too."""
+"""Environment variables that name a file of trusted certificate authorities.
+
+gRPC's own variable takes precedence; OpenSSL's also applies to HTTP.
+"""
 _DISTRUST = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted here, name its authorities in {variable}",
-    "Hostname Verification Check failed": "its certificate is not for this name",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted; name a file of its authorities in {variable}",
+    "Hostname Verification Check failed": "its certificate is for another host name",
 }
 _MEANINGS = {
     **_DISTRUST,
-    "WRONG_VERSION_NUMBER": "it does not speak TLS, leave out https://",
-    "Socket closed": "it hangs up: does it speak TLS (https://)?",
+    "WRONG_VERSION_NUMBER": "it does not use TLS; leave out https://",
+    "Socket closed": "it closed the connection; if it uses TLS, write https://",
 }
-"""What stands in grpc's words, and what to make of it. `variable`: which names authorities here."""
+"""Explanations by a fragment of gRPC's error text. `variable` is the environment variable for authorities."""
 
 
 def open_channel(api: Any, url: str, options: Sequence[tuple[str, Any]] = (), *, is_insecure: bool = False) -> Any:
-    """Nothing is dialled yet. `api`: `grpc.aio`, or `grpc` for who waits. Raises LoadgenError for an address
-    that is none, for authorities that cannot be read, and over TLS for `is_insecure`: grpc always checks."""
+    """Return an unconnected channel.
+
+    `api` is `grpc.aio`, or `grpc` for blocking calls. Raises LoadgenError if the address is invalid, if the
+    authorities cannot be read, or for `is_insecure` over TLS, because gRPC always checks certificates.
+    """
     address, is_tls = address_of(url)
     if not is_tls:
         return api.insecure_channel(address, options=options)
     if is_insecure:
         raise LoadgenError(
-            f"gRPC checks every certificate, so --insecure is not for {url}: name its authorities in {_variable()}"
+            f"--insecure is not supported over gRPC, which always checks certificates; name the authorities of {url} in {_variable()}"
         )
     import grpc
 
@@ -44,15 +51,15 @@ def open_channel(api: Any, url: str, options: Sequence[tuple[str, Any]] = (), *,
 
 
 def address_of(url: str) -> tuple[str, bool]:
-    """(host:port, whether over TLS). Raises LoadgenError."""
+    """Return (host:port, True for TLS). Raises LoadgenError if the address is invalid."""
     scheme, _, address = url.rpartition("://")
     if scheme.lower() not in ("", "grpc", "http", "https") or not address:
-        raise LoadgenError(f"{url!r} is no address of a gRPC server: write host:port, or https://host:port for TLS")
+        raise LoadgenError(f"{url!r} is not a gRPC address; write host:port, or https://host:port for TLS")
     return address.rstrip("/"), scheme.lower() == "https"
 
 
 def authorities() -> bytes | None:
-    """In PEM; None: those that come with grpc. Raises LoadgenError."""
+    """Return the trusted authorities in PEM, or None for gRPC's built-in ones. Raises LoadgenError."""
     variable = _variable()
     file = os.environ.get(variable)
     if not file:
@@ -61,18 +68,18 @@ def authorities() -> bytes | None:
         pem = Path(file).read_bytes()
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (OSError, ValueError) as error:  # ssl's errors are OSErrors
-        raise LoadgenError(f"{variable} names {file}, which holds no certificates of authorities: {error}") from error
+        raise LoadgenError(f"{variable} names {file}, which contains no CA certificates: {error}") from error
     return pem
 
 
 def unreachable(url: str, details: str) -> Unreachable | NotTrusted:
-    """`details`: grpc's."""
+    """Return the error for gRPC's `details`, with an explanation."""
     meaning = next(
         (meaning for words, meaning in _MEANINGS.items() if words in details),
-        "Baton's is at port 8001 unless told otherwise",
+        "Baton's default gRPC port is 8001",
     )
     kind = NotTrusted if any(words in details for words in _DISTRUST) else Unreachable
-    return kind(f"no gRPC server of Baton's answers at {url}; {meaning.format(variable=_variable())} (grpc: {details})")
+    return kind(f"no Baton gRPC server answers at {url}; {meaning.format(variable=_variable())} (grpc: {details})")
 
 
 def _variable() -> str:

@@ -1,6 +1,7 @@
-"""Baton's own API, `baton.v1.Inference/Generate`. Times are taken when a message reaches this process's event
-loop; before, grpc's own thread has read it, so at high rates they are coarser than those of the HTTP client.
-grpc is loaded when a client is made, not before.
+"""Client for Baton's gRPC API, `baton.v1.Inference/Generate`.
+
+Times are taken when a message reaches this process's event loop, after gRPC's own thread has read it. At high
+rates they are less precise than the HTTP client's. grpc is imported when a client is created.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from loadgen.send.http.openai_answers import shown
 from loadgen.send.timers import Urgent, now_s
 
 CHANNELS = 4
-"""An endpoint: messages of one connection queue behind each other."""
+"""Connections to each endpoint. Messages of one connection queue behind each other."""
 OPEN_S = 5.0
 
 HTTP_OF = {
@@ -33,14 +34,18 @@ HTTP_OF = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""What Baton answers over HTTP where it answers so over gRPC."""
+"""The HTTP status that Baton uses for each gRPC status."""
 _FINISH = {1: "stop", 2: "length"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcSettings:
-    """`targets`: host:port each, `https://` before it for TLS. `metadata`: sent with every call. `more`:
-    fields of the message that replace ours."""
+    """Settings of a `GrpcClient`.
+
+    - `targets`: host:port of each endpoint, with `https://` for TLS
+    - `metadata`: sent with every call
+    - `more`: the user's message fields, which replace loadgen's own
+    """
 
     targets: Sequence[str]
     model: str
@@ -51,10 +56,10 @@ class GrpcSettings:
 
 
 class GrpcClient:
-    """Implements `client.Client`."""
+    """Implements `Client` over gRPC."""
 
     def __init__(self, settings: GrpcSettings, clock: Callable[[], float] = now_s) -> None:
-        """Raises LoadgenError for an address that is none and for fields that the message does not have."""
+        """Raises LoadgenError if an address is invalid or a field of `more` does not exist."""
         from baton.v1 import inference_pb2, inference_pb2_grpc
 
         self._pb: Any = inference_pb2
@@ -72,7 +77,7 @@ class GrpcClient:
             self._common = self._pb.GenerateRequest(model=settings.model, temperature=0, timeline=True)
             self._more = self._pb.GenerateRequest(**settings.more)
         except (ValueError, TypeError) as error:
-            raise LoadgenError(f"a request to Baton over gRPC cannot have these fields: {error}") from error
+            raise LoadgenError(f"--body has a field that Baton's gRPC request does not have: {error}") from error
 
     async def open(self) -> None:
         import grpc.aio
@@ -125,7 +130,7 @@ class GrpcClient:
         task.add_done_callback(self._tasks.discard)
 
     def expect(self, num_requests: int, at_most: int) -> bool:
-        """Calls share connections that are open."""
+        """Return False: calls share connections that are already open."""
         return False
 
     async def aclose(self) -> None:
@@ -138,7 +143,7 @@ class GrpcClient:
                 await channel.close()
 
     async def _obstacle(self, channel: Any) -> str:
-        """What grpc says when it is to call on a channel that does not become ready."""
+        """Return gRPC's reason why a channel does not become ready."""
         import grpc.aio
 
         try:
@@ -161,7 +166,7 @@ class GrpcClient:
                 if name == "x-request-id":
                     exchange.request_id = str(value)
             at_s = self._clock()
-            # A call that failed also ends its messages; only the status tells.
+            # A failed call also ends its messages, so the status decides.
             if await call.code() is grpc.StatusCode.OK:
                 exchange.status = 200
                 exchange.is_complete = bool(exchange.finish_reason)

@@ -1,4 +1,4 @@
-"""OpenAI's completions API over HTTP, streamed."""
+"""Client for OpenAI's completions and chat API over HTTP, with streamed responses."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ from loadgen.send.http.http_connection import HttpConnection
 from loadgen.send.timers import Urgent, now_s
 
 IDLE_S = 2.0
-"""A connection that has served is not used again after so long: the shortest keep-alive of common servers is
-5 s (uvicorn's default)."""
+"""Idle connections older than this are not reused. The shortest keep-alive of common servers is 5 s
+(uvicorn)."""
 FRESH_S = 15.0
-"""One that was never used is given up before servers tire of waiting for its first request."""
+"""Unused connections are closed after this time, before servers time out while waiting for the first request."""
 CONNECT_S = 30.0
 _RETRY_S = 0.25
-"""After a failed attempt, spare connections are not opened for so long."""
+"""After a failed attempt, no spare connections are opened for this long."""
 _OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
-"""What a connection fails with where it is this machine that has no more."""
+"""Connect errors caused by exhausted resources of this machine."""
 
 
 class BadUrl(LoadgenError):
-    """An address that is none."""
+    """A server address is invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """`urls`: base addresses, with or without `/v1`. `more`: fields for every body. `timeout_s`: told to
-    servers that take it."""
+    """Settings of an `HttpClient`.
+
+    - `urls`: base addresses, with or without `/v1`
+    - `more`: the user's additional body fields
+    - `timeout_s`: sent to servers that accept a deadline
+    """
 
     urls: Sequence[str]
     model: str
@@ -52,7 +56,7 @@ class HttpSettings:
 
 
 class HttpClient:
-    """Implements `client.Client`."""
+    """Implements `Client` over HTTP."""
 
     def __init__(self, settings: HttpSettings, clock: Callable[[], float] = now_s) -> None:
         """Raises BadUrl."""
@@ -94,7 +98,7 @@ class HttpClient:
 
 
 class _Budget:
-    """How many connections there may be, over all endpoints."""
+    """The limit of open connections over all endpoints."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -102,8 +106,10 @@ class _Budget:
 
 
 class Pool:
-    """The connections to one endpoint; each carries one request at a time. Those that will be needed are
-    opened ahead, so that a request's sending does not wait for a handshake."""
+    """The connections to one endpoint, each used for one request at a time.
+
+    Connections are opened ahead of time, so that sending a request does not wait for a handshake.
+    """
 
     def __init__(
         self,
@@ -133,7 +139,7 @@ class Pool:
         self._urgent = urgent
         self._budget = budget
         self._address: tuple[str, int] | None = None
-        self._idle: list[HttpConnection] = []  # the last is the one used last
+        self._idle: list[HttpConnection] = []  # most recently used last
         self._open: set[HttpConnection] = set()
         self._waiting: deque[tuple[bytes, Exchange]] = deque()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -141,15 +147,16 @@ class Pool:
         self._sweep_s = 0.0
 
     def request(self, body: bytes) -> bytes:
+        """Return the bytes of a request with this body."""
         return b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
 
     async def open(self) -> None:
-        """Finds the address that answers, among those of the host's name. Raises Unreachable."""
+        """Find an address of the host that accepts connections. Raises Unreachable."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise Unreachable(f"{self.url}: the host's name is not known ({error.strerror})") from error
+            raise Unreachable(f"{self.url}: the host name cannot be resolved ({error.strerror})") from error
         problem = ""
         for address in dict.fromkeys(entry[4][:2] for entry in found):
             self._budget.used += 1
@@ -163,10 +170,11 @@ class Pool:
                 self._address = (str(address[0]), int(address[1]))
                 return
         raise Unreachable(
-            f"nothing answers at {self.url}: {problem}; is the server up, and is this its address (--url)?"
+            f"no server answers at {self.url}: {problem}; start the server or correct its address (--url)"
         )
 
     def send(self, data: bytes, exchange: Exchange) -> None:
+        """Send a request on an idle connection, or on the next one that becomes available."""
         exchange.endpoint = self.url
         connection = self._take_idle()
         if connection is not None:
@@ -178,12 +186,14 @@ class Pool:
             exchange.not_sent = True
             limit = self._budget.limit
             exchange.fail(
-                self._clock(), f"not sent: {limit} connections are open, all that this process may have (ulimit -n)"
+                self._clock(), f"not sent: all {limit} connections that this process may open are in use (ulimit -n)"
             )
 
     def expect(self, num_requests: int, at_most: int) -> bool:
-        """Have so many connections ready, for which at most so many are opened now, and let go of those that
-        have become old. Whether some are missing still."""
+        """Open connections until `num_requests` are ready, at most `at_most` in this call.
+
+        Connections that are too old are closed. Returns True if some are still missing.
+        """
         now_s = self._clock()
         while self._idle and self._is_old(self._idle[0], now_s):
             self._idle.pop(0).close()
@@ -206,12 +216,12 @@ class Pool:
             connection.close()
         if self._connecting:
             await asyncio.wait(self._connecting)
-        for _ in range(100):  # turns of the loop until the last has heard of it
+        for _ in range(100):  # let the loop deliver connection_lost to every connection
             if not self._open:
                 break
             await asyncio.sleep(0)
 
-    # As http_connection.Owner.
+    # Implementation of http_connection.Owner.
 
     def connected(self, connection: HttpConnection) -> None:
         self._open.add(connection)
@@ -235,7 +245,7 @@ class Pool:
         exchange.sent_s = None
         self.send(data, exchange)
 
-    # Inside.
+    # Internals.
 
     def _take_idle(self) -> HttpConnection | None:
         now_s = self._clock()
@@ -270,7 +280,7 @@ class Pool:
             raise
 
     async def _connect(self, address: tuple[Any, ...]) -> None:
-        """Raises OSError, which ssl's errors are."""
+        """Open one connection. Raises OSError, which ssl's errors are."""
         await asyncio.get_running_loop().create_connection(
             lambda: HttpConnection(self, self._clock, self._urgent, is_plain=self._tls is None),
             str(address[0]),
@@ -291,7 +301,7 @@ class Pool:
 
 
 def split_url(url: str) -> SplitResult:
-    """An endpoint's base address, without `/v1`. Raises BadUrl."""
+    """Parse an endpoint's base address and remove `/v1`. Raises BadUrl."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
@@ -299,17 +309,18 @@ def split_url(url: str) -> SplitResult:
         (parts.hostname or "").encode("idna")
         parts.path.encode("ascii")
     except ValueError as error:  # a UnicodeError is one
-        raise BadUrl(f"{url!r} is no address: {error}") from error
+        raise BadUrl(f"{url!r} is not a valid address: {error}") from error
     if parts.username is not None:
         raise BadUrl(
-            "an address must not hold a password: it would stand in the result; use --header 'Authorization: Basic …'"
+            "the address contains a password, which would be stored in the result; use --header 'Authorization: Basic …'"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise BadUrl(f"{url!r} is no address of an HTTP server: write http://host:port")
+        raise BadUrl(f"{url!r} is not an HTTP address; write http://host:port")
     return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1").rstrip("/"), query="", fragment="")
 
 
 def tls_context(is_insecure: bool) -> ssl.SSLContext:
+    """Return a TLS context; without certificate checks if `is_insecure`."""
     context = ssl.create_default_context()
     if is_insecure:
         context.check_hostname = False
@@ -319,7 +330,7 @@ def tls_context(is_insecure: bool) -> ssl.SSLContext:
 
 def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return "no answer to the attempt to connect"
+        return "the connection attempt timed out"
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason or error}"
     if error.errno is not None and error.errno > 0:

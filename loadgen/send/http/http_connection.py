@@ -1,12 +1,13 @@
-"""One HTTP/1.1 connection: a request goes out, and its streamed answer comes back as facts of an `Exchange`.
+"""One HTTP/1.1 connection: sends a request and writes the streamed response into an `Exchange`.
 
-A bare asyncio.Protocol over httptools, not a client library, for what a library hides. A request goes into
-the kernel at the moment it is due, on a connection that was opened before, and that moment is known. An
-event's time is taken where its bytes leave the socket, before any parsing; a library hands them over to a
-task that runs after everything else that is ready. Against the scripted server at 250 streams of 32 tokens a
-second, aiohttp 3.14 with the same parser of events saw them 0.44 ms late at the 99th percentile and took 47 %
-of a core; this 0.11 ms and 30 % (2 cores of an AMD EPYC shared with other work, both processes at real-time
-priority, November 2026).
+It is a bare asyncio.Protocol over httptools, because client libraries hide what must be measured. The request
+is written to the kernel at its due time, on an open connection, and that time is recorded. An event's time is
+taken when its bytes leave the socket, before parsing; a library passes them to a task that runs after all
+other ready work.
+
+Measured against the scripted server at 250 streams of 32 tokens a second: aiohttp 3.14 with the same event
+parser saw events 0.44 ms late at the 99th percentile and took 47 % of a core; this module 0.11 ms and 30 % (2
+cores of an AMD EPYC shared with other work, both processes at real-time priority, November 2026).
 """
 
 from __future__ import annotations
@@ -26,35 +27,38 @@ from loadgen.send.timers import Urgent
 
 MAX_HEAD_BYTES = 256 * 1024
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Of an answer that is no stream, this much is kept."""
+"""Most bytes kept of a response that is not a stream."""
 MAX_INFLATED_BYTES = 64 * 1024 * 1024
-"""Of one piece of a compressed answer."""
+"""Limit for one chunk of a compressed response."""
 LINGER_S = 2.0
 STALE_S = 0.5
-"""A used connection that ends without a word so soon after a request went out was closed by the server before
-it saw the request."""
+"""Window for detecting a stale connection.
+
+If a used connection closes without data this soon after a request, the server closed it before it saw the
+request.
+"""
 _SSE_BEGINNINGS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 class Owner(Protocol):
-    """Who keeps the connections to one endpoint."""
+    """The pool that a connection belongs to."""
 
     def connected(self, connection: HttpConnection) -> None: ...
 
     def idle(self, connection: HttpConnection) -> None:
-        """Its answer has been read to the end, and it may be used again."""
+        """The response was read to the end and the connection can be reused."""
 
     def lost(self, connection: HttpConnection) -> None: ...
 
     def resend(self, data: bytes, exchange: Exchange) -> None:
-        """The connection was already closed by the server when the request went out on it."""
+        """Send the request again: the server had already closed this connection."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """Carries one exchange at a time. Made by `owner`'s connecting, ended by either side."""
+    """One connection that carries one exchange at a time."""
 
     def __init__(self, owner: Owner, clock: Callable[[], float], urgent: Urgent, *, is_plain: bool) -> None:
-        """`is_plain`: without TLS, so that bytes can be given to the kernel directly."""
+        """`is_plain` means without TLS, so that bytes can be written to the kernel directly."""
         self._owner = owner
         self._urgent = urgent
         self._clock = clock
@@ -67,8 +71,8 @@ class HttpConnection(asyncio.Protocol):
         self._at_s = 0.0
         self.num_served = 0
         self.since_s = clock()
-        """When it was opened, began to carry a request, or became idle again."""
-        self._is_awaiting = False  # an answer's end, whether or not somebody still reads it
+        """Time at which it was opened, began a request or became idle."""
+        self._is_awaiting = False  # the end of a response is outstanding, even if its exchange has ended
         self._begin_answer()
 
     def _begin_answer(self) -> None:
@@ -85,18 +89,18 @@ class HttpConnection(asyncio.Protocol):
         self._location = b""
 
     def lingers(self, now_s: float) -> bool:
-        """Whether the answer's end was seen, but the server has not ended the response, and takes its
-        time."""
+        """True if the exchange ended some time ago, but the server has not ended the HTTP response."""
         return self._is_awaiting and self._exchange is None and now_s - self._at_s > LINGER_S
 
     @property
     def is_usable(self) -> bool:
+        """True if the connection can carry a new request."""
         return self._transport is not None and not self._transport.is_closing() and not self._is_awaiting
 
     # Sending.
 
     def start(self, data: bytes, exchange: Exchange) -> None:
-        """Send a whole request, now. Only while usable."""
+        """Send a complete request now. The connection must be usable."""
         assert self._transport is not None
         self._begin_answer()
         self._exchange, self._data, self._is_awaiting = exchange, data, True
@@ -106,18 +110,18 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
             exchange.sent_s = self._clock()
             return
-        # Into the kernel, at once: the transport would do so at the end of the loop's turn, after everything
-        # else that is due.
+        # Write to the kernel directly: the transport would write at the end of the loop's iteration, after
+        # other due requests.
         try:
             num_sent = os.write(self._fd, data)
         except BlockingIOError:
             num_sent = 0
-        except OSError:  # it has just been closed; the transport will say so
+        except OSError:  # it was just closed; connection_lost follows
             num_sent = 0
         if num_sent < len(data):
-            self._transport.write(data[num_sent:])  # `resume_writing` is called once it is all gone, …
+            self._transport.write(data[num_sent:])  # `resume_writing` is called once all is written, …
             if self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing():
-                exchange.sent_s = self._clock()  # … unless the transport could write it all at once
+                exchange.sent_s = self._clock()  # … unless the transport wrote all of it immediately
         else:
             exchange.sent_s = self._clock()
 
@@ -136,7 +140,7 @@ class HttpConnection(asyncio.Protocol):
         self._exchange = None
         self.close()
 
-    # The transport's side.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is one in all but name
@@ -150,21 +154,21 @@ class HttpConnection(asyncio.Protocol):
             self._urgent.ring()
         self._num_bytes += len(data)
         if not self._is_awaiting:
-            self.close()  # nothing was asked
+            self.close()  # data without a request
             return
         if self._in_head:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"the server does not speak HTTP/1.1: {error or shown(data)}")
+            self._fail(f"the response is not valid HTTP/1.1: {error or shown(data)}")
             self.close()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._fail(f"the answer's head is longer than {MAX_HEAD_BYTES} bytes")
+            self._fail(f"the response header is longer than {MAX_HEAD_BYTES} bytes")
             self.close()
 
     def eof_received(self) -> bool:
-        return False  # close our side too: a server that sends no more has nothing to say
+        return False  # close this side too: no more data can follow
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -176,19 +180,19 @@ class HttpConnection(asyncio.Protocol):
                 self._owner.resend(self._data, exchange)
             elif not self._in_head and not self._is_framed and error is None:
                 self._at_s = now_s
-                self._end_answer(exchange)  # the end of the connection is the answer's end
+                self._end_answer(exchange)  # without framing, the end of the connection ends the response
             else:
                 how = "reset" if error is not None else "closed"
                 where = (
-                    "before an answer"
+                    "before a response"
                     if self._num_bytes == 0
-                    else f"in the middle of the answer, after {exchange.num_tokens} tokens"
+                    else f"in the middle of the response, after {exchange.num_tokens} tokens"
                 )
                 self._at_s = now_s
                 self._fail(f"the connection was {how} by the server {where}")
         self._owner.lost(self)
 
-    # The parser's side.
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         exchange = self._exchange
@@ -227,10 +231,10 @@ class HttpConnection(asyncio.Protocol):
             try:
                 body = self._inflate.decompress(body, MAX_INFLATED_BYTES)
             except zlib.error as error:
-                self._fail(f"the server's compressed answer cannot be read: {error}")
+                self._fail(f"the compressed response cannot be decoded: {error}")
                 return
             if self._inflate.unconsumed_tail:
-                self._fail(f"a piece of the server's compressed answer is longer than {MAX_INFLATED_BYTES} bytes")
+                self._fail(f"a chunk of the compressed response is longer than {MAX_INFLATED_BYTES} bytes")
                 return
         if self._sse is not None:
             self._take_events(body)
@@ -238,15 +242,15 @@ class HttpConnection(asyncio.Protocol):
         self._body.append(body)
         self._body_bytes += len(body)
         if self._status == 200 and len(self._body) == 1 and body.lstrip().startswith(_SSE_BEGINNINGS):
-            self._sse = SseParser()  # a stream under another name
+            self._sse = SseParser()  # an event stream with another content type
             self._take_events(body)
         elif self._body_bytes > MAX_BODY_BYTES:
-            self._fail(f"the server sent {self._body_bytes} bytes that are no stream")
+            self._fail(f"the server sent {self._body_bytes} bytes that are not an event stream")
             self.close()
 
     def on_message_complete(self) -> None:
         if self._status < 200:
-            return  # 100 Continue and the like: the answer is still to come
+            return  # 100 Continue and the like: the response follows
         if self._exchange is not None:
             self._end_answer(self._exchange)
         self._is_awaiting = False
@@ -271,14 +275,14 @@ class HttpConnection(asyncio.Protocol):
                     self._exchange = None
                     break
         except EventTooLong as error:
-            self._fail(f"the server sent a stream that is out of bounds: {error}")
+            self._fail(f"the event stream exceeds a limit: {error}")
             self.close()
 
     def _end_answer(self, exchange: Exchange) -> None:
-        """The answer has come to an end, and the exchange has not."""
+        """End the exchange after the HTTP response has ended."""
         self._exchange = None
         if 300 <= self._status < 400:
-            exchange.fail(self._at_s, f"redirected to {shown(self._location)}: give that address")
+            exchange.fail(self._at_s, f"redirected to {shown(self._location)}; use that address as --url")
         elif self._sse is None:
             take_body(exchange, self._at_s, b"".join(self._body))
         elif self._sse.has_rest:
@@ -288,9 +292,11 @@ class HttpConnection(asyncio.Protocol):
 
     def _decode(self, encoding: bytes) -> None:
         if encoding in (b"gzip", b"x-gzip", b"deflate"):
-            self._inflate = zlib.decompressobj(wbits=47)  # of either kind
+            self._inflate = zlib.decompressobj(wbits=47)  # detects gzip and deflate
         elif encoding not in (b"", b"identity"):
-            self._fail(f"the server compresses with {shown(encoding)}, though it was asked not to compress")
+            self._fail(
+                f"the server used the unsupported compression {shown(encoding)}, although the request asked for none"
+            )
 
     def _fail(self, error: str) -> None:
         exchange, self._exchange = self._exchange, None

@@ -1,14 +1,13 @@
-"""Server-sent events out of bytes as they come, however they are cut (WHATWG HTML, section 9.2).
+"""Parses server-sent events from arbitrarily split chunks of bytes (WHATWG HTML, section 9.2).
 
-Kept: the event's name and its data. Dropped, as the standard says: comments, `id`, `retry`, fields that
-nobody knows, a block that does not end with an empty line. Memory is bounded: a line or an event longer than
-the limit raises.
+It keeps an event's name and data. As the standard says, it drops comments, `id`, `retry`, unknown fields and
+a block that does not end with an empty line. Memory is bounded: a line or an event above the limit raises.
 """
 
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 32 * 1024 * 1024
-"""Servers that return token ids send the prompt's with the first event: a million of them are 8 MB."""
+"""Servers that return token ids send the prompt's ids in the first event; a million ids take 8 MB."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -17,16 +16,15 @@ class EventTooLong(Exception):
 
 
 class SseParser:
-    """One stream. `feed` gives the events that are complete, in order, each as (name, data); the name is
-    `b""` where none was given."""
+    """Parser of one stream. Events are returned as (name, data); the name is `b""` if none was given."""
 
     __slots__ = ("_cut", "_cut_bytes", "_data", "_data_bytes", "_ends_with_cr", "_is_first", "_max_bytes", "_name")
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._cut: list[bytes] = []  # pieces of a line whose end has not come
+        self._cut: list[bytes] = []  # parts of an unfinished line
         self._cut_bytes = 0
-        self._data: list[bytes] = []  # lines of the event whose end has not come
+        self._data: list[bytes] = []  # data lines of an unfinished event
         self._data_bytes = 0
         self._name = b""
         self._ends_with_cr = False
@@ -34,11 +32,11 @@ class SseParser:
 
     @property
     def has_rest(self) -> bool:
-        """Whether something has come that is not yet an event: at a stream's end, that it was cut."""
+        """True if an unfinished event is buffered. At the end of a stream it means that the stream was cut."""
         return bool(self._cut_bytes or self._data)
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """Raises EventTooLong."""
+        """Return the events completed by `chunk`, in order. Raises EventTooLong."""
         if self._ends_with_cr or b"\r" in chunk:
             chunk = self._with_newlines(chunk)
         lines = chunk.split(b"\n")
@@ -97,7 +95,8 @@ class SseParser:
                 raise EventTooLong(self._message)
 
     def _with_newlines(self, chunk: bytes) -> bytes:
-        """`\\r\\n` and a lone `\\r` end a line too. Of a pair that is cut in two, the second half says nothing new."""
+        """Convert `\\r\\n` and `\\r` to `\\n`. If a `\\r\\n` pair is split over two chunks, the second half
+        is dropped."""
         if self._ends_with_cr and chunk[:1] == b"\n":
             chunk = chunk[1:]
             self._ends_with_cr = False

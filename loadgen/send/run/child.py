@@ -1,13 +1,12 @@
-"""One process that sends its share of a plan. It is told what to do by JSON lines on its standard input, and
-answers so on its output:
+"""One sending process of a run. It exchanges JSON lines with its parent on standard input and output.
 
-in   {"job": …}                  what to send to whom (`ChildJob`)
-out  {"ready": {…}}              everything that can be done before the start has been
-in   {"start_s": 123.4}          begin at that time of the machine's clock
-out  {"counts": {…}}             every so often
-in   {"stop": true}              send nothing more; the end of the input means that, too
-out  {"done": {…}}               all has ended, and every record is written
-out  {"problem": "…"}            instead of any of these; in words for a user
+in   {"job": …}                  what to send, and where (`ChildJob`)
+out  {"ready": {…}}              preparation is complete
+in   {"start_s": 123.4}          start at this time of the machine's clock
+out  {"counts": {…}}             progress, several times a second
+in   {"stop": true}              send nothing more; end of input means the same
+out  {"done": {…}}               all requests have ended and every record is written
+out  {"problem": "…"}            instead of any of these: an error message for the user
 """
 
 from __future__ import annotations
@@ -37,13 +36,20 @@ from loadgen.send.target import Target, new_client, raise_file_limit
 from loadgen.slo_target import SloTarget
 
 REPORT_S = 0.25
+"""Interval of progress messages, in seconds."""
 WARM_UPS_AT_ONCE = 4
+"""Warm-up requests in flight at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildJob:
-    """`slos` are promised instead of the plan's. `core`: the only one that this process may run on.
-    `priority`: while it sends."""
+    """One process's share of a run.
+
+    - `part`, `parts`: this process sends part `part` of `parts` of the plan's requests
+    - `slos`: replace the plan's SLOs
+    - `core`: the only core that the process may run on, or None
+    - `priority`: scheduling priority while it sends
+    """
 
     plan: str
     records: str
@@ -68,12 +74,12 @@ class ChildJob:
         return cls(**{**data, "target": Target.from_json(data["target"]), "slos": slos})
 
     def terms(self, plan: Plan) -> Terms:
-        """What its answers are held against."""
+        """Return the rules for evaluating responses."""
         return self.target.terms(plan)
 
 
 async def serve(job: ChildJob, parent: Parent) -> None:
-    """Raises LoadgenError."""
+    """Prepare, send and record one job. Raises LoadgenError."""
     max_connections = raise_file_limit()
     plan = replace(read_plan(job.plan), slos=job.slos)
     requests = share(plan.requests, job.part, job.parts)
@@ -121,11 +127,11 @@ async def _run(runner: Runner, start_s: float, parent: Parent) -> None:
 
 
 MAX_ERROR = 2000
-"""Characters: the parent reads a line of limited length."""
+"""Longest error text in characters. The parent reads lines of limited length."""
 
 
 async def warm_up(job: ChildJob, requests: list[PlannedRequest], client: Client, prompts: Prompts) -> dict[str, Any]:
-    """This process's part of the warm-ups: their number, how many failed, and the first one's error."""
+    """Send this process's share of the warm-ups. Returns their number, the failures and the first error."""
     numbers = list(range(job.part, job.warm_ups, job.parts)) if requests else []
     errors: list[str] = []
     gate = asyncio.Semaphore(WARM_UPS_AT_ONCE)
@@ -136,14 +142,14 @@ async def warm_up(job: ChildJob, requests: list[PlannedRequest], client: Client,
             exchange = await ask_once(client, prompts.warm_up(number, request), job.target.timeout_s)
             if not exchange.is_whole:
                 status = f"{exchange.status}: " if exchange.status not in (None, 200) else ""
-                errors.append(status + (exchange.error or "the answer was cut short"))
+                errors.append(status + (exchange.error or "the response was cut short"))
 
     await asyncio.gather(*map(one, numbers))
     return {"warm_ups": len(numbers), "warm_ups_failed": len(errors), "warm_up_error": "".join(errors[:1])[:MAX_ERROR]}
 
 
 class Parent:
-    """The process that started this one, at the other end of the standard streams."""
+    """The parent process at the other end of the standard streams."""
 
     def __init__(self, reader: asyncio.StreamReader, output: int) -> None:
         self._reader = reader
@@ -154,22 +160,24 @@ class Parent:
         self._listener: asyncio.Task[None] | None = None
 
     async def job(self) -> ChildJob:
+        """Read the job and start listening for commands."""
         line = await self._reader.readline()
         job = ChildJob.from_json(json.loads(line)["job"])
         self._listener = asyncio.create_task(self._listen())
         return job
 
     async def start(self) -> float | None:
-        """When to begin; None: not at all."""
+        """Wait for the start time. Returns None if the run is stopped before."""
         return await self._start
 
     def on_stop(self, stop: Any) -> None:
+        """Set the function to call when the parent stops the run."""
         self._stop = stop
         if self._is_stopped:
             stop()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """A line, in one write. The parent reads all the time; one that is gone has closed our input, too."""
+        """Send one message as a line. The parent reads continuously, so a blocking write is short."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._output, json.dumps(message).encode() + b"\n")
 
@@ -204,7 +212,8 @@ async def _main() -> int:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    """Run as a child process. SIGINT is ignored, because the parent decides when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     import uvloop
 
     return uvloop.run(_main())

@@ -1,5 +1,7 @@
-"""A run as it goes, on the terminal. It is drawn by the process that the user started, four times a second;
-requests are sent by others, which only tell it their counts."""
+"""Live display of a run, redrawn four times a second by the process that the user started.
+
+Other processes send the requests and report only counts, so drawing does not delay sending.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.send.timers import now_s
 
 PLAIN_EVERY_S = 5.0
+"""Interval of progress lines without a terminal, in seconds."""
 RECENT_S = 5.0
-"""What rates are of."""
+"""Window over which rates are computed, in seconds."""
 _GOOD_STYLE = {RequestOutcome.GOOD: "green", RequestOutcome.LATE: "yellow", RequestOutcome.CANCELLED: "dim"}
 
 
 class LiveView:
-    """Implements `processes.View`: a picture that stays in its place on a terminal, a line every few seconds
-    elsewhere."""
+    """Implements `View`: a live panel on a terminal, otherwise a line every few seconds."""
 
     def __init__(
         self, *, name: str, url: str, num_requests: int, planned_s: float, lag_limit_s: float, is_quiet: bool = False
     ) -> None:
-        """`planned_s`: from the first to the last planned time. `is_quiet`: nothing is shown."""
+        """`planned_s` is the time from the first to the last planned request. `is_quiet` disables all output."""
         self._title = f"{name} → {url}"
         self._num_requests = num_requests
         self._planned_s = planned_s
@@ -55,6 +57,7 @@ class LiveView:
             self._live.stop()
 
     def phase(self, text: str) -> None:
+        """Show what the run is doing before and after sending."""
         self._phase = text
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
@@ -62,13 +65,14 @@ class LiveView:
             self._print(text)
 
     def update(self, counts: Counts, elapsed_s: float) -> None:
+        """Show the current counts."""
         self._last, self._elapsed_s = counts, elapsed_s
         now = (
             elapsed_s,
             counts.due,
             counts.sent + counts.in_flight,
             counts.ended,
-        )  # `sent` counts those that have ended
+        )  # `sent` counts only requests that have ended
         self._recent = [entry for entry in self._recent if entry[0] > elapsed_s - RECENT_S] + [now]
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
@@ -76,7 +80,7 @@ class LiveView:
             self._plain_s = now_s()
             self._print(self._line())
 
-    # Inside.
+    # Internals.
 
     def _print(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
@@ -89,13 +93,13 @@ class LiveView:
             f"due {counts.due}/{self._num_requests}",
             f"in flight {counts.in_flight}",
             *(f"{name} {count}" for name, count in _in_order(counts)),
-            f"attainment {attainment(counts)}",
+            f"SLO attainment {attainment(counts)}",
             "send lag p99 -" if lag is None else f"send lag p99 {lag * 1e3:.2f} ms",
         ]
         return "  ".join(parts)
 
     def _rates(self) -> tuple[float, float, float]:
-        """Requests that came due, that went out, and that ended, a second, lately."""
+        """Return the recent rates of requests that were due, sent and ended, per second."""
         first, last = (self._recent[0], self._recent[-1]) if self._recent else ((0.0, 0, 0, 0), (0.0, 0, 0, 0))
         span_s = last[0] - first[0]
         due, sent, ended = (
@@ -121,33 +125,35 @@ class LiveView:
         )
         table.add_row(
             "",
-            f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last answers, {counts.due} of {self._num_requests} due",
+            f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last responses, {counts.due} of {self._num_requests} due",
         )
         table.add_row(
             "rate",
-            f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, answered {ended:.1f}/s, in flight {counts.in_flight}",
+            f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, completed {ended:.1f}/s, in flight {counts.in_flight}",
         )
         outcomes = Text("  ").join(
             Text(f"{name} {count}", style=_GOOD_STYLE.get(RequestOutcome(name), "red"))
             for name, count in _in_order(counts)
         )
         table.add_row("outcomes", outcomes)
-        table.add_row("attainment", attainment(counts))
+        table.add_row("SLO attainment", attainment(counts))
         is_late = lag is not None and lag > self._lag_limit_s
-        shown = "-" if lag is None else f"p99 {lag * 1e3:.2f} ms, allowed {self._lag_limit_s * 1e3:g} ms"
+        shown = "-" if lag is None else f"p99 {lag * 1e3:.2f} ms, limit {self._lag_limit_s * 1e3:g} ms"
         table.add_row(
             "send lag",
             Text(shown + ("  the run will be INVALID" if is_late else ""), style="bold red" if is_late else ""),
         )
         if counts.not_sent:
-            table.add_row("not sent", Text(f"{counts.not_sent}: this machine is at its limit", style="bold red"))
+            table.add_row(
+                "not sent", Text(f"{counts.not_sent}: this machine has no free connections", style="bold red")
+            )
         for error, count in counts.errors.most_common(3):
             table.add_row("error", Text(f"{count} × {error}", style="red", no_wrap=True, overflow="ellipsis"))
         return Panel(table, title=self._title, subtitle=self._phase, title_align="left", subtitle_align="right")
 
 
 class Silent:
-    """Implements `processes.View`: shows nothing."""
+    """Implements `View` without output."""
 
     def phase(self, text: str) -> None: ...
 
@@ -155,7 +161,7 @@ class Silent:
 
 
 def attainment(counts: Counts) -> str:
-    """Good among those that have ended."""
+    """Return the SLO attainment among the requests that have ended, as text."""
     ended = counts.ended
     return f"{counts.outcomes[RequestOutcome.GOOD] / ended:.1%} of {ended} ended" if ended else "-"
 

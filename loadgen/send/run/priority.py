@@ -1,5 +1,4 @@
-"""Being woken in time on a machine that others use, too; most of all the server, where it shares the
-cores."""
+"""Raises a process's scheduling priority, so that it is woken in time on a machine shared with the server."""
 
 from __future__ import annotations
 
@@ -15,21 +14,23 @@ from pathlib import Path
 SLICE_S = 0.0001
 _NICE = -10
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The system call's number by machine; libc has no function for it."""
+"""Number of the system call by machine; libc has no wrapper."""
 
 
 class Priority(StrEnum):
+    """Scheduling priorities, lowest first."""
+
     NORMAL = "normal"
-    """As started."""
+    """Unchanged."""
     HIGH = "high"
-    """Short time slices, which anybody may ask for (Linux 6.12): who takes little at a time is woken sooner.
-    And niceness -10, where the system lets this user have it."""
+    """Short time slices, which need no privilege (Linux 6.12) and wake a process sooner; niceness -10 if
+    allowed."""
     REALTIME = "realtime"
-    """Before everything else (SCHED_RR), where the system lets this user have it; else as `high`."""
+    """Real-time scheduling (SCHED_RR) if allowed, otherwise as `high`."""
 
 
 def raise_priority(wanted: Priority) -> str:
-    """Of this process; what it got, in words."""
+    """Raise this process's priority. Returns what was granted, as text."""
     if wanted is Priority.NORMAL:
         return "normal"
     if wanted is Priority.REALTIME and _realtime():
@@ -38,7 +39,8 @@ def raise_priority(wanted: Priority) -> str:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         got.append(f"nice {_NICE}")
-        # Sessions share a machine as wholes where autogroups are on; ours has a session of its own.
+        # With autogroups, niceness applies within a session. This process has its own session, so its
+        # autogroup needs the niceness too.
         Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
     return ", ".join(got) or "normal"
 
@@ -54,8 +56,11 @@ def _realtime() -> bool:
 
 
 def _short_slice() -> bool:
-    """struct sched_attr {size, policy, flags, nice, priority, runtime, deadline, period}; for a normal
-    process, `runtime` is its slice."""
+    """Set a short time slice. Returns True on success.
+
+    The argument is struct sched_attr {size, policy, flags, nice, priority, runtime, deadline, period}. For a
+    normal process, `runtime` is its slice.
+    """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return False

@@ -1,5 +1,4 @@
-"""The processes of one run, seen from the one that the user started: they begin at one instant and end
-together."""
+"""The sending processes of a run, controlled by the process that the user started."""
 
 from __future__ import annotations
 
@@ -18,36 +17,42 @@ from loadgen.send.run.child import ChildJob
 from loadgen.send.timers import now_s
 
 HEAD_START_S = 0.3
-"""From telling all processes when to begin until they do."""
+"""Time between sending the start time to all processes and the start itself."""
 KILL_S = 20.0
-"""A process that was told to stop, and has not after so long, is killed."""
+"""A process that has not ended this long after a stop is killed."""
 _MAX_LINE_BYTES = 1 << 20
 _ERROR_BYTES = 2000
 
 
 Enough = Callable[[float], bool]
-"""Asked some times a second, with the seconds since the start: whether the run may end now."""
+"""Stop condition, called several times a second with the seconds since the start. True ends the run."""
 
 
 class Interrupted(LoadgenError):
-    """The user would not wait for the end of an interrupted run."""
+    """The user interrupted a run twice and did not wait for its end."""
 
 
 class View(Protocol):
-    """What a user sees of a run as it goes."""
+    """Shows a run's progress to the user."""
 
     def phase(self, text: str) -> None:
-        """What is being done, before and after the run itself."""
+        """Show what is done before and after the run itself."""
 
     def update(self, counts: Counts, elapsed_s: float) -> None:
-        """Some times a second. `elapsed_s`: since the start."""
+        """Show the counts, several times a second. `elapsed_s` is the time since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended. `started_s`: when it began, by the machine's clock. `is_interrupted`: by the user;
-    `is_cut`: because there was enough. `problems`: what befell its processes. `warm_ups`, how many failed,
-    and one's error. `priority`: what its processes were given."""
+    """Result of a run's processes.
+
+    - `started_s`, `ended_s`: by the machine's clock
+    - `is_interrupted`: the user ended the run
+    - `is_cut`: the stop condition ended the run
+    - `problems`: errors of the processes
+    - `warm_up_error`: the error of one failed warm-up
+    - `priority`: the scheduling priority that was granted
+    """
 
     counts: Counts
     started_s: float
@@ -63,9 +68,10 @@ class Ended:
 
 
 async def run_jobs(jobs: Sequence[ChildJob], view: View, enough: Enough = lambda _: False) -> Ended:
-    """One process for each of `jobs`. The first Ctrl-C (or SIGTERM) ends the run, the second one everything.
+    """Run one process for each job and return how they ended.
 
-    Raises LoadgenError if it cannot begin, NoWarmUp among them, Interrupted at the second Ctrl-C.
+    The first Ctrl-C (or SIGTERM) ends the run, a second one aborts it. Raises LoadgenError if the run cannot
+    begin, NoWarmUp if no warm-up succeeded, Interrupted at the second Ctrl-C.
     """
     async with _Interrupts() as interrupts:
         children = [_Child(job) for job in jobs]
@@ -75,7 +81,7 @@ async def run_jobs(jobs: Sequence[ChildJob], view: View, enough: Enough = lambda
             view.phase("preparing requests" + (" and warming up" if any(job.warm_ups for job in jobs) else ""))
             ready = await interrupts.first(asyncio.gather(*(child.ready() for child in children)))
             if ready is None:
-                raise Interrupted("interrupted before anything was sent")
+                raise Interrupted("interrupted before any request was sent")
             _check_warm_ups(jobs, ready)
             started_s = now_s() + HEAD_START_S
             view.phase("running")
@@ -109,19 +115,19 @@ async def _watch(
     view: View,
     enough: Enough,
 ) -> tuple[bool, bool]:
-    """Until all have ended; whether the user ended it, and whether it was enough."""
+    """Show progress until all processes have ended. Returns (is_interrupted, is_cut)."""
     is_told = is_cut = False
     stop_s = 0.0
     while not ending.done():
         await asyncio.wait((ending, interrupts.pending), timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
         view.update(_total(children), max(0.0, now_s() - started_s))
         if interrupts.count > 1:
-            raise Interrupted("interrupted twice: what had been recorded is kept, the rest is not")
+            raise Interrupted("interrupted twice: only the requests recorded so far are kept")
         is_cut = is_cut or (not is_told and not ending.done() and now_s() > started_s and enough(now_s() - started_s))
         if not is_told and (is_cut or interrupts.count or any(child.problem for child in children)):
             is_told, stop_s = True, now_s()
             if interrupts.count:
-                view.phase("stopping; what was measured is kept (once more: stop at once)")
+                view.phase("stopping; results are kept (press Ctrl-C again to abort)")
             for child in children:
                 child.tell({"stop": True})
         if is_told and now_s() - stop_s > KILL_S:
@@ -143,7 +149,7 @@ def _check_warm_ups(jobs: Sequence[ChildJob], ready: Sequence[Mapping[str, Any]]
     if num_sent and num_failed == num_sent:
         what = "the warm-up request" if num_sent == 1 else f"all {num_sent} warm-up requests"
         raise NoWarmUp(
-            f"nothing was measured: the server did not answer {what} ({_warm_up_error(ready)}); `--warmup 0` sends none"
+            f"the run was not started: the server did not complete {what} ({_warm_up_error(ready)}); --warmup 0 skips warm-up"
         )
 
 
@@ -152,7 +158,7 @@ def _warm_up_error(ready: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Child:
-    """One process."""
+    """The parent's side of one sending process."""
 
     def __init__(self, job: ChildJob) -> None:
         self._job = job
@@ -172,7 +178,7 @@ class _Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the parent alone
+            start_new_session=True,  # Ctrl-C in the terminal must reach only the parent
         )
         self.tell({"job": self._job.to_json()})
         self._reader = asyncio.create_task(self._read())
@@ -186,11 +192,11 @@ class _Child:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def ready(self) -> dict[str, Any]:
-        """Raises LoadgenError."""
+        """Return the process's ready message. Raises LoadgenError if it failed before."""
         return await self._ready
 
     async def done(self) -> None:
-        """Waits for the end, proper or not."""
+        """Wait until the process has finished or failed."""
         await asyncio.shield(self._done)
 
     def kill(self) -> None:
@@ -199,7 +205,7 @@ class _Child:
                 self._process.kill()
 
     async def aclose(self) -> None:
-        """By now it has ended, or is not to go on."""
+        """Kill the process if it still runs, and collect its output."""
         if self._process is None:
             return
         if not self._done.done():
@@ -209,7 +215,7 @@ class _Child:
             if task is not None:
                 await asyncio.wait((task,))
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # seen
+            self._ready.exception()  # mark as retrieved
 
     async def _read(self) -> None:
         assert self._process is not None
@@ -217,7 +223,7 @@ class _Child:
         try:
             while line := await self._process.stdout.readline():
                 self._take(json.loads(line))
-        except (ValueError, KeyError):  # it has said what is no message, and would wait for ever to be heard
+        except (ValueError, KeyError):  # invalid output: the process would wait forever for an answer
             self.kill()
         finally:
             code = await self._process.wait()
@@ -226,7 +232,7 @@ class _Child:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "ready" in message:
-            if not self._ready.done():  # the user may have been quicker
+            if not self._ready.done():  # an interrupt may have cancelled it
                 self._ready.set_result(message["ready"])
         elif "counts" in message:
             self.counts = Counts.from_json(message["counts"])
@@ -238,7 +244,7 @@ class _Child:
 
     async def _died(self, code: int) -> None:
         said = (await self._errors if self._errors is not None else b"").decode(errors="replace").strip()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         detail = f": {said[-_ERROR_BYTES:]}" if said else ""
         self._end(f"process {self._job.part} of the run {how}{detail}")
 
@@ -251,14 +257,14 @@ class _Child:
 
 
 class _Interrupts:
-    """Counts Ctrl-C and SIGTERM while it is entered."""
+    """Counts Ctrl-C and SIGTERM while entered."""
 
     def __init__(self) -> None:
         self.count = 0
         self.pending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> _Interrupts:
-        with contextlib.suppress(ValueError, RuntimeError):  # only a main thread has signals
+        with contextlib.suppress(ValueError, RuntimeError):  # signal handlers need the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, self._came)
         return self
@@ -273,7 +279,7 @@ class _Interrupts:
             self.pending = asyncio.get_running_loop().create_future()
 
     async def first(self, work: asyncio.Future[Any]) -> Any:
-        """The result of `work`, or None if the user was quicker."""
+        """Return the result of `work`, or None if an interrupt came first."""
         await asyncio.wait((work, self.pending), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()

@@ -1,6 +1,8 @@
-"""The plan once more, undisturbed: one request after the other. Greedy decoding must then give the same
-tokens as under load; where it does not, load has changed an answer (batching that changes the arithmetic does
-so now and then, mixed-up KV does so badly)."""
+"""Repeats each request of a run alone, one after the other, and compares the responses.
+
+With greedy decoding the tokens must be the same as under load. Differences mean that load changed a response:
+batching can change rounding now and then, mixed-up KV cache blocks change many responses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from loadgen.send.target import Target, new_client
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """`at`: the first output token that differs."""
+    """A response that differs. `at` is the first output token that differs."""
 
     index: int
     at: int
@@ -25,8 +27,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """`compared` answers of which `differing` were not the same; `failed` had no whole answer this time;
-    `skipped` had no token ids."""
+    """Result of repeating requests.
+
+    - `compared`: responses that were compared
+    - `failed`: requests without a complete response this time
+    - `skipped`: responses without token ids
+    - `differing`: those that differ
+    """
 
     compared: int
     failed: int
@@ -35,7 +42,7 @@ class Checked:
 
     @property
     def is_same(self) -> bool:
-        """Whether every answer came again, and there was one."""
+        """True if at least one response was compared and none failed or differed."""
         return bool(self.compared) and not self.failed and not self.differing
 
     def to_json(self) -> dict[str, Any]:
@@ -47,18 +54,22 @@ class Checked:
         }
 
     def __str__(self) -> str:
-        words = [f"{len(self.differing)} of {self.compared} answers differ when asked again, one at a time"]
+        words = [
+            f"{len(self.differing)} of {self.compared} responses differ when the requests are repeated one at a time"
+        ]
         if self.differing:
             first = self.differing[0]
-            words.append(f"the first in request {first.index}, from output token {first.at} on")
-        words += [f"{self.failed} had no whole answer this time"] if self.failed else []
-        words += [f"{self.skipped} could not be compared, for want of token ids"] if self.skipped else []
+            words.append(f"first in request {first.index} at output token {first.at}")
+        words += [f"{self.failed} had no complete response this time"] if self.failed else []
+        words += [f"{self.skipped} could not be compared, because they have no token ids"] if self.skipped else []
         return "; ".join(words)
 
 
 async def check(plan: Plan, target: Target, records: Sequence[Record], progress: Callable[[int, int], None]) -> Checked:
-    """Of the whole answers among `records`. `progress`: (done, of). Raises LoadgenError if the server is not
-    there."""
+    """Repeat the requests that have a complete response in `records`.
+
+    `progress` is called with (done, total). Raises LoadgenError if the server cannot be reached.
+    """
     whole = [record for record in records if record.is_complete and not record.error]
     by_index = {record.index: record for record in whole}
     answers = {record.index: PastAnswer(token_ids=record.token_ids, text="") for record in whole}
@@ -89,7 +100,7 @@ async def check(plan: Plan, target: Target, records: Sequence[Record], progress:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two answers part; None if they are equal."""
+    """Return the first index at which two responses differ, or None if they are equal."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

@@ -1,5 +1,7 @@
-"""A whole run: its directory, its processes, its verdict. `loadgen run`, the selftest and whoever looks for a
-capacity go through here."""
+"""Runs a plan: creates the result directory, starts the processes and decides whether the run is valid.
+
+`loadgen run`, the selftest and the capacity search all use it.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,23 @@ from loadgen.send.timers import now_s
 from loadgen.user_files import open_bytes
 
 PLAN = "plan.jsonl"
-UNFINISHED = "the run did not come to its end: the process that led it was killed"
+UNFINISHED = "the run did not finish: its main process was killed"
 MAX_SAID = 120
-"""Characters of what a server said of a request."""
+"""Most characters shown of a server's error."""
 NOT_SENT = "not sent: "
-"""How the error of a request begins that this machine could not send."""
+"""Prefix of the error of a request that this machine could not send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to run. `plan_file`: where `plan` was read from; None: it was made just now. `plan.slos` are those
-    that count. `server`: what it said of itself. `flags`: the effective arguments, without secrets. `cores`:
-    one for each process, to keep it on."""
+    """Specification of a run.
+
+    - `plan`: the plan, with the SLOs that apply
+    - `plan_file`: where `plan` was read from; None if it was generated
+    - `server`: facts that the server reported about itself
+    - `flags`: the effective arguments without secrets
+    - `cores`: one core for each process to run on; empty for any
+    """
 
     plan: Plan
     target: Target
@@ -56,8 +63,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A run that has ended, as its directory holds it. `notes`: what is worth a word, and does not make it
-    invalid."""
+    """A run that has ended, as stored in its directory. `notes` are remarks that do not make it invalid."""
 
     run: RunInfo
     records: Sequence[Record]
@@ -67,11 +73,12 @@ class Finished:
 
     @property
     def outcomes(self) -> Counter[RequestOutcome]:
+        """Number of requests by outcome."""
         return Counter(request_metrics.classify(record, self.terms) for record in self.records)
 
     @property
     def not_answered(self) -> tuple[str, ...]:
-        """A line on what was refused or went wrong, which is not the same as slow; none where nothing was."""
+        """One line about refused and failed requests, with the most frequent reason. Empty if there are none."""
         said = Counter(
             f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_SAID]
             for record in self.records
@@ -80,12 +87,15 @@ class Finished:
         )
         total = f"{said.total()} of {len(self.records)}"
         return tuple(
-            f"{total} requests were not answered whole ({count} {what})" for what, count in said.most_common(1)
+            f"{total} requests have no complete response ({count}: {what})" for what, count in said.most_common(1)
         )
 
 
 def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
-    """Raises LoadgenError if nothing could be measured, and then leaves no result behind."""
+    """Run a plan and return the result.
+
+    Raises LoadgenError if nothing could be measured; then no result directory is left behind.
+    """
     made = _new_directory(order.out)
     try:
         kept_hash = _keep_plan(order)
@@ -120,14 +130,17 @@ def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
 
 
 def record_files(order: Order) -> list[Path]:
-    """What its processes write while they run."""
+    """Return the record files that the processes write during the run."""
     return (
         [order.out / RECORDS] if order.processes == 1 else [part_of(order.out, part) for part in range(order.processes)]
     )
 
 
 def outcome_line(outcomes: Mapping[RequestOutcome, int], num_offered: int, *, is_valid: bool) -> str:
-    """`offered 300 = good 291 + late 5 + …`: the classes that there are, which sum to what was offered."""
+    """Return a line such as `offered 300 = good 291 + late 5 + …`.
+
+    The outcomes sum to the offered requests.
+    """
     found = [
         f"{outcome} {outcomes.get(outcome, 0)}"
         for outcome in RequestOutcome
@@ -139,26 +152,26 @@ def outcome_line(outcomes: Mapping[RequestOutcome, int], num_offered: int, *, is
     return f"offered {num_offered} = {' + '.join(found)}" + ("" if is_valid else "   INVALID")
 
 
-# The directory.
+# Result directory.
 
 
 def _new_directory(out: Path) -> bool:
-    """Whether it was made. Raises LoadgenError if it holds something."""
+    """Create the result directory. Returns True if it did not exist. Raises LoadgenError if it is not empty."""
     try:
         if out.exists():
             if not out.is_dir() or any(out.iterdir()):
                 raise LoadgenError(
-                    f"{out} exists and is not an empty directory; a result is written once: give another --out"
+                    f"{out} exists and is not an empty directory; results are never overwritten, give another --out"
                 )
             return False
         out.mkdir(parents=True)
     except OSError as error:
-        raise LoadgenError(f"{out} cannot be made: {error.strerror or error}") from error
+        raise LoadgenError(f"{out} cannot be created: {error.strerror or error}") from error
     return True
 
 
 def _keep_plan(order: Order) -> str:
-    """The plan beside the result, uncompressed; its hash."""
+    """Write the plan uncompressed into the result directory and return its hash."""
     kept = order.out / PLAN
     if order.plan_file is None:
         return write_plan(order.plan, kept)
@@ -171,8 +184,10 @@ def _keep_plan(order: Order) -> str:
 
 
 def merge(out: Path, parts: Sequence[Path]) -> tuple[str, ...]:
-    """The records of all processes in one file, in the order in which the requests ended. It is there whole
-    or not at all. What could not be read of theirs."""
+    """Merge the processes' record files into one, ordered by end time, atomically.
+
+    Returns notes about records that could not be read.
+    """
     if len(parts) == 1:
         (out / RECORDS).touch()
         return ()
@@ -192,14 +207,14 @@ def _has_records(out: Path) -> bool:
 
 
 def _remove(out: Path, made: bool) -> None:
-    """What a run that measured nothing has written."""
+    """Remove the files of a run that measured nothing."""
     for name in (PLAN, RUN, RECORDS):
         (out / name).unlink(missing_ok=True)
     if made and not any(out.iterdir()):
         out.rmdir()
 
 
-# The verdict.
+# Validity.
 
 
 def _jobs(order: Order) -> list[ChildJob]:
@@ -222,7 +237,7 @@ def _jobs(order: Order) -> list[ChildJob]:
 def _run_of(
     order: Order, jobs: Sequence[ChildJob], kept_hash: str, facts: Mapping[str, Any], started_at: datetime
 ) -> RunInfo:
-    """As it stands until the run has ended."""
+    """Return the `run.json` content to store until the run has ended."""
     target = order.target
     return RunInfo(
         plan_hash=kept_hash,
@@ -252,7 +267,7 @@ def _verdict(run: RunInfo, ended: Ended, records: Sequence[Record], terms: Terms
     not_sent = [record for record in records if record.error.startswith(NOT_SENT) and not record.left_early]
     if not_sent:
         reasons.append(
-            f"{len(not_sent)} requests were not sent because of this machine: {not_sent[0].error.removeprefix(NOT_SENT)}"
+            f"this machine could not send {len(not_sent)} requests: {not_sent[0].error.removeprefix(NOT_SENT)}"
         )
     reasons += ended.problems
     return replace(
@@ -274,11 +289,7 @@ def _verdict(run: RunInfo, ended: Ended, records: Sequence[Record], terms: Terms
 
 def _notes(ended: Ended) -> tuple[str, ...]:
     failed = ended.warm_ups_failed
-    return (
-        (f"{failed} of {ended.warm_ups} warm-up requests were not answered whole: {ended.warm_up_error}",)
-        if failed
-        else ()
-    )
+    return (f"{failed} of {ended.warm_ups} warm-up requests failed: {ended.warm_up_error}",) if failed else ()
 
 
 def _iso(at: datetime) -> str:

@@ -1,9 +1,8 @@
-"""Sends one process's share of a plan at the times that it says, whatever the answers do, and records what
-comes of it.
+"""Sends one process's share of a plan at the planned times and records the results.
 
-An open loop: nothing waits for anything. What has a time goes out at that time; how many are in flight is the
-server's affair. In between, what can wait is done in small pieces, never when something is about to be due:
-bodies are encoded before their time, connections opened, records written.
+The loop is open: no request waits for another, and the number in flight is unlimited. Work that can wait
+(encoding bodies, opening connections, writing records) is done in small steps, never shortly before a request
+is due.
 """
 
 from __future__ import annotations
@@ -30,33 +29,36 @@ from loadgen.send.timers import Alarm, new_alarm, now_s
 
 TICK_S = 0.05
 BUSY_TICK_S = 0.002
-"""How often there is a look at what can be done meanwhile: where some was left over, sooner."""
+"""Interval of background work: TICK_S, or BUSY_TICK_S while some is left over."""
 PIECE_S = 0.001
-"""For how long at most such work goes on, …"""
+"""Longest uninterrupted background work."""
 CLEAR_S = 0.0005
-"""… and how long before something is due it ends."""
+"""Background work ends at least this long before the next due request."""
 AHEAD_S = 5.0
-"""Bodies are made so long before their time; those of the first minute before the start, as long as they
-fit."""
+"""Bodies are encoded this long before they are due."""
 AHEAD_AT_START_S = 60.0
+"""Bodies due in this first part of the run are encoded before its start, up to AHEAD_AT_START_BYTES."""
 AHEAD_AT_START_BYTES = 128 << 20
 CONNECT_AHEAD_S = 0.25
-"""Connections are open so long before they are needed."""
+"""Connections are opened this long before they are needed."""
 CONNECTIONS_AT_ONCE = 4
-"""Opening one takes a fifth of a millisecond."""
+"""Connections opened in one step. Each takes about 0.2 ms."""
 ROUNDING_S = 1e-7
-"""An alarm that rings on time must find its request due, whatever a sum of floats has lost."""
+"""Tolerance for floating-point rounding, so that an alarm that fires on time finds its request due."""
 MAX_UNWRITTEN = 20_000
-"""Records that wait to be written; more than that, and writing goes before everything else."""
+"""Records waiting to be written. Above this, writing takes precedence."""
 _GARBAGE_OBJECTS = 500_000
 
 
 class RunRecorder(Protocol):
-    def write(self, record: Record) -> None: ...
+    """Stores the record of each request."""
+
+    def write(self, record: Record) -> None:
+        """Store one record."""
 
 
 class Runner:
-    """One run. Everything happens in one thread."""
+    """Sends requests and records their results. Everything runs in one thread."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Runner:
         clock: Callable[[], float] = now_s,
         alarm: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm] = new_alarm,
     ) -> None:
-        """`requests`: this process's share of `plan`. `alarm` wakes by `clock`."""
+        """`requests` is this process's share of `plan`. `alarm` must use the same clock as `clock`."""
         self._plan = plan
         self._client = client
         self._prompts = prompts
@@ -96,18 +98,20 @@ class Runner:
         self.counts = Counts()
 
     def prepare(self) -> None:
-        """Make ready what can be before the start."""
+        """Do the work that is possible before the start: encode bodies and open connections."""
         num_bytes = 0
         while num_bytes < AHEAD_AT_START_BYTES and (request := self._schedule.upcoming(AHEAD_AT_START_S)) is not None:
             self._prepared[request.index] = self._prepared_now(request)
             num_bytes += 8 * (self._plan.num_prompt_tokens(request) or 1000)
         num_first = self._schedule.num_due(CONNECT_AHEAD_S)
         self._client.expect(num_first, at_most=num_first)
-        gc.collect()  # takes a second where much is loaded: `run` may be called just before the first request is due
+        gc.collect()  # can take a second, so it must not happen in `run`, shortly before the first request is due
 
     async def run(self, start_s: float) -> None:
-        """From `start_s`, a time of the clock, until the last request has ended. Raises LoadgenError if
-        records cannot be written."""
+        """Send from `start_s`, a time of the clock, and return when the last request has ended.
+
+        Raises LoadgenError if records cannot be written.
+        """
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
         self._start_s = start_s
@@ -130,14 +134,15 @@ class Runner:
             raise self._problem
 
     def stop(self) -> None:
-        """Send nothing more, and let go of what is in flight. What was not yet due was never offered."""
+        """Send nothing more and cancel requests in flight. Requests that were not yet due do not count as
+        offered."""
         self._is_stopping = True
         now = self._clock()
         for _, _, exchange in tuple(self._in_flight.values()):
             exchange.leave(now)
         self._look_for_end()
 
-    # What is due.
+    # Sending.
 
     def _on_alarm(self) -> None:
         if self._is_stopping:
@@ -161,7 +166,7 @@ class Runner:
         try:
             prepared = self._prepared.pop(request.index, None) or self._prepared_now(request)
             self._client.send(prepared, exchange)
-        except Exception as error:  # a request that cannot be made is a fact about it, not the end of the run
+        except Exception as error:  # a request that cannot be sent is recorded as such and does not end the run
             exchange.not_sent = True
             exchange.fail(self._clock(), f"not sent: {type(error).__name__}: {error}")
         exchange.limit(self._loop, self._timeout_s, self._clock)
@@ -186,14 +191,14 @@ class Runner:
             self.counts.due += len(dropped)
             self._unwritten.extend((due_s, later, None) for due_s, later in dropped)
         if is_whole and not self._is_stopping:
-            self._on_alarm()  # the next turn may be due at once, or sooner than anything else
+            self._on_alarm()  # the next turn may be due now, or before any other request
 
     def _look_for_end(self) -> None:
         has_more = self._schedule.num_unsent > 0 and not self._is_stopping
         if not has_more and not self._in_flight and self._done is not None and not self._done.done():
             self._done.set_result(None)
 
-    # What is done meanwhile.
+    # Background work.
 
     def _tick(self) -> None:
         assert self._loop is not None
@@ -208,7 +213,7 @@ class Runner:
         self._tick_handle = self._loop.call_later(BUSY_TICK_S if has_rest else TICK_S, self._tick)
 
     def _do_some(self, until_s: float, horizon_s: float) -> bool:
-        """Whether something was left."""
+        """Write records and encode bodies until `until_s`. Returns True if work is left."""
         while self._unwritten:
             if self._clock() >= until_s and len(self._unwritten) < MAX_UNWRITTEN:
                 return True
@@ -217,12 +222,12 @@ class Runner:
             request = self._schedule.upcoming(horizon_s)
             if request is None:
                 break
-            with contextlib.suppress(Exception):  # its sending will say so
+            with contextlib.suppress(Exception):  # sending will raise it again and record it
                 self._prepared[request.index] = self._prepared_now(request)
         else:
             return True
         if gc.get_count()[0] > _GARBAGE_OBJECTS:
-            gc.collect(0)  # only failures leave cycles: this hardly ever happens
+            gc.collect(0)  # only failures leave reference cycles, so this is rare
         return False
 
     def _prepared_now(self, request: PlannedRequest) -> Any:
@@ -244,7 +249,9 @@ class Runner:
             self._recorder.write(record)
         except OSError as error:
             if self._problem is None:
-                self._problem = LoadgenError(f"records cannot be written: {error.strerror or error}; the run was ended")
+                self._problem = LoadgenError(
+                    f"records cannot be written: {error.strerror or error}; the run was stopped"
+                )
                 self.stop()
 
     def _write_all(self) -> None:
@@ -253,7 +260,7 @@ class Runner:
         self.counts.cpu_s = time.process_time() - self._began_cpu_s
 
     def _record(self, due_s: float, request: PlannedRequest, exchange: Exchange | None) -> Record:
-        """`exchange` None: it was not sent, because the turn before it was not whole."""
+        """Return a request's record. Without an exchange it was not sent, because an earlier turn failed."""
         start_s = self._start_s
         planned = self._plan.num_prompt_tokens(request)
         if exchange is None:
@@ -263,7 +270,7 @@ class Runner:
                 ended_s=due_s,
                 planned_prompt_tokens=planned,
                 planned_output_tokens=request.output_tokens,
-                error="not sent: an earlier turn was not answered whole",
+                error="not sent: an earlier turn has no complete response",
                 left_early=True,
                 session=request.session,
                 turn=request.turn,
@@ -307,8 +314,11 @@ class Runner:
 
 
 class _NoGarbageCollection:
-    """A full collection takes tens of milliseconds and more, in which nothing is sent. The last one was
-    `prepare`'s."""
+    """Disables garbage collection while entered.
+
+    A full collection takes tens of milliseconds or more, in which nothing is sent. The last one is in
+    `prepare`.
+    """
 
     def __enter__(self) -> None:
         self._was_enabled = gc.isenabled()

@@ -1,4 +1,4 @@
-"""What `loadgen selftest` proved of this machine, kept where `loadgen run` finds it."""
+"""Stores the result of `loadgen selftest` for later runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from loadgen.machine import cpu_model, loadgen_version, usable_cores
 from loadgen.send.run.priority import Priority
 
 UNPROVED_RPS = 250.0
-"""Of one process, where no selftest has been run: what two cores of a small machine are held to."""
+"""Request rate assumed for one process without a selftest. A small machine with two cores reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """One process of that priority kept its timing at `rate_rps` streams of `output_tokens` tokens, each in a
-    message of its own."""
+    """Rate at which one process passed the selftest: `rate_rps` streams of `output_tokens` tokens each.
+
+    Each token was in its own message. `priority` is the process's scheduling priority; the other fields
+    identify the machine and the software.
+    """
 
     rate_rps: float
     output_tokens: int
@@ -32,14 +35,17 @@ class Calibration:
 
     @property
     def tokens_per_s(self) -> float:
+        """Token rate of the measured streams."""
         return self.rate_rps * self.output_tokens
 
     @property
     def is_of_this_machine(self) -> bool:
+        """True if it was measured on this CPU with this version of Python and loadgen."""
         return (self.cpu, self.python, self.loadgen) == (cpu_model(), platform.python_version(), loadgen_version())
 
 
 def measured(rate_rps: float, output_tokens: int, priority: str, measured_at: str) -> Calibration:
+    """Return a calibration for this machine and software."""
     return Calibration(
         rate_rps=rate_rps,
         output_tokens=output_tokens,
@@ -53,7 +59,7 @@ def measured(rate_rps: float, output_tokens: int, priority: str, measured_at: st
 
 
 def path() -> Path:
-    """In the user's cache directory."""
+    """Return the calibration file in the user's cache directory."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -62,7 +68,7 @@ def path() -> Path:
 
 
 def save(calibration: Calibration) -> Path:
-    """Raises OSError."""
+    """Write the calibration and return its file. Raises OSError."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
@@ -72,37 +78,37 @@ def save(calibration: Calibration) -> Path:
 
 
 def load(priority: Priority) -> Calibration | None:
-    """For runs of that priority. None if there is none, or it is of another machine or version, or of a
-    process that was woken sooner."""
+    """Return the stored calibration for runs with this priority.
+
+    Returns None if there is none, or if it is from another machine, another version or a higher priority.
+    """
     try:
         calibration = Calibration(**json.loads(path().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    ranks = [one.value for one in Priority]  # from the least on
+    ranks = [one.value for one in Priority]  # lowest first
     is_sooner = calibration.priority not in ranks[: ranks.index(priority) + 1]
     return calibration if calibration.is_of_this_machine and not is_sooner else None
 
 
 def processes_for(requests_per_s: float, tokens_per_s: float, calibration: Calibration | None) -> int:
-    """So many processes keep their timing at these rates, by what is known."""
+    """Return the number of processes that these rates need."""
     rate_rps = calibration.rate_rps if calibration else UNPROVED_RPS
     tokens_rps = calibration.tokens_per_s if calibration else UNPROVED_RPS * 32
     return max(1, -(-int(requests_per_s) // max(1, int(rate_rps))), -(-int(tokens_per_s) // max(1, int(tokens_rps))))
 
 
 def warning(requests_per_s: float, tokens_per_s: float, processes: int, calibration: Calibration | None) -> str:
-    """What a user should know before a run at these peak rates; empty if nothing."""
+    """Return a warning if `processes` may not be enough for these peak rates, else an empty text."""
     rate_rps = processes * (calibration.rate_rps if calibration else UNPROVED_RPS)
     tokens_rps = processes * (calibration.tokens_per_s if calibration else UNPROVED_RPS * 32)
     if requests_per_s <= rate_rps and tokens_per_s <= tokens_rps:
         return ""
     known = (
-        f"{processes} process{'es' if processes > 1 else ''} of this machine kept the timing up to {rate_rps:g} requests/s and "
-        f"{tokens_rps:g} tokens/s (loadgen selftest, priority {calibration.priority})"
+        f"{processes} process{'es are' if processes > 1 else ' is'} accurate up to {rate_rps:g} requests/s and "
+        f"{tokens_rps:g} tokens/s on this machine (loadgen selftest, priority {calibration.priority})"
         if calibration
-        else f"above {rate_rps:g} requests/s and {tokens_rps:g} tokens/s nothing is taken for granted until `loadgen selftest` was run here"
+        else f"only {rate_rps:g} requests/s and {tokens_rps:g} tokens/s are assumed until `loadgen selftest` has run on this machine"
     )
-    asked = f"the plan asks for up to {requests_per_s:.0f} requests/s and {tokens_per_s:.0f} tokens/s"
-    return (
-        f"{asked}; {known}. The run's own send lag will tell whether it may be trusted; --processes N spreads the work"
-    )
+    asked = f"the plan needs up to {requests_per_s:.0f} requests/s and {tokens_per_s:.0f} tokens/s"
+    return f"{asked}; {known}. The measured send lag decides whether the run is valid; --processes N spreads the work"

@@ -1,4 +1,4 @@
-"""What the scripted server is to do with a request, and what it has seen of one."""
+"""Scripts of the scripted server, and its record of each request."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Any
 
 
 class ScriptedEnd(Enum):
-    """How an answer ends, after its tokens."""
+    """Ways in which a scripted response ends after its tokens."""
 
     DONE = "done"
-    NO_DONE = "no_done"  # the response ends properly, without `[DONE]`
+    NO_DONE = "no_done"  # the HTTP response ends properly, but without `[DONE]`
     CLOSE = "close"  # the server closes the connection
-    RESET = "reset"  # … with a reset
-    NOTHING = "nothing"  # it closes the connection instead of answering
-    SILENCE = "silence"  # nothing comes any more
+    RESET = "reset"  # the server resets the connection
+    NOTHING = "nothing"  # the server closes the connection instead of responding
+    SILENCE = "silence"  # no more data, connection stays open
     ERROR = "error"  # an error event
-    GARBAGE = "garbage"  # an event that is no JSON
+    GARBAGE = "garbage"  # an event that is not JSON
     LONG_LINE = "long_line"  # a line that does not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What becomes of one request. `gaps_s`: after each token but the last, the last entry again and again.
-    `num_tokens` None: as many as asked for. With a `status` other than 200 the answer is `body`, after
-    `ttft_s`."""
+    """Scripted behaviour of the server for one request.
+
+    - `gaps_s`: pause after each token but the last; the last entry repeats
+    - `num_tokens`: tokens of the response; None means as requested
+    - `status`: other than 200, the response is `body` after `ttft_s`
+    """
 
     ttft_s: float = 0.0
     gaps_s: Sequence[float] = (0.0,)
@@ -41,12 +44,12 @@ class Script:
     token_ids: bool = True
     is_compressed: bool = False
     salt: int = 0
-    """Another salt, other tokens."""
+    """Changes the token ids of the response."""
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request as the server saw it; `sent_s` of each event with tokens. Times are `now_s()`."""
+    """One request as the server saw it. Times are `now_s()`; `sent_s` has one for each event with tokens."""
 
     number: int
     body: dict[str, Any]

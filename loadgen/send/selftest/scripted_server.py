@@ -1,10 +1,9 @@
-"""A server whose every delay is known: what loadgen's own error is measured against, and what its tests are
-held to.
+"""A completions server whose every delay is scripted. Loadgen's own error and its tests are measured against
+it.
 
-It speaks the completions API over HTTP/1.1 and does as its script says. Into the last event it writes when it
-had the request and when each event went into the kernel, by the clock that all processes of the machine
-share: what a client saw later than that is the client's error. `python -m loadgen.send.selftest.scripted_server --ttft
-20ms --gap 5ms` runs one by itself.
+The last event of a response contains when the request was received and when each event was written to the
+kernel, by the clock that all processes of the machine share. What a client saw later than that is the
+client's error. `python -m loadgen.send.selftest.scripted_server --ttft 20ms --gap 5ms` runs one on its own.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Scripts = Callable[[ServedRequest], Script]
 
 
 class ScriptedServer:
-    """`async with ScriptedServer(script) as server:` serves at `server.url`. `served`: every request so far,
-    where they are kept."""
+    """Serves at `server.url` while entered. `served` has every request so far, if `keeps` is true."""
 
     def __init__(
         self,
@@ -47,9 +45,12 @@ class ScriptedServer:
         tls: ssl.SSLContext | None = None,
         slots: int | None = None,
     ) -> None:
-        """`stalls`: (from, to) in seconds after the first request: what is due within happens at its end, as
-        if the server stood still. `slots`: so many answers at a time; other requests wait in line, and their
-        scripts begin when it is their turn."""
+        """Configure the server; it starts when entered.
+
+        - `stalls`: (from, to) in seconds after the first request; everything due within is delayed to its end
+        - `slots`: responses at a time; other requests wait in a queue, and their scripts begin when they
+          leave it
+        """
         self.tls = tls
         self._script_of: Scripts = script if callable(script) else lambda _: script
         self._stalls = stalls
@@ -89,6 +90,7 @@ class ScriptedServer:
         self._alarm.close()
 
     def arrived(self, body: dict[str, Any], headers: dict[str, str], at_s: float) -> tuple[ServedRequest, Script]:
+        """Register a request and return it with its script."""
         served = ServedRequest(number=self.num_served, body=body, headers=headers, received_s=at_s)
         self.num_served += 1
         if self.first_s is None:
@@ -98,7 +100,7 @@ class ScriptedServer:
         return served, self._script_of(served)
 
     def admit(self, answer: _Answer, at_s: float) -> None:
-        """Starts it, now or when it is its turn."""
+        """Start a response now or when a slot becomes free."""
         if self._free_slots is None:
             answer.start(at_s)
         elif self._free_slots:
@@ -108,7 +110,7 @@ class ScriptedServer:
             self._line.append(answer)
 
     def over(self, answer: _Answer, at_s: float) -> None:
-        """It has ended, or its client has gone."""
+        """Free the slot of a response that has ended or whose client is gone."""
         if answer.is_over or self._free_slots is None:
             return
         answer.is_over = True
@@ -120,7 +122,7 @@ class ScriptedServer:
             self._free_slots += 1
 
     def at(self, due_s: float, do: Callable[[], None]) -> None:
-        """Later, or now if it is time and the server does not stand still."""
+        """Call `do` at `due_s`, or later if the server stalls then."""
         first_s = due_s if self.first_s is None else self.first_s
         for begin, end in self._stalls:
             if first_s + begin <= due_s < first_s + end:
@@ -144,7 +146,7 @@ class ScriptedServer:
 
 
 class _Connection(asyncio.Protocol):
-    """Requests come one after another; each is parsed whole, then answered."""
+    """One client connection. Requests come one after another; each is parsed completely, then answered."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self._server = server
@@ -205,7 +207,7 @@ class _Connection(asyncio.Protocol):
         self.write(head.encode() + b"\r\n" + body)
 
     def write(self, data: bytes) -> float:
-        """Into the kernel; when that was, taken just before."""
+        """Write to the kernel. Returns the time just before."""
         at_s = now_s()
         if self._transport is None or self._transport.is_closing():
             return at_s
@@ -228,7 +230,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def reset(self) -> None:
-        """As a process that was killed: what is on its way is lost."""
+        """Reset the connection like a killed process: unsent data is lost."""
         if self._transport is not None:
             sock = self._transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -236,7 +238,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Answer:
-    """One request's answer, an event at a time."""
+    """One response, sent event by event."""
 
     def __init__(
         self, connection: _Connection, server: ScriptedServer, served: ServedRequest, script: Script, *, is_chat: bool
@@ -350,14 +352,14 @@ class _Answer:
         return b"data: " + json.dumps(event).encode() + b"\n\n"
 
     def _chunk(self, data: bytes, *, is_last: bool = False) -> bytes:
-        """As HTTP's chunked encoding has it."""
+        """Return the data in HTTP's chunked encoding."""
         if self._deflate is not None:
             data = self._deflate.compress(data) + self._deflate.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH)
         return b"%x\r\n%b\r\n" % (len(data), data) + (b"0\r\n\r\n" if is_last else b"")
 
 
 def main() -> None:
-    """Serve one script to everybody, until standard input ends or somebody interrupts."""
+    """Serve one script to all clients until standard input ends or the process is interrupted."""
     import argparse
     import sys
 
@@ -368,19 +370,30 @@ def main() -> None:
     from loadgen.text_forms import seconds
 
     parser = argparse.ArgumentParser(
-        prog="python -m loadgen.send.selftest.scripted_server", description="A server whose every delay is known."
+        prog="python -m loadgen.send.selftest.scripted_server", description="A completions server with scripted delays."
     )
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
-    parser.add_argument("--ttft", type=seconds, default=0.02, help="from request to first token, such as 20ms")
-    parser.add_argument("--gap", type=seconds, default=0.01, help="between tokens")
+    parser.add_argument("--port", type=int, default=0, help="TCP port; 0 picks a free one")
+    parser.add_argument("--ttft", type=seconds, default=0.02, help="time from request to first token, such as 20ms")
+    parser.add_argument("--gap", type=seconds, default=0.01, help="time between tokens")
     parser.add_argument(
-        "--stall", type=seconds, nargs=2, action="append", default=[], metavar=("FROM", "TO"), help="stand still then"
+        "--stall",
+        type=seconds,
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("FROM", "TO"),
+        help="stall between these times after the first request",
     )
-    parser.add_argument("--slots", type=int, help="answers at a time; others wait in line")
-    parser.add_argument("--owned-by", default="baton", help="what /v1/models says, from which loadgen sees how to ask")
+    parser.add_argument("--slots", type=int, help="concurrent responses; other requests wait in a queue")
+    parser.add_argument(
+        "--owned-by", default="baton", help="owned_by in /v1/models, from which loadgen detects the dialect"
+    )
     parser.add_argument("--core", type=int, help="run on this core only")
     parser.add_argument(
-        "--priority", type=Priority, default=Priority.NORMAL, help="normal, high or realtime, where it is allowed"
+        "--priority",
+        type=Priority,
+        default=Priority.NORMAL,
+        help="scheduling priority: normal, high or realtime (if permitted)",
     )
     given = parser.parse_args()
     if given.core is not None:

@@ -1,10 +1,10 @@
-"""Loadgen's own error, measured against a server that says when it did what.
+"""Measures loadgen's own timing error against a server that reports when it sent what.
 
-The scripted server runs in a process, and where there are several, on a core of its own. For rates that go
-up, one process of loadgen sends Poisson arrivals of short prompts that are answered by streams, each token in
-a message of its own. Two errors are looked at: the send lag, and how much later than the server's own stamp
-the client saw each event (the kernel's part of it included). Both clocks are one clock. A rate is kept if the
-99th percentile of each is at most 2 ms, and every request went out and was answered whole.
+The scripted server runs in its own process, and on its own core if there are several. At increasing rates,
+one loadgen process sends Poisson arrivals of short prompts and receives streams with one token in each
+message. Two errors are measured on one shared clock: the send lag, and the delay of each event from the
+server's timestamp to the client. A rate passes if the 99th percentile of both is at most 2 ms and every
+request was sent and completed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from loadgen.send.target import Target
 
 RATES = (25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 800, 1000, 1200, 1500, 2000)
 LIMIT_S = 0.002
+"""Largest accepted 99th percentile of each error, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestRate:
-    """One rate. Errors are (median, 99th percentile) in seconds. `cpu_share`: of one core;
-    `cpu_per_request_s`: processor time."""
+    """Result at one rate.
+
+    - `lag_s`, `event_s`: (median, 99th percentile) of the send lag and the event delay, in seconds
+    - `cpu_share`: share of one core
+    - `cpu_per_request_s`: processor time per request
+    """
 
     rate_rps: float
     num_requests: int
@@ -50,6 +55,7 @@ class SelftestRate:
 
     @property
     def is_kept(self) -> bool:
+        """True if this rate passes."""
         return self.num_dropped == 0 and self.lag_s[1] <= LIMIT_S and self.event_s[1] <= LIMIT_S
 
 
@@ -63,9 +69,11 @@ def selftest(
     attempts: int,
     told: Callable[[SelftestRate], None],
 ) -> Calibration | None:
-    """`attempts` at each rate: somebody else may be busy on this machine for a moment, but an error that is
-    loadgen's own comes every time. `told` hears of each trial. None if not even the lowest rate was kept.
-    Raises LoadgenError."""
+    """Return the highest rate that passes, or None if the lowest one fails.
+
+    Each rate gets up to `attempts` trials, because other load on the machine may disturb one. `told` is
+    called with each trial. Raises LoadgenError.
+    """
     workload = _Workload(seconds=seconds, output_tokens=output_tokens, priority=priority)
     best = 0.0
     cores = sorted(_usable_cores())
@@ -124,8 +132,10 @@ def _judged(rate_rps: float, finished: Finished) -> SelftestRate:
 
 
 def event_errors_s(record: Record, started_s: float) -> list[float]:
-    """How much later each of its events came than the scripted server sent it. `started_s`: the run's start,
-    by the machine's clock."""
+    """Return the delay of each of a record's events from the scripted server to the client, in seconds.
+
+    `started_s` is the run's start by the machine's clock.
+    """
     stamps = (record.timeline or {}).get("sent_s", ())
     return [started_s + arrival.at_s - stamp for arrival, stamp in zip(record.arrivals, stamps, strict=False)]
 
@@ -137,7 +147,7 @@ def _two(values: Sequence[float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _server(gap_s: float, core: int | None, priority: Priority) -> Iterator[str]:
-    """A scripted server in a process of its own; its address."""
+    """Run a scripted server in its own process and yield its address."""
     command = [
         sys.executable,
         "-m",

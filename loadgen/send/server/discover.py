@@ -1,5 +1,4 @@
-"""What a server says of itself before a run: its models, its kind, its version. A server need not say
-anything but that it is there."""
+"""Reads a server's models, kind and version before a run. Only the connection itself is required to work."""
 
 from __future__ import annotations
 
@@ -22,8 +21,12 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """`models`: ids, the served one first. `kind`: who is said to own them, which names the software.
-    `max_model_len`: of the first."""
+    """Self-reported facts about a server.
+
+    - `models`: model ids, the served one first
+    - `kind`: the owner of the first model, which identifies the software
+    - `max_model_len`: of the first model, or None
+    """
 
     models: Sequence[str] = ()
     kind: str = ""
@@ -32,15 +35,17 @@ class Server:
 
 
 def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
-    """Raises Unreachable where nothing answers, NotTrusted, LoadgenError where a key is missing."""
+    """Read `/v1/models` and the version.
+
+    Raises Unreachable if no server answers, NotTrusted for its certificate, LoadgenError if an API key is
+    missing.
+    """
     status, body = _get(url, "/v1/models", headers, is_insecure)
     if status in (401, 403):
-        raise LoadgenError(
-            f"{url} wants another API key than it was given (status {status}): use --api-key or the variable OPENAI_API_KEY"
-        )
+        raise LoadgenError(f"{url} rejected the API key (status {status}); set --api-key or OPENAI_API_KEY")
     listed = _objects(body) if status == 200 else []
     if not listed:
-        return Server(facts={"models": f"status {status}, not understood" if status == 200 else f"status {status}"})
+        return Server(facts={"models": f"status {status}, unknown format" if status == 200 else f"status {status}"})
     first = listed[0]
     kind = str(first.get("owned_by") or "")
     length = first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx_train")
@@ -58,12 +63,12 @@ def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False)
 
 
 def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> int:
-    """What a path such as `/ready` answers. Raises Unreachable, NotTrusted."""
+    """Return the HTTP status of a path such as `/ready`. Raises Unreachable or NotTrusted."""
     return _get(url, path, headers, is_insecure)[0]
 
 
 def ask_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
-    """Raises Unreachable, LoadgenError."""
+    """Read the models over Baton's gRPC API. Raises Unreachable or LoadgenError."""
     from baton.v1 import inference_pb2, inference_pb2_grpc
 
     pb: Any = inference_pb2
@@ -75,8 +80,11 @@ def ask_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = Fal
 
 
 def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecure: bool = False) -> dict[str, Any]:
-    """What a Baton cluster has, by the `Admin` service of one of its gateways: its workers that serve `model`
-    now, by role, and how many tokens their KV memory holds together. Raises Unreachable, LoadgenError."""
+    """Read a Baton cluster's ready workers for `model` from the `Admin` service of a gateway.
+
+    Returns the version, the number of workers, their number by role and their total KV cache size in tokens.
+    Raises Unreachable or LoadgenError.
+    """
     from baton.v1 import admin_pb2, admin_pb2_grpc
 
     pb: Any = admin_pb2
@@ -84,7 +92,7 @@ def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecur
         target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure
     )
     if reply.model != model:
-        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}")
+        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}; correct --admin or --model")
     workers = [
         worker for worker in reply.workers if worker.state == pb.WORKER_STATE_READY and _serves(worker.model, model)
     ]
@@ -100,7 +108,7 @@ def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecur
 
 
 def _serves(told: str, model: str) -> bool:
-    """A worker may say more of its model than the name: `demo (emulated)`."""
+    """True if a worker's model is `model`. Workers may append a remark: `demo (emulated)`."""
     return told == model or told.startswith(f"{model} (")
 
 
@@ -111,7 +119,7 @@ def _called(
     message: Any,
     is_insecure: bool,
 ) -> Any:
-    """The reply of one call to Baton. Raises Unreachable, LoadgenError."""
+    """Return the reply of one blocking gRPC call. Raises Unreachable or LoadgenError."""
     import grpc
 
     metadata = tuple((name.lower(), value) for name, value in headers.items())
@@ -121,9 +129,7 @@ def _called(
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
-                raise LoadgenError(
-                    f"{target} wants another API key than it was given: use --api-key or OPENAI_API_KEY"
-                ) from error
+                raise LoadgenError(f"{target} rejected the API key; set --api-key or OPENAI_API_KEY") from error
             raise unreachable(target, error.details() or code.name) from error
 
 
@@ -154,7 +160,7 @@ def _field(url: str, path: str, name: str, headers: Mapping[str, str], is_insecu
 
 
 def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> tuple[int, bytes]:
-    """Raises Unreachable, NotTrusted."""
+    """Return (status, body) of a GET request. Raises Unreachable or NotTrusted."""
     parts = split_url(url)
     host = parts.hostname or ""
     connection: http.client.HTTPConnection
@@ -168,8 +174,8 @@ def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> 
         return answer.status, answer.read(_MAX_BYTES)
     except ssl.SSLCertVerificationError as error:
         raise NotTrusted(
-            f"the certificate of {url} is not trusted here ({error.verify_message}): name its authorities in SSL_CERT_FILE, or take any by "
-            "--insecure"
+            f"the certificate of {url} is not trusted ({error.verify_message}); name a file of its authorities in SSL_CERT_FILE, or accept "
+            "any certificate with --insecure"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         why = (
@@ -178,7 +184,7 @@ def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> 
             else getattr(error, "strerror", None) or str(error) or type(error).__name__
         )
         raise Unreachable(
-            f"nothing answers at {url}: {why}; is the server up, and is this its address (--url)?"
+            f"no server answers at {url}: {why}; start the server or correct its address (--url)"
         ) from error
     finally:
         connection.close()

@@ -1,7 +1,7 @@
-"""Waiting until a server has nothing left to do, so that one trial does not pay for the one before it.
+"""Waits until a server is idle, so that a trial is not affected by the one before it.
 
-Servers do not tell, so it is asked something small: while the answer takes much longer than it did when the
-server was new to us, it is still at work. The small requests share no token with any plan, nor with each
+Servers do not report whether they are idle, so a small request is sent repeatedly. The server is busy while
+the response takes much longer than it did at first. The small requests share no prefix with any plan or each
 other.
 """
 
@@ -22,20 +22,21 @@ from loadgen.send.timers import now_s
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 4
 FIRST_LOOKS = 3
 SLOWER, SLOWER_S = 2.0, 0.05
-"""An idle server answers within so many times the first answers' time, and so much more."""
+"""An idle server responds within the first response time times SLOWER, plus SLOWER_S."""
 EVERY_S = 0.5
+"""Pause between two small requests, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """`is_idle`: whether the server came to rest within the time."""
+    """Result of a wait: its duration, and whether the server became idle in time."""
 
     waited_s: float
     is_idle: bool
 
 
 class IdleWatch:
-    """Of one server. `vocabulary`: of the plans that it is sent."""
+    """Measures whether one server is idle. `vocabulary` is that of the plans sent to it."""
 
     def __init__(self, target: Target, vocabulary: Vocabulary, *, limit_s: float) -> None:
         self._target = target
@@ -51,10 +52,11 @@ class IdleWatch:
         self._idle_s: float | None = None
 
     def wait(self) -> Rest:
-        """Until it is idle, or `limit_s` have passed. The first call takes the server for idle, and learns
-        how quick it is then.
+        """Wait until the server is idle or `limit_s` have passed.
 
-        Raises LoadgenError if it does not answer that first time."""
+        The first call assumes an idle server and measures its response time. It raises LoadgenError if there
+        is no response.
+        """
         return asyncio.run(self._wait())
 
     async def _wait(self) -> Rest:
@@ -76,12 +78,12 @@ class IdleWatch:
         took_s, error = await self._ask(self._limit_s)
         if took_s is None:
             raise LoadgenError(
-                f"{', '.join(self._target.urls)} does not answer a request of {PROMPT_TOKENS} tokens: {error}"
+                f"{', '.join(self._target.urls)} did not complete a request of {PROMPT_TOKENS} tokens: {error}"
             )
         return took_s
 
     async def _ask(self, timeout_s: float) -> tuple[float | None, str]:
-        """(seconds of a whole answer, what went wrong instead)."""
+        """Send a small request and return (seconds, "") or (None, error)."""
         self._num_asked += 1
         client = new_client(self._target, max_connections=4)
         try:
@@ -92,7 +94,7 @@ class IdleWatch:
             if exchange.is_whole:
                 return now_s() - began_s, ""
             status = f"status {exchange.status}: " if exchange.status not in (None, 200) else ""
-            return None, status + (exchange.error or "the answer was cut short")
+            return None, status + (exchange.error or "the response was cut short")
         except LoadgenError as error:
             return None, str(error)
         finally:

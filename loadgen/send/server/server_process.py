@@ -1,9 +1,8 @@
-"""Starting and stopping a server by a command of the user's, such as `baton up --prefill {p} --decode {d}
---http-port {port}`.
+"""Starts and stops a server by a command of the user, such as `baton up --prefill {p} --http-port {port}`.
 
-No shell reads the command (write `sh -c '…'` for one). The server leads a session of its own, so a Ctrl-C in
-the terminal reaches loadgen alone, which then stops the server: SIGINT to its process group, SIGTERM after a
-while, SIGKILL in the end.
+The command is not run in a shell; write `sh -c '…'` for one. The server runs in its own session, so Ctrl-C in
+the terminal reaches only loadgen, which then stops the server's process group with SIGINT, SIGTERM and
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -28,27 +27,28 @@ from loadgen.send.timers import now_s
 PORT = "port"
 POLL_S = 0.25
 PATIENCE_S = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
-"""How long the process group may take to go after each signal, …"""
+"""Signals for the process group, with the time it has to exit after each."""
 ORPHANS_S = 5.0
-"""… and how long of that without its leader: dead processes that nobody collects look alive."""
+"""Shorter limit once the group's leader has exited, because unreaped zombie processes look alive."""
 READY_PATHS = ("/ready", "/health", "/v1/models")
-"""The first one that the server knows decides; one that is not there answers 404."""
+"""Readiness paths in order. The first one that does not return 404 decides."""
 _LOG_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What a sweep puts into the command: values by placeholder; none where nothing is swept."""
+    """Values of a sweep's placeholders. Empty if nothing is swept."""
 
     values: Mapping[str, str]
 
     @property
     def name(self) -> str:
+        """The values in text form, `p=1,d=2`."""
         return ",".join(f"{name}={value}" for name, value in self.values.items())
 
 
 def parse_sweep(text: str) -> list[Point]:
-    """`p:d=1:1,1:2,2:1`: the placeholders {p} and {d}, and their values at each point. Raises
+    """Return the points of a sweep such as `p:d=1:1,1:2,2:1`, for the placeholders {p} and {d}. Raises
     LoadgenError."""
     names, equals, rest = text.partition("=")
     keys = [name.strip() for name in names.split(":")]
@@ -58,69 +58,78 @@ def parse_sweep(text: str) -> list[Point]:
         or not all(key.isidentifier() and key != PORT for key in keys)
         or len(set(keys)) < len(keys)
     ):
-        raise LoadgenError(f"`{text}` is no sweep: write names and values, such as p:d=1:1,1:2,2:1")
+        raise LoadgenError(f"`{text}` is not a sweep; write names and values, such as p:d=1:1,1:2,2:1")
     points = []
     for part in rest.split(","):
         values = [value.strip() for value in part.split(":")]
         if len(values) != len(keys) or not all(values):
-            raise LoadgenError(f"`{text}`: `{part}` does not have a value for each of {', '.join(keys)}")
+            raise LoadgenError(f"`{text}`: `{part}` must have one value for each of {', '.join(keys)}")
         points.append(Point(values=dict(zip(keys, values, strict=True))))
     if len({point.name for point in points}) < len(points):
-        raise LoadgenError(f"`{text}` has a point twice")
+        raise LoadgenError(f"`{text}` contains a point twice; remove one")
     return points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCommand:
-    """Arguments with {placeholders}."""
+    """A command's arguments with {placeholders}."""
 
     arguments: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str, points: Sequence[Point]) -> ServerCommand:
-        """Checks that the points fill every placeholder, and that none of their values is left unused. Raises
-        LoadgenError."""
+        """Split a command and check that the points fill all placeholders and have no unused value.
+
+        Raises LoadgenError.
+        """
         try:
             arguments = tuple(shlex.split(text))
             asked = {
                 name for argument in arguments for _, name, *_ in string.Formatter().parse(argument) if name is not None
             }
         except ValueError as error:
-            raise LoadgenError(f"--command `{text}`: {error}; a brace that is meant is doubled: {{{{") from None
+            raise LoadgenError(f"--command `{text}`: {error}; write {{{{ for a literal brace") from None
         if not arguments:
             raise LoadgenError("--command is empty")
         given = {name for point in points for name in point.values}
         if asked - given - {PORT}:
             missing = sorted(asked - given - {PORT})[0]
             raise LoadgenError(
-                f"--command has {{{missing}}}, which no --sweep gives (and {{port}}, a free one, is always there)"
+                f"--command contains {{{missing}}}, but --sweep has no value for it; {{port}} is the only built-in placeholder"
             )
         if given - asked:
             raise LoadgenError(
-                f"--sweep gives {sorted(given - asked)[0]}, but --command has no {{{sorted(given - asked)[0]}}}"
+                f"--sweep has values for {sorted(given - asked)[0]}, but --command does not contain {{{sorted(given - asked)[0]}}}"
             )
         return cls(arguments=arguments)
 
     @property
     def has_port(self) -> bool:
+        """True if the command contains {port}."""
         return any("{" + PORT + "}" in argument for argument in self.arguments)
 
     def at(self, point: Point, port: int) -> list[str]:
+        """Return the arguments for a point and a port."""
         return [argument.format(**point.values, **{PORT: port}) for argument in self.arguments]
 
 
 def free_port() -> int:
+    """Return a free TCP port on 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 Probe = Callable[[], int | None]
-"""What the server answers when it is asked whether it is ready, as an HTTP status; None where nobody listens.
-Raises LoadgenError for what no waiting mends, such as a certificate that is not trusted."""
+"""Returns the HTTP status of a readiness check, or None if no server listens.
+
+Raises LoadgenError for errors that waiting does not solve, such as an untrusted certificate.
+"""
 
 
 def http_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Probe:
+    """Return a probe over HTTP that tries `READY_PATHS`."""
+
     def probe() -> int | None:
         try:
             for path in READY_PATHS:
@@ -135,6 +144,8 @@ def http_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Pr
 
 
 def grpc_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Probe:
+    """Return a probe over Baton's gRPC API."""
+
     def probe() -> int | None:
         try:
             ask_grpc(url, headers, is_insecure=is_insecure)
@@ -147,14 +158,18 @@ def grpc_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Pr
 
 @contextmanager
 def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float) -> Iterator[None]:
-    """The server runs, and is ready, inside. What it prints goes to `log`. Raises LoadgenError if it is not
-    ready in time, or if something else answers already. It is stopped whatever happens, and nothing of its
-    process group is left."""
+    """Run the server while entered. It is ready on entry, and its process group is stopped on exit.
+
+    Output goes to `log`. Raises LoadgenError if it is not ready in time, or if another server already
+    answers.
+    """
     if probe() is not None:
-        raise LoadgenError("something answers there already: end it, or let --command take {port}, which is a free one")
+        raise LoadgenError(
+            "another server already answers at this address; stop it, or use {port} in --command for a free port"
+        )
     patience = PATIENCE_S[
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN :
-    ]  # what we ignore (under nohup, say) so does who we start
+    ]  # children inherit an ignored SIGINT, for example under nohup
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -177,15 +192,17 @@ def _wait_until_ready(process: subprocess.Popen[bytes], probe: Probe, log: Path,
     end_s = now_s() + ready_s
     while probe() != 200:
         if process.poll() is not None:
-            raise LoadgenError(f"the server ended with code {process.returncode} before it was ready; {_said(log)}")
+            raise LoadgenError(f"the server exited with code {process.returncode} before it was ready; {_said(log)}")
         if now_s() > end_s:
             raise LoadgenError(f"the server was not ready within {ready_s:g} s; {_said(log)}")
         time.sleep(POLL_S)
 
 
 def _stop(process: subprocess.Popen[bytes], patience: Sequence[tuple[signal.Signals, float]]) -> None:
-    """Ends its process group, by one signal after the other. A second Ctrl-C meanwhile makes it harsher at
-    once, and does not get lost."""
+    """Stop the process group with one signal after the other.
+
+    A Ctrl-C meanwhile skips to the next signal and is raised again at the end.
+    """
     was_interrupted = False
     for number, patience_s in patience:
         if not _signal_group(process.pid, number):
@@ -213,7 +230,7 @@ def _is_gone(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether there was anybody."""
+    """Send a signal to the group. Returns False if the group no longer exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
         return True
@@ -224,4 +241,4 @@ def _said(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         text = file.read().decode(errors="replace").strip()
-    return f"its last words ({log}):\n{text}" if text else f"it said nothing ({log})"
+    return f"its last output ({log}):\n{text}" if text else f"it printed nothing ({log})"

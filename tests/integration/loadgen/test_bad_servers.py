@@ -33,20 +33,20 @@ def target(server: ScriptedServer) -> Target:
         (
             Script(num_tokens=3, ending=Ending.CLOSE),
             RequestOutcome.FAILED,
-            "closed by the server in the middle of the answer, after 3 tokens",
+            "closed by the server in the middle of the response, after 3 tokens",
             3,
         ),
         (
             Script(num_tokens=3, ending=Ending.RESET),
             RequestOutcome.FAILED,
-            "by the server in the middle of the answer",
+            "by the server in the middle of the response",
             None,
         ),
         (Script(num_tokens=3, ending=Ending.ERROR), RequestOutcome.FAILED, "scripted", 3),
-        (Script(num_tokens=3, ending=Ending.GARBAGE), RequestOutcome.FAILED, "no part of a completion: {]", 3),
+        (Script(num_tokens=3, ending=Ending.GARBAGE), RequestOutcome.FAILED, "invalid completion event: {]", 3),
         (Script(num_tokens=3, ending=Ending.LONG_LINE), RequestOutcome.FAILED, "longer than", 3),
-        (Script(num_tokens=3, ending=Ending.SILENCE), RequestOutcome.TIMED_OUT, "no whole answer within 1.5 s", 3),
-        (Script(ending=Ending.NOTHING), RequestOutcome.FAILED, "closed by the server before an answer", 0),
+        (Script(num_tokens=3, ending=Ending.SILENCE), RequestOutcome.TIMED_OUT, "no complete response within 1.5 s", 3),
+        (Script(ending=Ending.NOTHING), RequestOutcome.FAILED, "closed by the server before a response", 0),
         (Script(num_tokens=0, ending=Ending.CLOSE), RequestOutcome.FAILED, "closed by the server", 0),
         (Script(num_tokens=3, ending=Ending.NO_DONE), RequestOutcome.TRUNCATED, "", 3),
         (Script(num_tokens=3, finish_reason="stop"), RequestOutcome.TRUNCATED, "", 3),
@@ -76,7 +76,7 @@ def target(server: ScriptedServer) -> Target:
             "in disguise",
             0,
         ),
-        (Script(body=b"<html>hello</html>"), RequestOutcome.FAILED, "no stream: <html>hello</html>", 0),
+        (Script(body=b"<html>hello</html>"), RequestOutcome.FAILED, "no event stream: <html>hello</html>", 0),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -139,7 +139,7 @@ async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so()
     sent = [record for record in run.records if record.sent_s is not None]
     others = [record for record in run.records if record.sent_s is None]
     assert (len(sent), server.num_served) == (4, 4)
-    assert all(record.error.startswith(f"{NOT_SENT}4 connections are open") for record in others)
+    assert all(record.error.startswith(f"{NOT_SENT}all 4 connections") for record in others)
     assert run.outcomes.count(RequestOutcome.FAILED) == 6
 
 
@@ -162,7 +162,7 @@ async def test_nobody_there() -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(Unreachable, match="Connection refused"):
         await new_client(Target(urls=(url,), model="m")).open()
-    with pytest.raises(Unreachable, match="name is not known"):
+    with pytest.raises(Unreachable, match="name cannot be resolved"):
         await new_client(Target(urls=("http://no-such-host.invalid",), model="m")).open()
 
 

@@ -191,7 +191,7 @@ def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> Non
     assert "invalid int value" in second["error"]
     assert (second["answers"], second["trials"]) == ([], [])
     assert "s=4: " in done.stdout
-    assert "s=x: the server ended with code" in done.stdout
+    assert "s=x: the server exited with code" in done.stdout
     port = re.search(r":(\d+)$", first["url"])
     assert port is not None
     assert not processes_with(f"--port {port[1]}")
@@ -232,17 +232,17 @@ def test_what_cannot_be_done_is_said_before_anything_is_started(server: str, tmp
     (taken / "x").touch()
     for number, (arguments, message) in enumerate(
         (
-            (["--url", "http://127.0.0.1:1"], "nothing answers at"),
-            (["--url", server, "nonsense"], "`nonsense` is no workload"),
-            (["--url", server, "random", "--rate", "5"], "--rate has no place in the workload"),
+            (["--url", "http://127.0.0.1:1"], "no server answers at"),
+            (["--url", server, "nonsense"], "`nonsense` is not a workload"),
+            (["--url", server, "random", "--rate", "5"], "--rate is not allowed in the workload"),
             (["--url", server, "--sweep", "p=1"], "--sweep needs --command"),
-            (["--command", "serve {q}"], "which no --sweep gives"),
+            (["--command", "serve {q}"], "--sweep has no value for it"),
             (["--command", "no-such-program-anywhere"], "cannot be started"),
-            (["--url", server, "--out", str(taken)], "written once"),
+            (["--url", server, "--out", str(taken)], "never overwritten"),
             (["--url", server, "--attainment", "100"], "below 100"),
             (["--url", server, "--attainment", "99.9", "--max-rate", "1"], "give longer --seconds"),
-            (["--url", server, "--slo", "chat:ttft=1s"], "no class of that name"),
-            (["--command", "sleep {port}", "--url", server], "something answers there already"),
+            (["--url", server, "--slo", "chat:ttft=1s"], "no class `chat`"),
+            (["--command", "sleep {port}", "--url", server], "another server already answers"),
         )
     ):
         out = tmp_path / str(number)
@@ -289,7 +289,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "idle.py"
     program.write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
     with (
-        pytest.raises(LoadgenError, match=r"not ready within 1 s; its last words .*\nloading"),
+        pytest.raises(LoadgenError, match=r"not ready within 1 s; its last output .*\nloading"),
         served([sys.executable, str(program)], lambda: None, tmp_path / "log", ready_s=1.0),
     ):
         raise AssertionError

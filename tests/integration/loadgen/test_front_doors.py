@@ -140,7 +140,7 @@ async def test_what_the_doors_say_of_themselves() -> None:
         by_http = await asyncio.to_thread(ask_http, http.urls[0], {})
         by_grpc = await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
     assert (by_http.models, by_http.kind, by_grpc.models, by_grpc.kind) == (["demo"], "baton", ["demo"], "baton")
-    with pytest.raises(Unreachable, match="no gRPC server"):
+    with pytest.raises(match="no Baton gRPC server"):
         await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
@@ -179,11 +179,11 @@ async def test_a_baton_tells_how_many_workers_it_has_and_what_they_hold() -> Non
 
 async def test_an_address_that_was_given_must_tell_and_one_that_was_not_may_not() -> None:
     async with http_gateway(*PD) as gateway:
-        with pytest.raises(Unreachable, match="no gRPC server of Baton's"):
+        with pytest.raises(Unreachable, match="no Baton gRPC server"):
             await asyncio.to_thread(asked, "--url", gateway.url, "--admin", "127.0.0.1:9")
     async with both_doors(has_admin=False) as (_, _, grpc):
         facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
-    assert facts["cluster"].startswith("not told: ")
+    assert facts["cluster"].startswith("unknown: ")
     assert "workers" not in facts
 
 
@@ -224,7 +224,7 @@ async def test_over_tls_grpcs_own_variable_goes_before(
     async with both_doors(tls=front(ours)) as (_, _, grpc):
         assert (await asyncio.to_thread(ask_grpc, grpc.urls[0], {})).models == ["demo"]
     async with both_doors(tls=front(theirs)) as (_, _, grpc):
-        with pytest.raises(NotTrusted, match="name its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+        with pytest.raises(NotTrusted, match="name a file of its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
@@ -234,13 +234,14 @@ async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
     monkeypatch.setattr(grpc_client, "OPEN_S", 1.0)
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
     async with both_doors(tls=front(ours)) as (_, http, grpc):
-        words = f"answers at {grpc.urls[0]}; its certificate is not trusted here, name its authorities in SSL_CERT_FILE"
+        words = f"answers at {grpc.urls[0]}; its certificate is not trusted; name a file of its authorities in SSL_CERT_FILE"
         with pytest.raises(NotTrusted, match=words):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
         with pytest.raises(NotTrusted, match=words):
             await measure(conversation(), grpc)
         with pytest.raises(
-            NotTrusted, match=f"{http.urls[0]} is not trusted here .*name its authorities in SSL_CERT_FILE, or take any"
+            NotTrusted,
+            match=f"{http.urls[0]} is not trusted .*name a file of its authorities in SSL_CERT_FILE, or accept",
         ):
             await asyncio.to_thread(ask_http, http.urls[0], {})
         for probe in (http_probe(http.urls[0], {}, is_insecure=False), grpc_probe(grpc.urls[0], {}, is_insecure=False)):
@@ -251,22 +252,24 @@ async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
         assert await asyncio.to_thread(http_probe(http.urls[0], {}, is_insecure=True)) == 200
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors(tls=ours.pair("other", "elsewhere")) as (_, _, grpc):
-        with pytest.raises(NotTrusted, match="its certificate is not for this name"):
+        with pytest.raises(NotTrusted, match="its certificate is for another host name"):
             await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
 
 
 async def test_who_speaks_tls_and_who_does_not(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors() as (_, _, grpc):
-        with pytest.raises(Unreachable, match="does not speak TLS"):
+        with pytest.raises(Unreachable, match="does not use TLS"):
             await asyncio.to_thread(ask_grpc, f"https://{grpc.urls[0]}", {})
     async with both_doors(tls=front(ours)) as (_, _, grpc):
-        with pytest.raises(Unreachable, match="does it speak TLS"):
+        with pytest.raises(Unreachable, match="if it uses TLS"):
             await asyncio.to_thread(ask_grpc, grpc.urls[0].removeprefix("https://"), {})
 
 
 async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
-    refusal = "gRPC checks every certificate, so --insecure is not for https://"
+    refusal = (
+        "--insecure is not supported over gRPC, which always checks certificates; name the authorities of https://"
+    )
     async with both_doors(tls=front(ours)) as (_, http, grpc):
         for arguments in (
             ("--protocol", "grpc", "--url", grpc.urls[0]),
@@ -293,18 +296,18 @@ def test_authorities_that_cannot_be_read_are_named(
     if text is not None:
         file.write_text(text)
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
-    with pytest.raises(LoadgenError, match=f"SSL_CERT_FILE names {file}, which holds no certificates"):
+    with pytest.raises(LoadgenError, match=f"SSL_CERT_FILE names {file}, which contains no CA certificates"):
         ask_grpc("https://127.0.0.1:9", {})
 
 
 @pytest.mark.parametrize("url", ["grpcs://127.0.0.1:9", "ftp://127.0.0.1:9", "https://", ""])
 def test_what_is_no_address_over_grpc(url: str) -> None:
-    with pytest.raises(LoadgenError, match="is no address of a gRPC server"):
+    with pytest.raises(LoadgenError, match="is not a gRPC address"):
         ask_grpc(url, {})
 
 
 async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
-    with pytest.raises(LoadgenError, match="cannot have these fields"):
+    with pytest.raises(LoadgenError, match="does not have"):
         GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"best_of": 2}))
 
 

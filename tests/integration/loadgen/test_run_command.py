@@ -92,7 +92,7 @@ def test_a_first_look_makes_a_plan_keeps_it_and_accounts_for_every_request(serve
     assert result.run.flags["headers"] == ["Authorization", "X-Also"]
     again = loadgen("run", str(out / "plan.jsonl"), "--url", server, "--out", str(out))
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "is written once" in again.stderr
+    assert "are never overwritten" in again.stderr
 
 
 def ordered(out: Path) -> list[Record]:
@@ -163,7 +163,7 @@ def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: 
         assert time.monotonic() < deadline_s
     result = read_result(out)
     assert classes(result)["good"] > 0
-    assert result.run.invalid == ("the run did not come to its end: the process that led it was killed",)
+    assert result.run.invalid == ("the run did not finish: its main process was killed",)
     files = ["records.jsonl"] if processes == 1 else ["records.0.jsonl", "records.1.jsonl"]
     assert sorted(path.name for path in out.glob("*records*")) == files
     assert len(result.records) == sum(len((out / file).read_text().splitlines()) for file in files)
@@ -186,17 +186,20 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
     broken.write_text(broken.read_text() + '{"index": 1, "at_s": "soon"}\n')
     out = ["--out", str(tmp_path / "result")]
     for arguments, message in (
-        (["run", str(tmp_path / "none.jsonl"), "--url", server], "none.jsonl: there is no such file"),
+        (["run", str(tmp_path / "none.jsonl"), "--url", server], "none.jsonl: no such file"),
         (["run", str(broken), "--url", server], "broken.jsonl:3: "),
         (
             ["run", "--rate", "5", "--url", "http://127.0.0.1:9"],
-            "nothing answers at http://127.0.0.1:9: Connection refused",
+            "no server answers at http://127.0.0.1:9: Connection refused",
         ),
-        (["run", "--rate", "5", "--url", server, "--slo", "chat:ttft=1s"], "the plan has no class of that name"),
-        (["run", "--rate", "5", "--url", server, "--api-key", "sk-SECRET-é"], "characters that no header can carry"),
-        (["run", "--rate", "5", "--url", server, "--body", "max_tokens=9"], "said by the plan"),
-        (["run", "--rate", "5", "--url", server, "--check", "--body", "temperature=0.7"], "a temperature makes others"),
-        (["run", "--rate", "5", "--url", "http://a..b:80"], "is no address"),
+        (["run", "--rate", "5", "--url", server, "--slo", "chat:ttft=1s"], "the plan has no class `chat`"),
+        (
+            ["run", "--rate", "5", "--url", server, "--api-key", "sk-SECRET-é"],
+            "characters that are not allowed in a header",
+        ),
+        (["run", "--rate", "5", "--url", server, "--body", "max_tokens=9"], "max_tokens comes from the plan"),
+        (["run", "--rate", "5", "--url", server, "--check", "--body", "temperature=0.7"], "needs greedy decoding"),
+        (["run", "--rate", "5", "--url", "http://a..b:80"], "is not a valid address"),
     ):
         done = loadgen(*arguments, *out)
         assert (done.returncode, done.stdout) == (2, "")
@@ -226,8 +229,8 @@ def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_
     ]
     done = loadgen("run", *arguments)
     assert done.returncode in (0, 3), done.stderr
-    assert "warning: the plan asks for up to" in done.stderr
-    assert "until `loadgen selftest` was run here" in done.stderr
+    assert "warning: the plan needs up to" in done.stderr
+    assert "until `loadgen selftest` has run on this machine" in done.stderr
     assert last_line(done.stdout)[0] == len(read_result(out).records) > 250
 
 
@@ -267,7 +270,7 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     result = read_result(out)
     assert result.run.check["differing"] == [{"index": index, "at": 0} for index in range(8)]
     assert result.run.plan_hash == plan_hash(tmp_path / "plan.jsonl.gz")
-    assert "8 of 8 answers differ" in done.stdout
+    assert "8 of 8 responses differ" in done.stdout
 
 
 def test_the_selftest_measures_and_remembers(tmp_path: Path) -> None:
@@ -277,7 +280,7 @@ def test_the_selftest_measures_and_remembers(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("20 ")]
     assert rows, done.stderr
     assert all(row[2] == "0" for row in rows)  # nothing was dropped
-    is_kept = "timing is kept" in done.stdout
+    is_kept = "timing is accurate" in done.stdout
     assert (done.returncode, (tmp_path / "cache" / "loadgen" / "selftest.json").exists()) == (
         (0, True) if is_kept else (3, False)
     )

@@ -147,7 +147,7 @@ def test_weibull_shapes() -> None:
     assert weibull_cv(1.0) == pytest.approx(1.0)
     assert weibull_cv(2.0) == pytest.approx(math.sqrt(4 / math.pi - 1))
     assert weibull_cv(weibull_shape(7.4)) == pytest.approx(7.4)
-    with pytest.raises(BadPlan, match="no Weibull gaps of cv 1000"):
+    with pytest.raises(BadPlan, match="Weibull gaps cannot have cv 1000"):
         weibull_shape(1000)
 
 
@@ -158,13 +158,13 @@ def test_times_of_a_trace_are_kept_but_for_the_factor() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("poison", "`poison` is no arrival process: write poisson, constant"),
-        ("poisson:cv=2", "is no arrival process"),
+        ("poison", "`poison` is not an arrival process; write poisson, constant"),
+        ("poisson:cv=2", "is not an arrival process"),
         ("gamma", "`gamma`: `cv=…` is missing"),
-        ("gamma:cv=0", "`gamma:cv=0`: at cv 0 write constant"),
-        ("gamma:shape=2", "`gamma:shape=2`: `shape=2` is not understood; write cv=…"),
+        ("gamma:cv=0", "`gamma:cv=0`: cv must be above 0; write constant"),
+        ("gamma:shape=2", "`gamma:shape=2`: `shape=2` is not a known setting; write cv=…"),
         ("weibull:cv=2,shape=1", "give either cv=… or shape=…"),
-        ("weibull:cv=x", "`x` is no number of 0 or more"),
+        ("weibull:cv=x", "`x` is not a number of 0 or more"),
     ],
 )
 def test_processes_that_cannot_be_read(text: str, message: str) -> None:
@@ -176,19 +176,19 @@ def test_processes_that_cannot_be_read(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "a rate of 0 requests a second: give more than 0"),
-        ("-1", "`-1` is no rate"),
-        ("inf", "`inf` is no rate"),
-        ("5rps", "`5rps` is no number"),
+        ("0", "the rate is 0 requests/s; it must be above 0"),
+        ("-1", "`-1` is not a rate"),
+        ("inf", "`inf` is not a rate"),
+        ("5rps", "`5rps` is not a number"),
         ("ramp:1-10", "`ramp:1-10`: write ramp:1-10@60s"),
         ("ramp:1@60s", "`ramp:1@60s`: write two numbers, such as 100-800"),
-        ("ramp:0-0@60s", "a rate in pieces needs one above 0"),
-        ("steps:1@5x", "`5x` is no duration: write 300ms, 5s, 2m or 1h"),
-        ("steps:1@0s", "a rate in pieces needs one above 0, and each piece a duration above 0"),
+        ("ramp:0-0@60s", "a stepwise rate needs a rate above 0"),
+        ("steps:1@5x", "`5x` is not a duration; write 300ms, 5s, 2m or 1h"),
+        ("steps:1@0s", "a stepwise rate needs a rate above 0 in at least one step and a duration above 0 in each"),
         ("steps:5", "`steps:5`: write rate@duration, such as 2@60s"),
         ("onoff:1@5s", "`onoff:1@5s`: write two stretches"),
         ("onoff:0@5s,0@5s", "an on/off rate needs two durations above 0 and a rate above 0"),
-        ("sine:1", "`sine:1` is no rate"),
+        ("sine:1", "`sine:1` is not a rate"),
     ],
 )
 def test_rates_that_cannot_be_read(text: str, message: str) -> None:
@@ -217,13 +217,13 @@ def test_times_from_a_file(tmp_path: Path) -> None:
     path.write_text("0\n0.5\n1e1\n")
     assert read_times(str(path)).tolist() == [0, 0.5, 10]
     path.write_text("0.5\n0.25\n")
-    with pytest.raises(BadPlan, match=r"times\.txt:2: 0\.25 is before the 0\.5 of the line above"):
+    with pytest.raises(BadPlan, match=r"times\.txt:2: 0\.25 is before 0\.5 in the previous line"):
         read_times(str(path))
     path.write_text("0\nsoon\n")
-    with pytest.raises(BadPlan, match=r"times\.txt:2: `soon` is no number"):
+    with pytest.raises(BadPlan, match=r"times\.txt:2: `soon` is not a number"):
         read_times(str(path))
     path.write_text("")
-    with pytest.raises(BadPlan, match="it has no times"):
+    with pytest.raises(BadPlan, match="the file has no times"):
         read_times(str(path))
 
 
@@ -252,7 +252,7 @@ def test_streams_are_independent_and_known_by_heart() -> None:
     assert stream(0, "arrivals").random(3).tolist() == [0.972809746419624, 0.8318984687059328, 0.9125684867087402]
     a, b = stream(0, "arrivals").random(10_000), stream(0, "input").random(10_000)
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.05
-    with pytest.raises(BadPlan, match="the seed -1 is below 0"):
+    with pytest.raises(BadPlan, match="the seed is -1; it must not be negative"):
         stream(-1, "x")
 
 

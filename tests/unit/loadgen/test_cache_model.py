@@ -101,11 +101,11 @@ def test_turns_are_replayed_when_they_are_due() -> None:
 
 
 def test_what_cannot_be_said_is_refused() -> None:
-    with pytest.raises(BadPlan, match="request 0 is text"):
+    with pytest.raises(BadPlan, match="request 0 is a text"):
         best_hits(plan(request(0, "hello")))
-    with pytest.raises(BadPlan, match="a cache of 8 tokens holds no block of 16"):
+    with pytest.raises(BadPlan, match="the cache size is 8 tokens; it must hold at least one block of 16"):
         best_hits(chat_plan(), block_size_tokens=16, capacity_tokens=8)
-    with pytest.raises(BadPlan, match="a block of 0 tokens"):
+    with pytest.raises(BadPlan, match="the block size is 0 tokens"):
         best_hits(chat_plan(), block_size_tokens=0)
 
 

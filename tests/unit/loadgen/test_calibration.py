@@ -43,7 +43,7 @@ def test_a_plan_that_asks_for_more_is_told() -> None:
     assert "401 requests/s" in warning(401, 100, 1, PROVED)
     assert "loadgen selftest" in warning(10, 13_000, 1, PROVED)
     assert warning(401, 100, 2, PROVED) == ""
-    assert "until `loadgen selftest` was run" in warning(300, 100, 1, None)
+    assert "until `loadgen selftest` has run" in warning(300, 100, 1, None)
     assert warning(250, 8_000, 1, None) == ""
 
 

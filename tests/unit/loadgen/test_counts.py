@@ -61,7 +61,7 @@ def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2
     assert shown[1].endswith(
-        "1 s  due 6/20  in flight 2  good 3  late 1  attainment 75.0% of 4 ended  send lag p99 1.00 ms"
+        "1 s  due 6/20  in flight 2  good 3  late 1  SLO attainment 75.0% of 4 ended  send lag p99 1.00 ms"
     )
 
 
@@ -90,7 +90,7 @@ def test_the_picture_has_the_rates_of_late() -> None:
     console = Console(width=120, record=True, file=None, force_terminal=True)
     with console.capture() as capture:
         console.print(view._picture())
-    assert "offered 5.0/s, achieved 4.0/s, answered 3.0/s, in flight 3" in capture.get()
+    assert "offered 5.0/s, achieved 4.0/s, completed 3.0/s, in flight 3" in capture.get()
 
 
 def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,14 +169,14 @@ def test_a_generator_that_falls_behind_misses_the_rate() -> None:
     """Due within 0.99 s, sent within 1.04 s."""
     slow = [record(i, intended_s=i * 0.01, sent_s=i * 0.0105) for i in range(100)]
     assert request_metrics.sending(slow).achieved_rps == pytest.approx(99 / (99 * 0.0105))
-    assert any("missed by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, terms("ttft=10s")))
+    assert any("off by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, terms("ttft=10s")))
 
 
 def test_requests_that_were_dropped_miss_the_rate_but_those_given_up_do_not() -> None:
     kept = due_each(0.01, 98)
     lost = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="") for i in range(2)]
     assert request_metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
-    assert any("missed" in reason for reason in request_metrics.invalid_reasons(kept + lost, terms("ttft=10s")))
+    assert any("off by" in reason for reason in request_metrics.invalid_reasons(kept + lost, terms("ttft=10s")))
     given_up = [
         refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="", left_early=True)
         for i in range(2)
@@ -194,10 +194,10 @@ def test_an_unreachable_server_is_not_the_generators_fault() -> None:
 
 def test_missing_records_are_told() -> None:
     assert (
-        "2 of 5 offered requests left no record"
+        "2 of 5 offered requests have no record"
         in request_metrics.invalid_reasons(due_each(0.01, 3), terms(), num_offered=5)[0]
     )
-    assert request_metrics.invalid_reasons([], terms()) == ("nothing was offered",)
+    assert request_metrics.invalid_reasons([], terms()) == ("no request was offered",)
 
 
 def test_no_promise_is_an_infinite_bound() -> None:

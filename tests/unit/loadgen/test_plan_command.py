@@ -149,7 +149,7 @@ def test_mooncake(tmp_path: Path) -> None:
         "mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz"
     )
     plan_made = read_plan(tmp_path / "p.jsonl.gz")
-    assert f"left out    {1000 - len(plan_made.requests)} requests that are longer than --max-tokens" in output
+    assert f"left out    {1000 - len(plan_made.requests)} requests longer than --max-tokens" in output
     assert plan_made.made_by["file"] == {"file": "mooncake_conversation_1000.jsonl", "sha256": plan_hash(EXCERPT)}
     assert "(infinite cache), " in output
     assert "with 100,000 tokens (LRU)" in output
@@ -191,10 +191,13 @@ def test_servegen(tmp_path: Path, windows: Path) -> None:
         tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--clients", "4", "--rate-scale", "2"
     )
     assert {r.tenant for r in alone.requests} == {"client-4"}
-    assert refusal("servegen", windows, "--seconds", "1s", "-o", tmp_path / "x") == "choose a workload: w/a, w/b"
+    assert (
+        refusal("servegen", windows, "--seconds", "1s", "-o", tmp_path / "x")
+        == "the file has several workloads; give --workload, one of w/a, w/b"
+    )
     assert (
         refusal("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x")
-        == "--clients: `a` is no whole number"
+        == "--clients: `a` is not a whole number"
     )
 
 
@@ -205,8 +208,8 @@ def test_sharegpt(tmp_path: Path, chats: Path) -> None:
     tokens = made(tmp_path, *args, "--tokenizer", DEMO, "--max-turns", "1")
     assert [isinstance(r.segments[0], Exact) for r in tokens.requests] == [True, True]
     output = loadgen_plan(*args, "--output-tokens", "9", "-o", tmp_path / "p.jsonl")
-    assert "left out    1 conversations that do not begin with a user's text and an answer" in output
-    assert "prompts     4 are text: the server counts their tokens" in output
+    assert "left out    1 conversations that do not start with a user's text and a response" in output
+    assert "prompts     4 texts, whose tokens only the server can count" in output
 
 
 def test_arrivals_from_a_file(tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_arrivals_from_a_file(tmp_path: Path) -> None:
     args = ("random", "--arrivals", f"file:{tmp_path}/times")
     assert [r.at_s for r in made(tmp_path, *args).requests] == [0.5, 1.0, 7.0]
     assert [r.at_s for r in made(tmp_path, *args, "--seconds", "5s", "--requests", "1").requests] == [0.5]
-    assert "--rate has no place beside" in refusal(*args, "--rate", "5", "-o", tmp_path / "x")
+    assert "--rate cannot be combined with" in refusal(*args, "--rate", "5", "-o", tmp_path / "x")
 
 
 def test_clients_and_promises(tmp_path: Path) -> None:
@@ -235,8 +238,8 @@ def test_clients_and_promises(tmp_path: Path) -> None:
         f"classes     batch {summary.classes['batch']} (no SLO); chat {summary.classes['chat']} (ttft=500ms,tpot=50ms)"
         in output
     )
-    assert f"leaving     {summary.num_leaving} clients go before the answer's end" in output
-    assert "or less: an answer may end itself" in output
+    assert f"cancels     {summary.num_leaving} clients cancel before the end of the response" in output
+    assert "or fewer: responses may end at EOS" in output
     one = made(tmp_path, "random", "--rate", "5", "--requests", "1", "--slo", "e2e=10s")
     assert one.slos == {"default": SloTarget(e2e_s=10)}
 
@@ -254,39 +257,39 @@ def test_vocabularies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["random"], "how fast? Give --rate, such as 5 or ramp:1-10@60s"),
-        (["random", "--rate", "5"], "for how long? Give --seconds or a count"),
-        (["random", "--rate", "fast", "--seconds", "5"], "`fast` is no rate"),
-        (["random", "--rate", "5", "--seconds", "5", "--arrivals", "normal"], "`normal` is no arrival process"),
-        (["random", "--rate", "5", "--seconds", "5", "--input-tokens", "many"], "`many` is no distribution"),
+        (["random"], "the rate is missing; give --rate, such as 5 or ramp:1-10@60s"),
+        (["random", "--rate", "5"], "the plan has no end; give --seconds"),
+        (["random", "--rate", "fast", "--seconds", "5"], "`fast` is not a rate"),
+        (["random", "--rate", "5", "--seconds", "5", "--arrivals", "normal"], "`normal` is not an arrival process"),
+        (["random", "--rate", "5", "--seconds", "5", "--input-tokens", "many"], "`many` is not a distribution"),
         (["random", "--rate", "steps:1@5s", "--requests", "500"], "of 500 arrive before the rate `steps:1@5s` ends"),
-        (["random", "--rate", "0.001", "--seconds", "1ms"], "nothing arrives in that time"),
-        (["random", "--rate", "5", "--seconds", "5", "--slo", "ttft"], "`ttft` is no SLO"),
+        (["random", "--rate", "0.001", "--seconds", "1ms"], "no request arrives in this time"),
+        (["random", "--rate", "5", "--seconds", "5", "--slo", "ttft"], "`ttft` is not an SLO"),
         (
             ["random", "--rate", "5", "--seconds", "5", "--slo", "ttft=1s", "--slo-class", "a:1"],
-            "--slo is for all requests",
+            "--slo applies to all requests",
         ),
         (
             ["random", "--rate", "5", "--seconds", "5", "--vocab-size", "500"],
-            "a vocabulary of 500 has no two ids from 1000 on",
+            "a vocabulary of 500 has fewer than two ids from 1000 on",
         ),
         (
             ["random", "--rate", "5", "--seconds", "5", "--first-token-id", "5"],
-            "--first-token-id goes with --vocab-size",
+            "--first-token-id needs --vocab-size",
         ),
         (
             ["random", "--rate", "5", "--seconds", "5", "--tokenizer", "nowhere"],
-            "nowhere: there is no such file: give a model's directory",
+            "nowhere: no such file; give a model's directory",
         ),
         (
             ["random", "--rate", "5", "--seconds", "5", "--tokenizer", "x", "--vocab-size", "9"],
-            "--tokenizer says both itself",
+            "cannot be combined with --tokenizer",
         ),
         (["random", "--rate", "5", "--seconds", "5", "--cancel", "2"], "2.0 is not in the range 0<=x<=1"),
         (["random", "--rate", "5", "--seconds", "0s"], "`0s` must be more than zero"),
-        (["mooncake", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
-        (["azure", "nothing.csv"], "nothing.csv: there is no such file"),
-        (["sharegpt", "nothing.json", "--rate", "1", "--sessions", "1"], "nothing.json: there is no such file"),
+        (["mooncake", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["azure", "nothing.csv"], "nothing.csv: no such file"),
+        (["sharegpt", "nothing.json", "--rate", "1", "--sessions", "1"], "nothing.json: no such file"),
     ],
 )
 def test_bad_arguments_are_said_and_nothing_is_written(tmp_path: Path, args: list[str], message: str) -> None:
@@ -302,7 +305,7 @@ def test_show(tmp_path: Path) -> None:
         f"sha256      {sha256}",
         "requests    3 of 2 clients, the last arrival at 1.0 s",
         "prompts     mean 68.3, p50 70, p99 75, max 75 tokens; 205 in all",
-        "answers     mean 8.7, p50 8, p99 10, max 10 tokens; 26 in all",
+        "responses   mean 8.7, p50 8, p99 10, max 10 tokens; 26 in all",
         "prefix hit  at best 53.17% of prompt tokens (infinite cache)",
         "classes     default 3 (ttft=500ms)",
     ]
@@ -316,7 +319,7 @@ def test_show(tmp_path: Path) -> None:
     assert shown["best_hit_ratio"] == pytest.approx(109 / 205)
     assert shown["lru_hit_ratio"] == pytest.approx(64 / 205)
     path.write_text("{}")
-    with pytest.raises(BadPlan, match=r"p\.jsonl:1: not a plan: the first line has no `format`"):
+    with pytest.raises(BadPlan, match=r"p\.jsonl:1: not a plan; the first line has no `format`"):
         loadgen_plan("show", path)
 
 

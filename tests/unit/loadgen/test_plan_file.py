@@ -117,18 +117,18 @@ Change = Callable[[list[dict[str, Any]]], Any]
 
 BROKEN: list[tuple[Change, str]] = [
     # the header, line 1
-    (lambda lines: lines[0].pop("format"), "{path}:1: not a plan: the first line has no `format`"),
-    (lambda lines: lines[0].update(format=2), "{path}:1: the plan's format is 2; this loadgen reads 1"),
-    (lambda lines: lines[0].pop("seed"), "{path}:1: the header has no `seed`"),
-    (lambda lines: lines[0].update(sede=1), "{path}:1: a header has no `sede`; it has format"),
-    (lambda lines: lines[0].update(seed="1"), '{path}:1: `seed` is "1": it must be a whole number'),
+    (lambda lines: lines[0].pop("format"), "{path}:1: not a plan; the first line has no `format`"),
+    (lambda lines: lines[0].update(format=2), "{path}:1: the plan's format 2 is not supported; this loadgen reads 1"),
+    (lambda lines: lines[0].pop("seed"), "{path}:1: the header lacks `seed`"),
+    (lambda lines: lines[0].update(sede=1), "{path}:1: `sede` is not a field of the header; known are format"),
+    (lambda lines: lines[0].update(seed="1"), '{path}:1: `seed` is "1"; it must be an integer'),
     (lambda lines: lines[0].update(slos={"default": {"ttft_s": -1}}), "{path}:1: `slos` is"),
-    (lambda lines: lines[0].update(slos={"default": {"ttft": 1}}), "{path}:1: an SLO has no `ttft`"),
-    (lambda lines: lines[0].update(slos={}), "{path}:1: `slos` names no class"),
+    (lambda lines: lines[0].update(slos={"default": {"ttft": 1}}), "{path}:1: `ttft` is not a field of an SLO"),
+    (lambda lines: lines[0].update(slos={}), "{path}:1: `slos` has no class"),
     (lambda lines: lines[0].update(vocabulary={"low": 5, "high": 5}), "{path}:1: the vocabulary is 5 to 5"),
     (
         lambda lines: lines[0].update(vocabulary={"low": 5, "high": 2**31}),
-        "{path}:1: the vocabulary is 5 to 2147483648: at most 16777216 ids",
+        "{path}:1: the vocabulary is 5 to 2147483648; it must have at most 16777216 ids",
     ),
     (
         lambda lines: lines[0].update(vocabulary={"low": 5, "high": 9, "excluded": [7, 6]}),
@@ -138,76 +138,79 @@ BROKEN: list[tuple[Change, str]] = [
         lambda lines: lines[0].update(vocabulary={"low": 5, "high": 7, "excluded": [5]}),
         "{path}:1: the vocabulary has 1 token ids",
     ),
-    (lambda lines: lines[0].update(num_requests=2), "{path}:4: one line too many: the header says 2 requests"),
+    (lambda lines: lines[0].update(num_requests=2), "{path}:4: too many lines; the header says 2 requests"),
     (lambda lines: lines[0].update(num_requests=4), "{path}: the file ends after 3 of 4 requests"),
     # a request's keys and types
-    (lambda lines: lines[2].update(segment=[]), "{path}:3: a request has no `segment`; it has after"),
+    (lambda lines: lines[2].update(segment=[]), "{path}:3: `segment` is not a field of a request; known are after"),
     (lambda lines: lines[2].pop("output_tokens"), "{path}:3: `output_tokens` is missing"),
-    (lambda lines: lines[2].update(output_tokens=8.0), "{path}:3: `output_tokens` is 8.0: it must be a whole number"),
-    (lambda lines: lines[2].update(index=True), "{path}:3: `index` is true: it must be a whole number"),
-    (lambda lines: lines[2].update(at_s="1"), '{path}:3: `at_s` is "1": it must be a number or null'),
-    (lambda lines: lines[3].update(think_s=None), "{path}:4: `think_s` is null: it must be a number"),
-    (lambda lines: lines[2].update(tenant=3), "{path}:3: `tenant` is 3: it must be a text"),
-    (lambda lines: lines[3].update(after=0.0), "{path}:4: `after` is 0.0: it must be a whole number or null"),
-    (lambda lines: lines[2].update(segments={}), "{path}:3: `segments` is {{}}: it must be a list"),
-    (lambda lines: lines[2].update(segments=[{"id": 1}]), '{path}:3: segment 0 is {{"id": 1}}: write one of'),
+    (lambda lines: lines[2].update(output_tokens=8.0), "{path}:3: `output_tokens` is 8.0; it must be an integer"),
+    (lambda lines: lines[2].update(index=True), "{path}:3: `index` is true; it must be an integer"),
+    (lambda lines: lines[2].update(at_s="1"), '{path}:3: `at_s` is "1"; it must be a number or null'),
+    (lambda lines: lines[3].update(think_s=None), "{path}:4: `think_s` is null; it must be a number"),
+    (lambda lines: lines[2].update(tenant=3), "{path}:3: `tenant` is 3; it must be a string"),
+    (lambda lines: lines[3].update(after=0.0), "{path}:4: `after` is 0.0; it must be an integer or null"),
+    (lambda lines: lines[2].update(segments={}), "{path}:3: `segments` is {{}}; it must be a list"),
+    (lambda lines: lines[2].update(segments=[{"id": 1}]), '{path}:3: segment 0 is {{"id": 1}}; write one of'),
     (lambda lines: lines[2].update(segments=[{"id": 1, "num_tokens": "2"}]), "{path}:3: segment 0 is"),
     (lambda lines: lines[2].update(segments=[{"text": "a", "num_tokens": 2}]), "{path}:3: segment 0 is"),
     (lambda lines: lines[2].update(segments=[{"token_ids": [1, 2.5]}]), "{path}:3: segment 0 is"),
-    (lambda lines: lines[2].update(segments=["x" * 100]), "{path}:3: segment 0 is " + '"' + "x" * 56 + "…: write"),
+    (lambda lines: lines[2].update(segments=["x" * 100]), "{path}:3: segment 0 is " + '"' + "x" * 56 + "…; write"),
     # what a request means
-    (lambda lines: lines[2].update(index=0), "{path}:3: `index` is 0, but this is request 1"),
+    (lambda lines: lines[2].update(index=0), "{path}:3: `index` is 0; it must be 1"),
     (
         lambda lines: lines[2].update(at_s=-0.5),
-        "{path}:3: `at_s` is -0.5: seconds from the start of the run, 0 or more",
+        "{path}:3: `at_s` is -0.5; it must be 0 or more seconds from the start of the run",
     ),
-    (lambda lines: lines[1].update(at_s=1.5), "{path}:3: `at_s` is 1.0, before the 1.5 of an earlier line"),
-    (lambda lines: lines[2].update(at_s=None), "{path}:3: give either `at_s` (a first turn) or `after` (a later one)"),
-    (lambda lines: lines[3].update(at_s=9), "{path}:4: give either `at_s`"),
-    (lambda lines: lines[2].update(think_s=1), "{path}:3: `think_s` is for later turns"),
-    (lambda lines: lines[3].update(think_s=-1), "{path}:4: `think_s` is -1.0: seconds, 0 or more"),
-    (lambda lines: lines[3].update(after=2), "{path}:4: `after` is 2: not an earlier request"),
+    (lambda lines: lines[1].update(at_s=1.5), "{path}:3: `at_s` is 1.0, before 1.5 in an earlier line"),
+    (
+        lambda lines: lines[2].update(at_s=None),
+        "{path}:3: a request needs either `at_s` (a first turn) or `after` (a later turn)",
+    ),
+    (lambda lines: lines[3].update(at_s=9), "{path}:4: a request needs either `at_s`"),
+    (lambda lines: lines[2].update(think_s=1), "{path}:3: `think_s` is only allowed with `after`"),
+    (lambda lines: lines[3].update(think_s=-1), "{path}:4: `think_s` is -1.0; it must be 0 or more seconds"),
+    (lambda lines: lines[3].update(after=2), "{path}:4: `after` is 2; it must be an earlier request"),
     (lambda lines: lines[3].update(after=1), "{path}:4: `after` is 1, which is not in this request's session (`s`)"),
     (
         lambda lines: lines[3].update(session="t"),
         "{path}:4: `after` is 0, which is not in this request's session (`t`)",
     ),
-    (lambda lines: lines[3].update(turn=0), "{path}:4: `turn` is 0, but that of request 0, which it comes after, is 0"),
-    (lambda lines: lines[1].update(turn=-1), "{path}:2: `turn` is -1: turns count from 0"),
-    (lambda lines: lines[2].update(segments=[]), "{path}:3: the prompt is empty"),
+    (lambda lines: lines[3].update(turn=0), "{path}:4: `turn` is 0; it must be above 0, the turn of request 0"),
+    (lambda lines: lines[1].update(turn=-1), "{path}:2: `turn` is -1; turns are numbered from 0"),
+    (lambda lines: lines[2].update(segments=[]), "{path}:3: `segments` is empty"),
     (lambda lines: lines[2].update(segments=[{"id": 1, "num_tokens": 0}]), "{path}:3: segment 0 has 0 tokens"),
     (lambda lines: lines[2].update(segments=[{"id": -1, "num_tokens": 1}]), "{path}:3: segment 0: `id` is -1"),
     (
         lambda lines: lines[2].update(segments=[{"id": 2**63, "num_tokens": 1}]),
-        "{path}:3: segment 0: `id` is 9223372036854775808; this voc",
+        "{path}:3: segment 0: `id` is 9223372036854775808; with this voc",
     ),
     (lambda lines: lines[2].update(segments=[{"token_ids": []}]), "{path}:3: segment 0 has no tokens"),
     (
         lambda lines: lines[2].update(segments=[{"token_ids": [5, -1]}]),
-        "{path}:3: segment 0: token ids are 0 to 2147483647",
+        "{path}:3: segment 0: token ids must be from 0 to 2147483647",
     ),
-    (lambda lines: lines[2].update(segments=[{"text": ""}]), "{path}:3: segment 0: the text is empty"),
+    (lambda lines: lines[2].update(segments=[{"text": ""}]), "{path}:3: segment 0: the text must not be empty"),
     (
         lambda lines: lines[2].update(segments=[{"text": "a", "role": "tool"}]),
-        "{path}:3: segment 0: the role `tool` is none of user",
+        "{path}:3: segment 0: the role is `tool`; it must be one of user",
     ),
     (
         lambda lines: lines[2].update(segments=[{"text": "a"}, {"id": 1, "num_tokens": 1}]),
-        "{path}:3: text is mixed with other segments",
+        "{path}:3: a text cannot be combined with other segments",
     ),
     (
         lambda lines: lines[3].update(segments=[{"answer_of": 1}]),
-        "{path}:4: segment 0: `answer_of` is 1, which is no earlier turn of this ses",
+        "{path}:4: segment 0: `answer_of` is 1, which is not an earlier turn of this ses",
     ),
     (lambda lines: lines[3].update(segments=[{"answer_of": 2}]), "{path}:4: segment 0: `answer_of` is 2"),
     (lambda lines: lines[2].update(output_tokens=0), "{path}:3: `output_tokens` is 0"),
     (
         lambda lines: lines[2].update(cancel_after_tokens=8),
-        "{path}:3: `cancel_after_tokens` is 8: from 1 to one less than `output_tokens` (8)",
+        "{path}:3: `cancel_after_tokens` is 8; it must be from 1 to one less than `output_tokens` (8)",
     ),
     (
         lambda lines: lines[2].update(slo_class="chat"),
-        "{path}:3: `slo_class` is `chat`, but the header's `slos` have `default`",
+        "{path}:3: `slo_class` is `chat`; the header's `slos` has only `default`",
     ),
 ]
 
@@ -228,11 +231,11 @@ def test_what_is_not_a_plan_is_refused_with_its_line(tmp_path: Path, change: Cha
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "{path}: not a plan: the file is empty"),
-        (b"\n", "{path}: not a plan: the file is empty"),
-        (b"[1]\n", "{path}:1: [1] is no JSON object"),
+        (b"", "{path}: not a plan; the file is empty"),
+        (b"\n", "{path}: not a plan; the file is empty"),
+        (b"[1]\n", "{path}:1: [1] is not a JSON object"),
         (b'{"format": 1\n', "{path}:1: not JSON: Expecting ',' delimiter"),
-        (b'{"format": NaN}\n', "{path}:1: not JSON: NaN is no JSON number"),
+        (b'{"format": NaN}\n', "{path}:1: not JSON: NaN is not a JSON number"),
         (b'{"a": "\xff"}\n', "{path}:1: not UTF-8 text (invalid start byte at byte 8 of the line)"),
         (b"[" * 100_000, "{path}:1: not JSON: "),
         (b"9" * 5000, "{path}:1: not JSON: "),
@@ -250,7 +253,7 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str)
 
 @pytest.mark.parametrize("read", [read_plan, plan_hash])
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    with pytest.raises(BadPlan, match=r"nothing\.jsonl: there is no such file"):
+    with pytest.raises(BadPlan, match=r"nothing\.jsonl: no such file"):
         read(tmp_path / "nothing.jsonl")
     with pytest.raises(BadPlan, match="cannot be read"):
         read(tmp_path)

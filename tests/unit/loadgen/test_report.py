@@ -153,7 +153,7 @@ def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
         run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6
     )
     assert list(run_data["critical_path_ms"]) == [
-        stage for stage in STAGES if stage not in ("to the first token", "no whole answer")
+        stage for stage in STAGES if stage not in ("to the first token", "no complete response")
     ]
 
 
@@ -188,7 +188,7 @@ def test_prompts_that_the_server_counts_otherwise_are_told(tmp_path: Path) -> No
         "deviation": pytest.approx(0.05),
     }
     assert "420 (+5.00%)" in written.html
-    assert "counts 420 tokens, +5.00% of those planned" in (tmp_path / "out" / "report.md").read_text()
+    assert "counted 420 tokens, +5.00% relative to the plan" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
@@ -282,7 +282,7 @@ def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
     assert data["outcomes"]["late"] == 2
     assert data["slos"] == {"default": {"ttft_ms": 1.0}}
     assert data["workers"] == 4
-    assert "2 late = 2 offered; attainment 0 %" in found.output
+    assert "2 late = 2 offered; SLO attainment 0 %" in found.output
 
 
 def test_a_promise_of_one_class_leaves_the_others_theirs(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_promise_of_one_class_leaves_the_others_theirs(tmp_path: Path) -> None
     assert found.exit_code == 0, found.output
     (told,) = json.loads((result / "report.json").read_text())["runs"]
     assert told["slos"] == {"interactive": {"ttft_ms": 500.0, "tpot_ms": 50.0}, "batch": {"ttft_ms": 9000.0}}
-    with pytest.raises(BadSlo, match="no class of that name; it has interactive, batch"):
+    with pytest.raises(BadSlo, match="no class `bacth`; its classes are interactive, batch"):
         views_of([result], slos=[("bacth", SloTarget(ttft_s=9))])
 
 
@@ -318,13 +318,13 @@ def test_a_torn_record_is_told(tmp_path: Path) -> None:
     (result / "records.jsonl").write_bytes((result / "records.jsonl").read_bytes()[:-20])
     written = Written.of([result], tmp_path / "out")
     (told,) = written.data["runs"]
-    assert "torn" in told["notes"][0]
-    assert "1 of 2 offered requests left no record; was the run killed?" in told["invalid"]
-    assert "torn" in written.html
+    assert "incomplete" in told["notes"][0]
+    assert "1 of 2 offered requests have no record; the run was probably killed" in told["invalid"]
+    assert "incomplete" in written.html
 
 
 def test_without_records_there_is_nothing_to_report(tmp_path: Path) -> None:
-    with pytest.raises(BadRecords, match="nothing to report"):
+    with pytest.raises(BadRecords, match="there is nothing to report"):
         views_of([small(tmp_path / "r")])
 
 

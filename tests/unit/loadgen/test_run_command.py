@@ -57,7 +57,7 @@ def test_neither_does_a_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(check, "check", interrupted)
     after, code = _checked(order(tmp_path), finished(record()), is_quiet=True)
-    assert (code, after.notes) == (EXIT_INTERRUPTED, ("check: interrupted while asking again",))
+    assert (code, after.notes) == (EXIT_INTERRUPTED, ("check: interrupted while repeating requests",))
 
 
 def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ def test_what_was_refused_is_told_apart_from_what_was_slow() -> None:
     told = finished(
         slow, refused(1), refused(2), record(3, tokens=(), status=400, error="too long", is_complete=False)
     ).not_answered
-    assert told == ("3 of 4 requests were not answered whole (2 rejected early: ttft_slo)",)
+    assert told == ("3 of 4 requests have no complete response (2: rejected early: ttft_slo)",)

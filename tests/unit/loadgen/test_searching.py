@@ -224,7 +224,7 @@ def test_the_last_line_states_the_capacity() -> None:
     assert lines(wide)[1].startswith("capacity ")
     above, _ = search(Server(), limits=Limits(start_rps=4.0, max_rps=6.0))
     assert lines(above) == [
-        "capacity above 6 req/s at 90 % joint attainment: the highest rate that could be tried held"
+        "capacity above 6 req/s at 90 % joint attainment: the SLO was met at the highest allowed rate"
     ]
     below, _ = search(Server(), limits=Limits(start_rps=40.0, min_rps=30.0))
     assert lines(below)[0].startswith("capacity below 30 req/s at 90 % joint attainment")
@@ -235,7 +235,7 @@ def test_the_last_line_states_the_capacity() -> None:
 
 def test_a_trial_is_one_line() -> None:
     trial = Server().run(Proposal(rate_rps=9.0, is_scout=False), 0)
-    assert trial_line(trial, "requests", ONE).split() == ["01", "9", "requests/s", "97.8%", "of", "400", "held"]
+    assert trial_line(trial, "requests", ONE).split() == ["01", "9", "requests/s", "97.8%", "of", "400", "SLO", "met"]
     broken = replace(trial, invalid=("the generator was late: 9 ms; do something",), notes=("not at rest",))
     assert trial_line(broken, "requests", ONE).endswith("INVALID: the generator was late: 9 ms; not at rest")
     several = (*ONE, Goal(target=0.99))
@@ -280,7 +280,7 @@ def test_sessions_that_outlast_the_trials_are_told() -> None:
     """Ten turns with half a minute between: what a minute sees of them is their beginning."""
     plan = maker_of(["sessions", "--turns", "10", "--think", "30s"], 60.0).make(1.0, 60.0, seed=1)
     (said,) = unsteady(plan, TrialLength(seconds=60))
-    assert "up to 270 s" in said
+    assert "is 270 s" in said
     assert "--seconds 540" in said
     assert not list(unsteady(plan, TrialLength(seconds=540)))
     assert not list(unsteady(plan_at(5, 60, seed=1), TrialLength(seconds=1)))
@@ -293,9 +293,9 @@ def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
     )
     goals = (Goal(target=0.9), Goal(target=0.5))
     (said,) = hopeless(plan, goals, 64)
-    assert "leave early" in said
-    assert "longer" not in said
+    assert "cancel early" in said
+    assert "exceed" not in said
     assert "0.9 cannot" in said
     assert not list(hopeless(plan, goals[1:], None))
     (said,) = hopeless(plan, goals[1:], 63)
-    assert f"{len(plan.requests)} are longer than the 63 tokens" in said
+    assert f"{len(plan.requests)} exceed the server's max_model_len of 63 tokens" in said

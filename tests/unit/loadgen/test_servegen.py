@@ -44,12 +44,12 @@ def test_windows_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("workload,client\n", "1: no column `window_start_s`: the first line must name workload, client"),
-        (HEADER, " it has no windows"),
-        (HEADER + "w,1,0,1,1,Pareto,1,1\n", "2: the pattern `Pareto` is neither Gamma nor Weibull"),
-        (HEADER + "w,one,0,1,1,Gamma,1,1\n", "2: the client `one` is no whole number"),
-        (HEADER + "w,1,0,1,1,Gamma,0,1\n", "2: the shape (`arg1`) is 0: above 0"),
-        (HEADER + "w,1,0,fast,1,Gamma,1,1\n", "2: `fast` is no number of 0 or more"),
+        ("workload,client\n", "1: no column `window_start_s`; the first line must name workload, client"),
+        (HEADER, " the file has no windows"),
+        (HEADER + "w,1,0,1,1,Pareto,1,1\n", "2: the pattern is `Pareto`; it must be Gamma or Weibull"),
+        (HEADER + "w,one,0,1,1,Gamma,1,1\n", "2: the client is `one`; it must be an integer"),
+        (HEADER + "w,1,0,1,1,Gamma,0,1\n", "2: the shape (`arg1`) is 0; it must be above 0"),
+        (HEADER + "w,1,0,fast,1,Gamma,1,1\n", "2: `fast` is not a number of 0 or more"),
         (HEADER + "w,1,0,1\n", "2: 4 cells in `w,1,0,1`"),
     ],
 )
@@ -81,10 +81,10 @@ def test_windows_are_chosen() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "choose a workload: v, w"),
-        ({"workload": "u"}, "no workload `u`: there are v, w"),
-        ({"workload": "w", "clients": [7]}, "no client 7 in `w`: there are 2, 1 to 2"),
-        ({"workload": "w", "start_s": 600}, "no window is left"),
+        ({}, "the file has several workloads; give --workload, one of v, w"),
+        ({"workload": "u"}, "no workload `u`; the file has v, w"),
+        ({"workload": "w", "clients": [7]}, "no client 7 in `w`; it has 2 clients, 1 to 2"),
+        ({"workload": "w", "start_s": 600}, "no selected client sends a request"),
     ],
 )
 def test_choices_that_cannot_be_had(given: dict[str, Any], message: str) -> None:
@@ -124,5 +124,5 @@ def test_time_is_the_files_and_rates_are_scaled_only_when_asked() -> None:
     assert replay(windows, limit=10) == whole[:10]
     with pytest.raises(BadPlan, match="no request arrives"):
         replay([window(1, rate_rps=1e-9)], duration_s=1.0)
-    with pytest.raises(BadPlan, match="`rate_scale` is 0: above 0"):
+    with pytest.raises(BadPlan, match="`rate_scale` is 0; it must be above 0"):
         replay(windows, rate_scale=0)

@@ -38,11 +38,11 @@ def test_values_take_their_places_argument_by_argument() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("serve {p} {q}", "{q}, which no --sweep gives"),
-        ("serve", "--command has no {p}"),
+        ("serve {p} {q}", "{q}, but --sweep has no value for it"),
+        ("serve", "--command does not contain {p}"),
         ("serve {p} '", "No closing quotation"),
         ("serve {p} {", "brace"),
-        ("serve {}", "{}, which no --sweep gives"),
+        ("serve {}", "{}, but --sweep has no value for it"),
         ("  ", "empty"),
     ],
 )

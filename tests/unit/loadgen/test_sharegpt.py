@@ -71,22 +71,25 @@ def test_json_lines_and_gzip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", " none of its 0 conversations begins with"),
+        ("", " none of its 0 conversations starts with"),
         ('[\n{"conversations": [}\n]', "2: not JSON: Expecting value at column 20"),
         (json.dumps(CHAT) + "\n{\n", "2: not JSON: "),
-        ("[1]", " conversation 1: no list `conversations` (or `messages`)"),
-        ('[{"conversations": {}}]', " conversation 1: no list `conversations`"),
+        ("[1]", " conversation 1: a list `conversations` (or `messages`) is missing"),
+        ('[{"conversations": {}}]', " conversation 1: a list `conversations`"),
         (
             json.dumps([CHAT, {"conversations": ["hi"]}]),
             " conversation 2, message 1: not an object with `from` and `value`",
         ),
         (
             json.dumps([said(("human", "a"), ("tool", "b"))]),
-            ' conversation 1, message 2: `from` is "tool", none of human, user',
+            ' conversation 1, message 2: `from` is "tool"; it must be one of human, user',
         ),
-        ('[{"conversations": [{"from": "human", "value": 3}]}]', " conversation 1, message 1: `value` is 3, no text"),
-        (json.dumps({"conversations": 1}), "1: no list `conversations`"),
-        (json.dumps([said(("gpt", "a"))]), " none of its 1 conversations begins with a user's text and an answer"),
+        (
+            '[{"conversations": [{"from": "human", "value": 3}]}]',
+            " conversation 1, message 1: `value` is 3; it must be a string",
+        ),
+        (json.dumps({"conversations": 1}), "1: a list `conversations`"),
+        (json.dumps([said(("gpt", "a"))]), " none of its 1 conversations starts with a user's text and a response"),
     ],
 )
 def test_what_is_no_conversation(tmp_path: Path, content: str, message: str) -> None:
@@ -132,7 +135,7 @@ def test_each_arrival_takes_another_conversation_by_seed() -> None:
 
     assert all(len(first_texts(seed)) == 2 for seed in range(5))
     assert len({frozenset(first_texts(seed)) for seed in range(20)}) == 3
-    with pytest.raises(BadPlan, match="4 sessions arrive, but there are 3 conversations"):
+    with pytest.raises(BadPlan, match="4 sessions arrive, but there are only 3 conversations"):
         replay([0.0] * 4, THREE, outputs=Fixed(1))
 
 
@@ -141,7 +144,7 @@ def test_conversations_are_cut_by_turns_and_by_context() -> None:
     long = [Conversation(system="", turns=(("a" * 10, "b" * 10), ("c" * 10, "d" * 10)))]
     assert len(replay([0.0], long, encode=encode, max_context=32)) == 1
     assert len(replay([0.0], long, encode=encode, max_context=50)) == 2
-    with pytest.raises(BadPlan, match="no conversation has a first turn of 20 tokens or less"):
+    with pytest.raises(BadPlan, match="no conversation has a first turn of at most 20 tokens"):
         replay([0.0], long, encode=encode, max_context=20)
 
 
@@ -149,5 +152,5 @@ def test_conversations_are_cut_by_turns_and_by_context() -> None:
     "given", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}]
 )
 def test_what_needs_a_tokenizer_says_so(given: dict[str, Any]) -> None:
-    with pytest.raises(BadPlan, match="without a tokenizer"):
+    with pytest.raises(BadPlan, match="without --tokenizer"):
         replay([0.0], THREE, **given)

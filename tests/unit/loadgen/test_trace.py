@@ -89,7 +89,7 @@ def test_shrinking_keeps_blocks_apart_and_rounds_up() -> None:
     small = replay_mooncake([row(0, 1030, 7, 8, 9, output=17)], shrink=16).requests[0]
     assert small.segments == tuple(Generated(segment_id=i, num_tokens=n) for i, n in ((7, 32), (8, 32), (9, 1)))
     assert small.output_tokens == 2
-    with pytest.raises(BadPlan, match="`shrink` is 3: a divisor of 512"):
+    with pytest.raises(BadPlan, match="--shrink is 3; it must be a divisor of 512"):
         replay_mooncake([row(0, 5, 1)], shrink=3)
 
 
@@ -123,7 +123,7 @@ def test_a_cut_counts_what_it_leaves_out() -> None:
     assert [r.segments[0].segment_id for r in replay.requests] == [4, 5]  # type: ignore[union-attr]
     assert (replay.num_too_long, replay.num_empty) == (1, 1)
     assert [r.index for r in replay.requests] == [0, 1]
-    with pytest.raises(BadPlan, match="no request is left of the trace: 4 are too long, 1 are empty"):
+    with pytest.raises(BadPlan, match="no request of the trace is left: 4 are too long, 1 are empty"):
         replay_mooncake(rows, Cut(max_tokens=3))
 
 
@@ -135,19 +135,19 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1
     [
         ("", "an empty line"),
         ("{", "not JSON: Expecting property name"),
-        ("[1]", "no JSON object"),
-        ('{"timestamp": 0}', "`input_length` is None: a whole number, 0 or more"),
+        ("[1]", "not a JSON object"),
+        ('{"timestamp": 0}', "`input_length` is None; it must be an integer of 0 or more"),
         ('{"timestamp": -1, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}', "`timestamp` is -1"),
         ('{"timestamp": 0, "input_length": "6", "output_length": 5, "hash_ids": [1, 2]}', "`input_length` is '6'"),
         ('{"timestamp": 0, "input_length": 6.5, "output_length": 5, "hash_ids": [1]}', "`input_length` is 6.5"),
         ('{"timestamp": 0, "input_length": 600, "output_length": true, "hash_ids": [1, 2]}', "`output_length` is True"),
         (
             '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, "2"]}',
-            "`hash_ids` must be a list of whole numbers",
+            "`hash_ids` must be a list of integers",
         ),
         (
             '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}',
-            "1 hash ids for 600 tokens: one for each 512 is 2",
+            "1 hash ids for 600 tokens; one for each 512 tokens would be 2",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_rows_that_are_not_mooncakes(tmp_path: Path, line: str, message: str) ->
 def test_rows_go_forward_in_time_and_there_is_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(GOOD.replace("0,", "7,", 1) + "\n" + GOOD)
-    with pytest.raises(BadPlan, match=r"trace\.jsonl:2: `timestamp` 0 is before the 7 of the row above"):
+    with pytest.raises(BadPlan, match=r"trace\.jsonl:2: `timestamp` 0 is before 7 in the previous row"):
         read_mooncake(path)
     path.write_text("")
     with pytest.raises(BadPlan, match="the trace is empty"):
@@ -205,14 +205,14 @@ def test_a_cut_of_azures() -> None:
     [
         ("TIME,ContextTokens,GeneratedTokens\n", "1: no column `TIMESTAMP`"),
         (AZURE, " the trace is empty"),
-        (AZURE + "yesterday,5,5\n", "2: `yesterday` is no time such as 2023-11-16 18:17:03.9799600"),
-        (AZURE + "2023-13-16 18:17:03,5,5\n", "2: `2023-13-16 18:17:03` is no time"),
+        (AZURE + "yesterday,5,5\n", "2: `yesterday` is not a time such as 2023-11-16 18:17:03.9799600"),
+        (AZURE + "2023-13-16 18:17:03,5,5\n", "2: `2023-13-16 18:17:03` is not a time"),
         (AZURE + "2023-11-16 18:17:03,5\n", "2: 2 cells in"),
-        (AZURE + "2023-11-16 18:17:03,5,-1\n", "2: `-1` is no number of tokens"),
+        (AZURE + "2023-11-16 18:17:03,5,-1\n", "2: `-1` is not a number of tokens"),
         (AZURE + "2023-11-16 18:17:03,5,1\n\n", "3: an empty line"),
         (
             AZURE + "2023-11-16 18:17:03,5,1\n2023-11-16 18:17:02,5,1\n",
-            "3: 2023-11-16 18:17:02 is before the time of the row above",
+            "3: 2023-11-16 18:17:02 is before the time in the previous row",
         ),
     ],
 )

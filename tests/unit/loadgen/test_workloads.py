@@ -125,9 +125,7 @@ def test_a_session_ends_before_its_context_is_full() -> None:
     assert len(cut) < len(whole)
     kept = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
     assert kept < {(r.session, r.turn, r.think_s, r.output_tokens) for r in whole}
-    with pytest.raises(
-        BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above the longest context \(50\)"
-    ):
+    with pytest.raises(BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above --max-context \(50\)"):
         sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
 
 
@@ -207,11 +205,11 @@ def test_mixes_in_words() -> None:
     ("parse", "text", "message"),
     [
         (parse_tenants, "a", "`a` in `a`: write a:3,b:1"),
-        (parse_tenants, "a:1,a:2", "`a` stands twice"),
-        (parse_tenants, "a:0", "a weight is above 0"),
-        (parse_tenants, "a:x", "`x` is no number"),
-        (parse_priorities, "high:1", "priorities are whole numbers"),
-        (parse_classes, ["chat"], "`chat` is no class: write interactive:0.7:ttft=500ms,tpot=50ms"),
+        (parse_tenants, "a:1,a:2", "`a:1,a:2` contains `a` twice"),
+        (parse_tenants, "a:0", "a weight must be above 0"),
+        (parse_tenants, "a:x", "`x` is not a number"),
+        (parse_priorities, "high:1", "priorities must be integers"),
+        (parse_classes, ["chat"], "`chat` is not a class; write interactive:0.7:ttft=500ms,tpot=50ms"),
         (parse_classes, ["a:1", "a:1"], "the class `a` is given twice"),
     ],
 )
@@ -222,5 +220,5 @@ def test_mixes_that_cannot_be_read(parse: Any, text: Any, message: str) -> None:
 
 
 def test_an_slo_that_cannot_be_read_is_said() -> None:
-    with pytest.raises(BadSlo, match="`ttft` is no SLO"):
+    with pytest.raises(BadSlo, match="`ttft` is not an SLO"):
         parse_classes(["a:1:ttft"])
