@@ -15,7 +15,7 @@ import baton
 from baton.cli.main import cli
 from baton.core.errors import ConfigError
 from baton.fleet.ray.node_resources import ROLE_RESOURCES
-from baton.fleet.ray.worker_actor import OF_THE_NODE
+from baton.fleet.ray.worker_actor import NODE_SETTINGS
 from baton.gateway.auth.api_keys import digest_of, parse_keys
 from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES, WorkerConfig, load_settings
@@ -164,7 +164,7 @@ def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Re
             environment = environment_of(workload.container("worker"))
             items = {item.variable: item for item in settings_of(WorkerConfig)}
             for variable in environment.keys() & items.keys():
-                assert items[variable].name in OF_THE_NODE
+                assert items[variable].name in NODE_SETTINGS
                 assert items[variable].problem(items[variable].parse(environment[variable])) == ""
             assert environment.keys() >= {"BATON_HOST", "BATON_RPC_PORT", "BATON_ADMIN_PORT"}
 

@@ -1,2 +1,1 @@
-"""Which processes exist: services as child processes, workers as Ray actors, all of them restarted within
-bounds and gone when we are."""
+"""Starts and supervises the processes of a cluster: services as child processes, workers as Ray actors."""

@@ -1,5 +1,4 @@
-"""The first questions to a new cluster, asked as any client would: one of our own, and the user's, with proof
-of the way it took."""
+"""The first requests to a new cluster: a warm-up request of `baton up`, and the prompt of the user."""
 
 import json
 import os
@@ -12,31 +11,34 @@ from baton.core.errors import BatonError
 from baton.runtime.process.process import process_age_s
 
 TIMEOUT_S = 120.0
-REHEARSED = {"prompt": "Ready?", "max_tokens": 2, "temperature": 0}
+WARM_UP = {"prompt": "Ready?", "max_tokens": 2, "temperature": 0}
+"""Two tokens, because the second one comes from the decode worker."""
 
 
-async def rehearse(url: str, model: str) -> None:
-    """Have two tokens answered, by the whole way that a user's first request will take: nothing on it is done
-    for the first time then. A refusal is an answer, too: of a promise that nobody can keep, or for want of a
-    key. Raises BatonError when there is none."""
-    async with client_of_ours(TIMEOUT_S) as client:
+async def warm_up(url: str, model: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    """Send a short completion request, so that a user's first request does nothing for the first time.
+
+    A refusal (4xx) is accepted: the cluster may require an API key, or an SLO that it cannot meet. Raises
+    BatonError if there is no answer or the answer is a server error.
+    """
+    async with local_client(TIMEOUT_S, transport) as client:
         try:
-            answer = await client.post(
-                f"{url}/v1/completions", json={"model": model, **REHEARSED}, headers=authorization()
+            response = await client.post(
+                f"{url}/v1/completions", json={"model": model, **WARM_UP}, headers=authorization()
             )
         except httpx.HTTPError as error:
             raise BatonError(f"the cluster is up, but a first request failed: {error!r}") from error
-    if answer.is_server_error:
+    if response.is_server_error:
         raise BatonError(
-            f"the cluster is up, but a first request was answered with HTTP {answer.status_code}: {answer.text}"
+            f"the cluster is up, but a first request was answered with HTTP {response.status_code}: {response.text}"
         )
 
 
 async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> float:
-    """Stream one chat answer to `write`, then a line with who computed what. Raises BatonError when there is
-    no answer. Where the gateway wants an API key, it is that of the variable BATON_API_KEY.
+    """Stream one chat answer to `write`, followed by a line that says which workers computed it.
 
-    Returns the age of this process, in seconds, when the first piece of the answer was there.
+    Uses the API key in the environment variable BATON_API_KEY, if set. Returns the age of this process in
+    seconds when the first text arrived. Raises BatonError if there is no answer.
     """
     body = {
         "model": model,
@@ -49,16 +51,16 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
     }
     write(f"\n> {prompt}\n")
     last: dict[str, Any] = {}
-    began_at_age_s: float | None = None
+    first_text_age_s: float | None = None
     async with (
-        client_of_ours(TIMEOUT_S) as client,
-        client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as answer,
+        local_client(TIMEOUT_S) as client,
+        client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as response,
     ):
-        if answer.status_code != httpx.codes.OK:
+        if response.status_code != httpx.codes.OK:
             raise BatonError(
-                f"the first prompt was answered with HTTP {answer.status_code}: {(await answer.aread()).decode()}"
+                f"the first prompt was answered with HTTP {response.status_code}: {(await response.aread()).decode()}"
             )
-        async for line in answer.aiter_lines():
+        async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
@@ -66,49 +68,49 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
                 raise BatonError(f"the first prompt failed: {event['error'].get('message')}")
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
-                if text and began_at_age_s is None:
-                    began_at_age_s = process_age_s()
+                if text and first_text_age_s is None:
+                    first_text_age_s = process_age_s()
                 write(text)
             last = event
-    write(f"\n{proof(last)}\n")
-    return process_age_s() if began_at_age_s is None else began_at_age_s
+    write(f"\n{describe_answer(last)}\n")
+    return process_age_s() if first_text_age_s is None else first_text_age_s
 
 
-def client_of_ours(timeout_s: float) -> httpx.AsyncClient:
-    """For the gateway of this very command, whose certificate is for others to look at."""
-    return httpx.AsyncClient(timeout=timeout_s, verify=False)
+def local_client(timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """Return an HTTP client for the gateway that this command started. It does not verify its certificate."""
+    return httpx.AsyncClient(timeout=timeout_s, verify=False, transport=transport)
 
 
 def authorization() -> dict[str, str]:
-    """The header for the key of the variable BATON_API_KEY, if there is one."""
+    """Return the authorization header for the key in BATON_API_KEY, or no header if it is unset."""
     key = os.environ.get("BATON_API_KEY")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def proof(event: dict[str, Any]) -> str:
-    """Who prefilled, what was pulled, who decoded, and how fast, from a stream's last event (`usage` and
-    `baton`)."""
+def describe_answer(event: dict[str, Any]) -> str:
+    """Describe the workers, the transferred bytes and the latency of a request.
+
+    `event`: the last event of its stream, with the fields `usage` and `baton`.
+    """
     timeline, usage = event["baton"], event["usage"]
     prefill, decode = timeline["prefill"], timeline["decode"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    prompt = f"{usage['prompt_tokens']} tokens" + (f" ({cached} cached)" if cached else "")
     parts = []
     if prefill is not None:
+        prompt = f"{usage['prompt_tokens']} tokens" + (f" ({cached} cached)" if cached else "")
         parts.append(f"{prefill['worker_id']} (pid {prefill['pid']}) prefilled {prompt}")
     if decode is not None:
-        pulled = f"{timeline['kv_bytes'] / 1024:.0f} KiB pulled by " if timeline["kv_bytes"] else ""
-        by = f" by {timeline['transport']}" if pulled and timeline["transport"] else ""
-        parts.append(
-            f"{pulled}{decode['worker_id']} (pid {decode['pid']}){by}, which decoded {usage['completion_tokens']}"
-        )
+        over = f" over {timeline['transport']}" if timeline["transport"] else ""
+        pulled = f"pulled {timeline['kv_bytes'] / 1024:.0f} KiB{over} and " if timeline["kv_bytes"] else ""
+        parts.append(f"{decode['worker_id']} (pid {decode['pid']}) {pulled}decoded {usage['completion_tokens']} tokens")
     ttft, tpot = (
         f"{timeline[name] * 1e3:.1f} ms" if timeline.get(name) is not None else "-" for name in ("ttft_s", "tpot_s")
     )
-    return f"{', '.join(parts)}.   TTFT {ttft}   TPOT {tpot}"
+    return f"{'; '.join(parts)}.   TTFT {ttft}   TPOT {tpot}"
 
 
 def curl_example(url: str, model: str) -> str:
-    """A request to paste into a terminal."""
+    """Return a curl command that sends a chat request."""
     body = json.dumps(
         {"model": model, "stream": True, "messages": [{"role": "user", "content": "What does os.getcwd do?"}]}
     )

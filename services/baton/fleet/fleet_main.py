@@ -1,16 +1,17 @@
-"""`baton fleet`: the workers alone, for clusters whose gateway, scheduler and Redis are run by someone
-else."""
+"""`baton fleet`: runs only the workers of a cluster. Gateway, scheduler and Redis are run separately."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.fleet.local.local_plan import plan_here
+from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.processes.run_dir import RunDir
-from baton.fleet.ray.ray_fleet import Joined, RayFleet, Stage
-from baton.fleet.worker_plan import Wanted, WorkerSpec, least_workers, most_on_a_gpu
+from baton.fleet.ray.fleet_worker import WorkerStage
+from baton.fleet.ray.ray_fleet import RayFleet
+from baton.fleet.ray.ray_session import JoinedCluster
+from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, max_workers_per_gpu, workers_by_role
 from baton.runtime.config.config_base import derive
 from baton.runtime.config.settings import AdminSettings, FleetConfig, WorkerConfig
 from baton.runtime.logging import get_logger
@@ -23,61 +24,80 @@ from baton.runtime.process.process import Background, Stop, unless_stopped, watc
 log = get_logger(__name__)
 
 
-async def serve(config: FleetConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
+async def serve(
+    config: FleetConfig,
+    stop: Stop,
+    on_ready: Callable[[str], None],
+    *,
+    make_run_dir: Callable[[], RunDir] = RunDir,
+    make_fleet: Callable[..., RayFleet] = RayFleet,
+    find_model: Callable[[str], Awaitable[str]] = model_directory,
+) -> None:
     """Keep the configured workers alive until `stop`.
 
-    With `ray_address` the actors are detached: they outlive this driver, and the next one adopts those it
-    finds; each node has the model, or fetches it. A worker that has no node, or keeps dying, is tried again
-    for as long as this runs, and the others are looked after meanwhile. Without it they run on a Ray of our
-    own and end with us, a hub id is fetched once, before the first of them starts, ConfigError is raised if
-    this machine has no memory for all of them, and WorkerFailed when a worker does not start or keeps dying.
-    Those, and RayFailed where Ray cannot be reached, leave in an ExceptionGroup.
+    With `ray_address`, workers are detached actors of an existing Ray cluster: they outlive this driver, and the
+    next driver adopts them. Each node has the model or downloads it. A worker without a node, or one that keeps
+    dying, is retried as long as this runs.
+
+    Without `ray_address`, workers run on a private Ray and end with this process. A hub id is downloaded once,
+    before the first worker starts. Raises ConfigError if the machine has too little memory for all workers, and
+    WorkerFailed if a worker does not start or keeps dying.
+
+    RayFailed is raised if Ray cannot be reached. All these errors arrive in an ExceptionGroup. The keyword
+    arguments are replaced in tests.
     """
     registry, health = process_registry("fleet"), Health("ray")
     metrics = FleetMetrics(registry)
     async with AsyncExitStack() as stack:
-        run = RunDir()
+        run = make_run_dir()
         stack.push_async_callback(asyncio.to_thread, run.close)
-        joined = None
-        if config.ray_address is not None:
-            joined = Joined(
-                address=config.ray_address, cluster=config.cluster, placement=config.ray_placement, is_detached=True
-            )
-        fleet = RayFleet(
-            ray_dir=run.path / "ray", log_dir=config.log_dir, joined=joined, start_limit_s=config.worker_start_s
+        fleet = make_fleet(
+            ray_dir=run.path / "ray",
+            log_dir=config.log_dir,
+            joined=_joined_cluster(config),
+            start_timeout_s=config.worker_start_s,
         )
         if config.admin_port is not None:
-            admin = AdminServer(health, registry, lambda: refresh(metrics, fleet))
+            admin = AdminServer(health, registry, lambda: update_metrics(metrics, fleet))
             port = admin.start(config.host, config.admin_port)
             stack.push_async_callback(admin.stop)
             log.info("admin_started", address=join_address(config.host, port))
         stack.push_async_callback(fleet.close, config.drain_s)
-        ready = _ready(config, health, on_ready)
+
+        def ready() -> None:
+            health.ready("ray")
+            on_ready(config.ray_address or "local")
+
         async with Background(watch_loop_lag(ProcessMetrics(registry).observe_loop)):
-            await unless_stopped(
-                stop, _serve_alone(config, fleet, ready) if joined is None else _serve_detached(config, fleet, ready)
-            )
+            if config.ray_address is None:
+                work = _serve_on_private_ray(config, fleet, ready, find_model)
+            else:
+                work = _serve_on_existing_ray(config, fleet, ready)
+            await unless_stopped(stop, work)
         health.drain()
 
 
-def refresh(metrics: FleetMetrics, fleet: RayFleet) -> None:
-    """Gauges as the fleet is now."""
+def update_metrics(metrics: FleetMetrics, fleet: RayFleet) -> None:
+    """Set the gauges to the current number of workers by role and stage."""
     for role in WorkerRole:
-        for stage in Stage:
+        for stage in WorkerStage:
             metrics.workers.labels(role.value, stage.value).set(fleet.stages.get((role, stage), 0))
 
 
 def worker_config(
-    config: FleetConfig, spec: WorkerSpec, num_workers: int, model: str, *, on_gpu: int = 1
+    config: FleetConfig, spec: WorkerSpec, num_workers: int, model: str, *, workers_on_gpu: int = 1
 ) -> WorkerConfig:
-    """The settings of one worker of the fleet; workers that share a machine share its memory and cores, which
-    on a cluster of others are known only once it is placed. `on_gpu`: how many share its GPU; where Ray gives
-    them out, each is of one worker. `model`: what it loads, which clients call as the fleet's settings
-    say."""
+    """Return the settings of one worker of the fleet.
+
+    num_workers: number of workers that share this machine's memory and cores. On an existing Ray cluster it is
+        corrected once the worker has a node.
+    model: what the worker loads. Its public name comes from `config`.
+    workers_on_gpu: number of workers that share its GPU; 1 if Ray assigns GPUs.
+    """
     return derive(
         WorkerConfig,
         config,
-        host=AdminSettings.host,  # where the fleet listens is its own; a worker's is that of its node
+        host=AdminSettings.host,  # the fleet's own listening address does not apply to workers
         admin_port=None,
         worker_id=spec.worker_id,
         role=spec.role.value,
@@ -85,39 +105,45 @@ def worker_config(
         served_model_name=config.model_name,
         threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
         workers_on_host=num_workers,
-        workers_on_gpu=on_gpu,
+        workers_on_gpu=workers_on_gpu,
     )
 
 
-def _ready(config: FleetConfig, health: Health, on_ready: Callable[[str], None]) -> Callable[[], None]:
-    def ready() -> None:
-        health.ready("ray")
-        on_ready(config.ray_address or "local")
+def _joined_cluster(config: FleetConfig) -> JoinedCluster | None:
+    if config.ray_address is None:
+        return None
+    return JoinedCluster(
+        address=config.ray_address, cluster=config.cluster, placement=config.ray_placement, is_detached=True
+    )
 
-    return ready
 
-
-async def _serve_alone(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
-    model = await model_directory(config.model)
+async def _serve_on_private_ray(
+    config: FleetConfig,
+    fleet: RayFleet,
+    ready: Callable[[], None],
+    find_model: Callable[[str], Awaitable[str]],
+) -> None:
+    model = await find_model(config.model)
     await fleet.connect()
-    specs = await plan_here(config)
-    on_gpu = most_on_a_gpu(specs)
+    specs = await plan_local_workers(config)
+    workers_on_gpu = max_workers_per_gpu(specs)
     async with asyncio.TaskGroup() as group:
         for spec in specs:
-            group.create_task(fleet.start(spec, worker_config(config, spec, len(specs), model, on_gpu=on_gpu)))
+            settings = worker_config(config, spec, len(specs), model, workers_on_gpu=workers_on_gpu)
+            group.create_task(fleet.start(spec, settings))
     ready()
     await fleet.supervise()
 
 
-async def _serve_detached(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
+async def _serve_on_existing_ray(config: FleetConfig, fleet: RayFleet, ready: Callable[[], None]) -> None:
     await fleet.connect()
     ready()
-    least = least_workers(config)
-    num_workers = sum(least.values())
-    await fleet.keep(
-        Wanted(
-            least=least,
-            follows_places=config.scale_with_nodes,
+    minimum = workers_by_role(config)
+    num_workers = sum(minimum.values())
+    await fleet.reconcile(
+        DesiredWorkers(
+            minimum=minimum,
+            scale_with_nodes=config.scale_with_nodes,
             config_of=lambda spec: worker_config(config, spec, num_workers, config.model),
         )
     )

@@ -1,13 +1,13 @@
-"""The model's files, before any worker starts: a hub id is fetched once, by a process of its own that can be
-ended at any moment.
+"""Resolves a model to a local directory before any worker starts, and downloads a hub id once.
 
-`python -m baton.fleet.model_files MODEL` prints one line of JSON: `directory`, or the `problem` that a person
-can do something about.
+The download runs in its own process, which can be killed at any time. `python -m baton.fleet.model_files MODEL`
+prints one line of JSON: `{"directory": ...}`, or `{"problem": ...}` with an error text for the user.
 """
 
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,46 +15,48 @@ from baton.core.errors import ModelError
 from baton.model.loading.model_source import DEMO, resolve_model
 from baton.runtime.process.process import with_parent_death_signal
 
+DOWNLOAD_COMMAND = (sys.executable, "-m", "baton.fleet.model_files")
+"""The command that resolves a model. The name of the model is appended."""
 
-async def model_directory(model: str) -> str:
-    """The directory that every process then loads without the network; its download shows a progress bar.
-    Raises ModelError.
 
-    Cancelling this ends the download, wherever it is: threads of the hub's client would have to be waited
-    for.
+async def model_directory(model: str, download_command: Sequence[str] = DOWNLOAD_COMMAND) -> str:
+    """Return the directory from which every process can load `model` without the network.
+
+    A hub id is downloaded, with a progress bar. Cancelling kills the download process: threads of the hub client
+    could not be stopped. Raises ModelError.
     """
-    if _is_here(model):
+    if _is_local(model):
         return str(resolve_model(model))
-    fetching = await asyncio.create_subprocess_exec(
-        *with_parent_death_signal([sys.executable, "-m", "baton.fleet.model_files", model]),
+    process = await asyncio.create_subprocess_exec(
+        *with_parent_death_signal([*download_command, model]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches us alone
+        start_new_session=True,  # Ctrl-C must reach only this process
     )
     try:
-        output, _ = await fetching.communicate()
+        output, _ = await process.communicate()
     finally:
-        if fetching.returncode is None:
+        if process.returncode is None:
             with suppress(ProcessLookupError):
-                fetching.kill()
-            await fetching.wait()
+                process.kill()
+            await process.wait()
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
         raise ModelError(
-            f"{model} cannot be downloaded: the process that fetched it ended with {fetching.returncode}"
+            f"{model} cannot be downloaded: the download process exited with {process.returncode}"
         ) from None
     if "problem" in answer:
         raise ModelError(answer["problem"])
     return str(answer["directory"])
 
 
-def _is_here(model: str) -> bool:
+def _is_local(model: str) -> bool:
     return model == DEMO or Path(model).expanduser().is_dir()
 
 
 def main() -> None:
-    """Resolve the model that the command line names."""
+    """Resolve the model named on the command line."""
     try:
         answer = {"directory": str(resolve_model(sys.argv[1]))}
     except ModelError as error:

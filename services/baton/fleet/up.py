@@ -1,25 +1,25 @@
-"""`baton up`: the whole real cluster on one machine, from one configuration to nothing left behind."""
+"""`baton up`: starts a complete cluster from one configuration and removes it completely afterwards."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
 from baton.core.errors import BatonError
-from baton.fleet.first_prompt import ask, authorization, client_of_ours, curl_example, rehearse
-from baton.fleet.local.local_plan import plan_here
+from baton.fleet.first_prompt import ask, authorization, curl_example, local_client, warm_up
+from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.processes.run_dir import RunDir
 from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
-from baton.fleet.ray.ray_fleet import Joined, RayFleet
+from baton.fleet.ray.ray_fleet import RayFleet
+from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.ray.worker_actor import WorkerFacts
-from baton.fleet.startup_progress import Say, StartupProgress
-from baton.fleet.worker_plan import WorkerSpec, most_on_a_gpu, plan_workers
+from baton.fleet.worker_plan import WorkerSpec, max_workers_per_gpu, plan_workers
 from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
 from baton.runtime.config.config_base import Config, derive, dump
@@ -30,112 +30,124 @@ from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
 
+T = TypeVar("T")
+Notify = Callable[[str], None]
+"""Prints one line for the user."""
+
 LOOPBACK = "127.0.0.1"
-READY_LIMIT_S = 120.0
+READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 5.0
+_PHASE_WIDTH = 13
+_TEXT_WIDTH = 60
+
+
+class StartupProgress:
+    """Prints one line per startup phase, with its result and its duration. Phases run concurrently."""
+
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
+
+    async def phase(self, name: str, work: Awaitable[T], describe: Callable[[T], str]) -> T:
+        """Await one phase and print its line. `describe` turns the result into text."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        result = await work
+        self.line(name, describe(result), loop.time() - began_s)
+        return result
+
+    def line(self, name: str, text: str, seconds: float) -> None:
+        """Print one line."""
+        self._notify(f"{name:<{_PHASE_WIDTH}}{text:<{_TEXT_WIDTH}} {seconds:5.1f} s")
 
 
 class Cluster:
-    """Everything that one `baton up` starts, in the order in which it has to end."""
+    """All processes of one `baton up`: Redis, scheduler and gateway as child processes, workers on Ray.
 
-    def __init__(self, config: ClusterConfig, run: RunDir, log_dir: Path | None, say: Say) -> None:
+    http_url, grpc_address: where clients reach the gateway, set by `start`.
+    """
+
+    def __init__(self, config: ClusterConfig, run: RunDir, log_dir: Path | None, notify: Notify) -> None:
         self._config = config
         self._run = run
         self._log_dir = log_dir
-        self._progress = StartupProgress(say)
-        self._say = say
+        self._progress = StartupProgress(notify)
+        self._notify = notify
         self._children: list[Child] = []
-        joined = None
-        if config.ray_address is not None:
-            joined = Joined(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement)
         self._fleet = RayFleet(
             ray_dir=run.path / "ray",
             log_dir=log_dir,
-            joined=joined,
-            start_limit_s=config.worker_start_s,
-            on_change=self._worker_changed,
-            say=say,
+            joined=_joined_cluster(config),
+            start_timeout_s=config.worker_start_s,
+            on_change=self._report_worker,
+            notify=notify,
         )
         self._serving = False
+        self._http_port = self._grpc_port = 0
         self.http_url = ""
         self.grpc_address = ""
 
     async def start(self) -> None:
-        """Bring everything up. Raises BatonError naming what did not start, and why."""
-        config = self._config
-        http_port = choose_port(config.host, config.http_port, flag="--http-port")
-        grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
-        scheme = "http" if config.front_tls_pair is None else "https"
-        self.http_url = f"{scheme}://{join_address(config.host, http_port)}"
-        self.grpc_address = join_address(config.host, grpc_port)
-        model = await self._model()
+        """Start everything and wait until the cluster has answered a request.
+
+        Raises BatonError with the name of the process that did not start, and the reason.
+        """
+        self._choose_ports()
+        model = await self._resolve_model()
         async with asyncio.TaskGroup() as group:
-            ray = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
+            connecting = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
             if self._is_joined:
-                await ray  # which says at what address the workers' nodes reach us
-            redis_url = config.redis_url or await self._start_redis()
-            host = self._fleet.node_address
-            scheduler = derive(
-                SchedulerConfig,
-                config,
-                host=host,
-                advertise_host=self._advertise_host,
-                redis_url=redis_url,
-                rpc_port=choose_port(host, 0, flag="--rpc-port"),
-                log_dir=self._log_dir,
-            )
-            group.create_task(self._start_child("scheduler", scheduler, config.policy))
-            gateway = derive(
-                GatewayConfig,
-                config,
-                http_port=http_port,
-                grpc_port=grpc_port,
-                model=model,
-                served_model_name=config.model_name,
-                advertise_host=None,
-                redis_url=redis_url,
-                log_dir=self._log_dir,
-            )
-            group.create_task(self._start_child("gateway", gateway, f"{self.http_url}, gRPC {self.grpc_address}"))
-            await ray
-            specs = plan_workers(config, cores=()) if self._is_joined else await plan_here(config)
-            on_gpu = 1 if self._is_joined else most_on_a_gpu(specs)  # where Ray gives them out, each is of one worker
-            for spec in specs:
-                group.create_task(self._start_worker(spec, self._worker_config(spec, on_gpu, model, redis_url)))
-        await self._progress.phase("link", self._until_ready(), str)
-        await rehearse(self.http_url, config.model_name)
+                await connecting  # determines the address at which the worker nodes reach this machine
+            redis_url = self._config.redis_url or await self._start_redis()
+            group.create_task(self._start_scheduler(redis_url))
+            group.create_task(self._start_gateway(redis_url, model))
+            await connecting
+            for spec, settings in await self._worker_settings(model, redis_url):
+                group.create_task(self._start_worker(spec, settings))
+        await self._progress.phase("link", self._wait_until_ready(), str)
+        await warm_up(self.http_url, self._config.model_name)
         self._serving = True
 
     async def supervise(self) -> None:
-        """Keep everything alive until cancelled. Raises BatonError when something keeps dying."""
+        """Restart processes that die, until cancelled. Raises BatonError if one dies too often."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._fleet.supervise())
             for child in self._children:
                 group.create_task(child.supervise())
 
     async def close(self) -> None:
-        """End all of it, gateway first, so that running answers can finish while their workers live.
+        """Stop the gateway first, then the other services, then the workers, so that running requests can finish.
 
-        What does not end is told, not raised, so that the others are ended, too, and the first error remains
-        the last word.
+        Errors are reported and not raised, so that the remaining processes are ended too and an earlier error
+        stays the one that is raised.
         """
         self._serving = False
-        for end in (*(child.stop for child in reversed(self._children)), self._fleet.close):
+        for stop in (*(child.stop for child in reversed(self._children)), self._fleet.close):
             try:
-                await end(STOP_GRACE_S)
+                await stop(STOP_GRACE_S)
             except Exception as error:
-                log.error("not_closed", exc_info=error)
-                self._say(f"while ending: {str(error) or type(error).__name__}")
+                log.error("stop_failed", exc_info=error)
+                self._notify(f"while stopping: {str(error) or type(error).__name__}")
 
-    async def _model(self) -> str:
-        """The directory that every process loads without the network; a hub id is fetched now, once."""
-        if self._is_joined:  # each node has the model, or fetches it; this one needs it for its tokenizer
-            await model_directory(self._config.model)
-            return self._config.model
-        began_s = asyncio.get_running_loop().time()
+    def _choose_ports(self) -> None:
+        config = self._config
+        self._http_port = choose_port(config.host, config.http_port, flag="--http-port")
+        self._grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
+        scheme = "http" if config.front_tls_pair is None else "https"
+        self.http_url = f"{scheme}://{join_address(config.host, self._http_port)}"
+        self.grpc_address = join_address(config.host, self._grpc_port)
+
+    async def _resolve_model(self) -> str:
+        """Return the model that workers load: a local directory, or the model's name on an existing Ray cluster.
+
+        There, each node has the model or downloads it. This machine needs it for the gateway's tokenizer.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         directory = await model_directory(self._config.model)
+        if self._is_joined:
+            return self._config.model
         if directory != self._config.model and self._config.model != DEMO:
-            self._progress.line("model", directory, asyncio.get_running_loop().time() - began_s)
+            self._progress.line("model", directory, loop.time() - began_s)
         return directory
 
     async def _start_redis(self) -> str:
@@ -145,92 +157,131 @@ class Cluster:
             )
         else:
             command = redis_command(self._run.path / "redis")
-        child = Child(
-            self._spec("redis", command.argv, START_S, command.wait_until_ready), on_restart=self._child_is_back
-        )
-        self._children.append(child)
+        child = self._add_child("redis", command.argv, START_S, command.wait_until_ready)
         await self._progress.phase("redis", child.start(), lambda _: command.description)
         return command.url
 
-    async def _start_child(self, name: str, settings: Config, what: str) -> None:
-        file = self._run.path / f"{name}.yaml"
-        file.touch(mode=0o600)
-        file.write_text(json.dumps(dump(settings)))  # JSON is YAML, too
-        child = Child(self._spec(name, baton_command(name, file), READY_LIMIT_S), on_restart=self._child_is_back)
-        self._children.append(child)
-        await self._progress.phase(name, child.start(), lambda _: f"{what}  pid {child.pid}")
-
-    async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
-        def describe(facts: WorkerFacts) -> str:
-            return (
-                f"{spec.role.value:<8} pid {facts.pid}{f' on {facts.host}' if self._is_joined else ''}  {facts.summary}"
-            )
-
-        name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
-        await self._progress.phase(name, self._fleet.start(spec, settings), describe)
-
-    def _worker_config(self, spec: WorkerSpec, on_gpu: int, model: str, redis_url: str) -> WorkerConfig:
-        config = self._config
-        return derive(
-            WorkerConfig,
-            config,
-            host=LOOPBACK,  # on nodes of a cluster, the node's own address
-            advertise_host=None,
-            worker_id=spec.worker_id,
-            role=spec.role.value,
-            model=model,
-            served_model_name=config.model_name,
+    async def _start_scheduler(self, redis_url: str) -> None:
+        host = self._fleet.node_address
+        settings = derive(
+            SchedulerConfig,
+            self._config,
+            host=host,
+            advertise_host=self._advertise_host,
             redis_url=redis_url,
-            threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
-            workers_on_host=config.prefill + config.decode + config.hybrid,
-            workers_on_gpu=on_gpu,
+            rpc_port=choose_port(host, 0, flag="--rpc-port"),
             log_dir=self._log_dir,
         )
+        await self._start_service("scheduler", settings, self._config.policy)
 
-    def _spec(
+    async def _start_gateway(self, redis_url: str, model: str) -> None:
+        settings = derive(
+            GatewayConfig,
+            self._config,
+            http_port=self._http_port,
+            grpc_port=self._grpc_port,
+            model=model,
+            served_model_name=self._config.model_name,
+            advertise_host=None,
+            redis_url=redis_url,
+            log_dir=self._log_dir,
+        )
+        await self._start_service("gateway", settings, f"{self.http_url}, gRPC {self.grpc_address}")
+
+    async def _start_service(self, name: str, settings: Config, description: str) -> None:
+        file = self._run.path / f"{name}.yaml"
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(dump(settings)))  # JSON is a subset of YAML
+        child = self._add_child(name, baton_command(name, file), READY_TIMEOUT_S)
+        await self._progress.phase(name, child.start(), lambda _: f"{description}  pid {child.pid}")
+
+    def _add_child(
         self,
         name: str,
         argv: list[str],
         start_timeout_s: float,
-        ready: Callable[[], Coroutine[Any, Any, str]] | None = None,
-    ) -> ChildSpec:
-        output = self._output_dir / f"{name}.out"
-        return ChildSpec(name=name, argv=argv, output=output, start_timeout_s=start_timeout_s, wait_until_ready=ready)
+        wait_until_ready: Callable[[], Coroutine[Any, Any, str]] | None = None,
+    ) -> Child:
+        spec = ChildSpec(
+            name=name,
+            argv=argv,
+            output=self._output_dir / f"{name}.out",
+            start_timeout_s=start_timeout_s,
+            wait_until_ready=wait_until_ready,
+        )
+        child = Child(spec, on_restart=self._report_restart)
+        self._children.append(child)
+        return child
+
+    async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
+        def describe(facts: WorkerFacts) -> str:
+            host = f" on {facts.host}" if self._is_joined else ""
+            return f"{spec.role.value:<8} pid {facts.pid}{host}  {facts.summary}"
+
+        name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
+        await self._progress.phase(name, self._fleet.start(spec, settings), describe)
+
+    async def _worker_settings(self, model: str, redis_url: str) -> list[tuple[WorkerSpec, WorkerConfig]]:
+        """Plan the workers and return the settings of each."""
+        config = self._config
+        specs = plan_workers(config, cores=()) if self._is_joined else await plan_local_workers(config)
+        # On an existing Ray cluster, Ray gives each worker its own GPU.
+        workers_on_gpu = 1 if self._is_joined else max_workers_per_gpu(specs)
+        return [
+            (
+                spec,
+                derive(
+                    WorkerConfig,
+                    config,
+                    host=LOOPBACK,  # replaced by the node's own address on an existing Ray cluster
+                    advertise_host=None,
+                    worker_id=spec.worker_id,
+                    role=spec.role.value,
+                    model=model,
+                    served_model_name=config.model_name,
+                    redis_url=redis_url,
+                    threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
+                    workers_on_host=len(specs),
+                    workers_on_gpu=workers_on_gpu,
+                    log_dir=self._log_dir,
+                ),
+            )
+            for spec in specs
+        ]
 
     @property
     def _output_dir(self) -> Path:
         return self._log_dir or self._run.path
 
-    async def _until_ready(self) -> str:
-        """Wait until the gateway says that roles and pairs are there; returns what it says of the links."""
+    async def _wait_until_ready(self) -> str:
+        """Wait until the gateway has workers of all roles and connected pairs. Return its summary of the links."""
         last = "no answer"
-        async with client_of_ours(2.0) as client:
+        async with local_client(2.0) as client:
             try:
-                async with asyncio.timeout(READY_LIMIT_S):
+                async with asyncio.timeout(READY_TIMEOUT_S):
                     while True:
                         try:
-                            answer = await client.get(f"{self.http_url}/ready", headers=authorization())
+                            response = await client.get(f"{self.http_url}/ready", headers=authorization())
                         except httpx.HTTPError as error:
                             last = str(error) or type(error).__name__
                         else:
-                            if answer.status_code == 200:
-                                return str(answer.json().get("links", ""))
-                            last = answer.text
+                            if response.status_code == httpx.codes.OK:
+                                return str(response.json().get("links", ""))
+                            last = response.text
                         await asyncio.sleep(0.05)
             except TimeoutError:
                 raise BatonError(
-                    f"the gateway was not ready within {READY_LIMIT_S:g} s: {last}; logs: {self._output_dir}"
+                    f"the gateway was not ready within {READY_TIMEOUT_S:g} s: {last}; logs: {self._output_dir}"
                 ) from None
 
-    def _child_is_back(self, name: str) -> None:
+    def _report_restart(self, name: str) -> None:
         child = next(child for child in self._children if child.spec.name == name)
-        self._say(f"{name} died and is back, pid {child.pid}")
+        self._notify(f"{name} died and was restarted, pid {child.pid}")
 
-    def _worker_changed(self, worker_id: str, facts: WorkerFacts | None) -> None:
+    def _report_worker(self, worker_id: str, facts: WorkerFacts | None) -> None:
         if self._serving:
-            self._say(
-                f"worker {worker_id} {'died; starting it again' if facts is None else f'is back, pid {facts.pid}'}"
-            )
+            change = "died; restarting it" if facts is None else f"was restarted, pid {facts.pid}"
+            self._notify(f"worker {worker_id} {change}")
 
     @property
     def _is_joined(self) -> bool:
@@ -241,19 +292,51 @@ class Cluster:
         return self._config.advertise_host if self._is_joined else None
 
 
-async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
-    """Start, serve until `stop` is asked for (or, with `once`, until the first answer), and clean up in every
-    case."""
+def _joined_cluster(config: ClusterConfig) -> JoinedCluster | None:
+    if config.ray_address is None:
+        return None
+    return JoinedCluster(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement)
+
+
+class Stoppable(Protocol):
+    """The methods of `Cluster` that `run_until_stopped` uses."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Closeable(Protocol):
+    """The method of `RunDir` that `run_until_stopped` uses."""
+
+    def close(self) -> None: ...
+
+
+async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
+    """Start a cluster, serve until a stop is requested, and remove it.
+
+    With `config.once` it ends after the answer to the first prompt.
+    """
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
-    if config.ray_address is None:  # all that is started shares the cores with the workers
+    if config.ray_address is None:  # all processes share the cores of this machine with the workers
         set_batch_scheduling()
     run = RunDir()
-    cluster = Cluster(config, run, log_dir, say)
+    cluster = Cluster(config, run, log_dir, notify)
+    await run_until_stopped(cluster, run, stop, lambda: _serve(config, cluster, stop, notify, log_dir))
+
+
+async def run_until_stopped(
+    cluster: Stoppable, run: Closeable, stop: Stop, serve: Callable[[], Awaitable[None]]
+) -> None:
+    """Start the cluster and await `serve`, unless a stop was requested meanwhile.
+
+    The cluster and the run directory are closed in any case.
+    """
     try:
         await unless_stopped(stop, cluster.start())
         if not stop.drain.is_set():
-            await _serve(config, cluster, stop, say, log_dir)
+            await serve()
     finally:
         try:
             await cluster.close()
@@ -261,26 +344,27 @@ async def up(config: ClusterConfig, stop: Stop, say: Say) -> None:
             await asyncio.to_thread(run.close)
 
 
-async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, say: Say, log_dir: Path | None) -> None:
-    say(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}" + (f"    logs {log_dir}" if log_dir else ""))
+async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: Notify, log_dir: Path | None) -> None:
+    logs = f"    logs {log_dir}" if log_dir else ""
+    notify(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}{logs}")
     supervision = asyncio.create_task(cluster.supervise())
     try:
         if config.first_prompt is not None:
-            await unless_stopped(stop, _first_answer(cluster.http_url, config.model_name, config.first_prompt, say))
+            await unless_stopped(stop, _ask_first(cluster.http_url, config.model_name, config.first_prompt, notify))
             if config.once:
                 return
         else:
-            say(curl_example(cluster.http_url, config.model_name))
-        say("Why there? baton explain last      Stop: Ctrl-C")
+            notify(curl_example(cluster.http_url, config.model_name))
+        notify("Explain the placement: baton explain last      Stop: Ctrl-C")
         await unless_stopped(stop, supervision)
     finally:
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
 
 
-async def _first_answer(url: str, model: str, prompt: str, say: Say) -> None:
+async def _ask_first(url: str, model: str, prompt: str, notify: Notify) -> None:
     first_token_s = await ask(url, model, prompt, write=_write)
-    StartupProgress(say).line("first token", "from the start of this command", first_token_s)
+    StartupProgress(notify).line("first token", "since the start of this command", first_token_s)
 
 
 def _write(text: str) -> None:

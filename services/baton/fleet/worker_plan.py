@@ -1,5 +1,4 @@
-"""Which workers a configuration asks for, which cores and which GPU each of them gets, whether their KV fits:
-pure functions."""
+"""Plans the workers of a configuration: their names, roles, cores, GPUs and KV memory. Pure functions."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,8 +13,11 @@ from baton.runtime.config.settings import FleetSettings, WorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One worker that should exist. `cores`: the processors it is pinned to; empty: it is not pinned. `gpu`:
-    the one that it is shown, by CUDA's name; empty: all that its node, or Ray, shows it."""
+    """One worker that should exist.
+
+    cores: CPU cores that it is pinned to; empty: not pinned.
+    gpu: CUDA name of the only GPU that it sees; empty: all GPUs that its node or Ray exposes.
+    """
 
     worker_id: str
     role: WorkerRole
@@ -24,18 +26,21 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The workers that a fleet on a cluster of others should have: `least` of each role, and with
-    `follows_places` one for each place that nodes offer, where those are more. `config_of`: the settings of
-    each."""
+class DesiredWorkers:
+    """The detached workers that should run on an existing Ray cluster.
 
-    least: Mapping[WorkerRole, int]
-    follows_places: bool
+    minimum: number of workers of each role.
+    scale_with_nodes: run one worker for each place that nodes offer, if that is more than the minimum.
+    config_of: returns the settings of a worker.
+    """
+
+    minimum: Mapping[WorkerRole, int]
+    scale_with_nodes: bool
     config_of: Callable[[WorkerSpec], WorkerConfig]
 
 
-def least_workers(settings: FleetSettings) -> dict[WorkerRole, int]:
-    """How many of each role a configuration asks for."""
+def workers_by_role(settings: FleetSettings) -> dict[WorkerRole, int]:
+    """Return the number of workers of each role in a configuration."""
     return {
         WorkerRole.PREFILL: settings.prefill,
         WorkerRole.DECODE: settings.decode,
@@ -43,27 +48,29 @@ def least_workers(settings: FleetSettings) -> dict[WorkerRole, int]:
     }
 
 
-def changes(
-    role: WorkerRole, number: int, waits: Mapping[str, bool], left_behind: Collection[str]
+def plan_changes(
+    role: WorkerRole, number: int, is_waiting: Mapping[str, bool], left_behind: Collection[str]
 ) -> tuple[list[WorkerSpec], list[str]]:
-    """The workers of a role to add, and the ids of those to drop, so that there are `number`.
+    """Return the workers of a role to add, and the ids of those to remove, to reach `number` workers.
 
-    `waits`: those there are, and whether each waits for a node. Only such are dropped, the highest number
-    first: one that has a node has a place. `left_behind`: ids that an earlier fleet left on a node; of those
-    that are added they come first, so that nothing that runs is replaced by something that does not.
+    is_waiting: the current workers of this role, and whether each waits for a node. Only waiting workers are
+        removed, highest index first.
+    left_behind: ids of workers that an earlier fleet left running. They are added first, so that a running
+        worker is not replaced by a new one.
     """
-    missing = number - len(waits)
+    missing = number - len(is_waiting)
     if missing <= 0:
-        idle = sorted((worker_id for worker_id, does_wait in waits.items() if does_wait), key=_index, reverse=True)
-        return [], idle[:-missing] if missing else []
-    known = [
+        waiting = sorted((worker_id for worker_id, waits in is_waiting.items() if waits), key=_index, reverse=True)
+        return [], waiting[:-missing] if missing else []
+    adoptable = [
         worker_id
         for worker_id in left_behind
         if worker_id.rpartition("-")[0] == role.value and worker_id.rpartition("-")[2].isdecimal()
     ]
-    there = sorted(set(known) - waits.keys(), key=_index)
-    fresh = (name for name in (f"{role.value}-{i}" for i in count()) if name not in waits and name not in there)
-    return [WorkerSpec(worker_id=name, role=role) for name in islice(chain(there, fresh), missing)], []
+    adopted = sorted(set(adoptable) - is_waiting.keys(), key=_index)
+    taken = is_waiting.keys() | set(adopted)
+    fresh = (name for name in (f"{role.value}-{i}" for i in count()) if name not in taken)
+    return [WorkerSpec(worker_id=name, role=role) for name in islice(chain(adopted, fresh), missing)], []
 
 
 def _index(worker_id: str) -> int:
@@ -71,12 +78,11 @@ def _index(worker_id: str) -> int:
 
 
 def plan_workers(settings: FleetSettings, cores: Sequence[int], gpus: Sequence[str] = ()) -> list[WorkerSpec]:
-    """Prefill workers, then decode, then hybrid. `cores` (empty: do not pin) are split between them, and
-    `gpus` are given out in turns.
+    """Return the workers of a configuration: prefill first, then decode, then hybrid.
 
-    On a Ray of our own they are `w0`, `w1`, …; on a cluster of others, where they may outlive who asked for
-    them, `prefill-0`, `decode-0`, …, so that a name means the same worker when there are more or fewer of
-    another role.
+    `cores` are divided between them (empty: do not pin). `gpus` are assigned round-robin. On a private Ray the
+    workers are named `w0`, `w1`, .... On an existing Ray cluster they may outlive their driver and are named
+    `prefill-0`, `decode-0`, ..., so that a name does not depend on the number of workers of other roles.
     """
     roles = (
         [WorkerRole.PREFILL] * settings.prefill
@@ -88,32 +94,37 @@ def plan_workers(settings: FleetSettings, cores: Sequence[int], gpus: Sequence[s
         names = [f"w{i}" for i in range(len(roles))]
     else:
         names = [f"{role.value}-{roles[:i].count(role)}" for i, role in enumerate(roles)]
-    turns = [gpus[i % len(gpus)] if gpus else "" for i in range(len(roles))]
+    assigned_gpus = [gpus[i % len(gpus)] if gpus else "" for i in range(len(roles))]
     return [
         WorkerSpec(worker_id=name, role=role, cores=share, gpu=gpu)
-        for name, role, share, gpu in zip(names, roles, shares, turns, strict=True)
+        for name, role, share, gpu in zip(names, roles, shares, assigned_gpus, strict=True)
     ]
 
 
-def most_on_a_gpu(specs: Sequence[WorkerSpec]) -> int:
-    """How many of these workers, all of one machine, may come to share one GPU."""
+def max_workers_per_gpu(specs: Sequence[WorkerSpec]) -> int:
+    """Return the largest number of these workers of one machine that share one GPU."""
     return max(Counter(spec.gpu for spec in specs).values(), default=1)
 
 
 def check_kv_memory(kv_memory: int, num_workers: int, free: int) -> None:
-    """That `free` bytes of host memory hold `kv_memory` bytes for each worker of a machine. Each asks for its
-    own when it starts, when the others' pages are not real yet: all would pass, and the machine be out of
-    memory while they serve. Raises ConfigError."""
+    """Raise ConfigError if `free` bytes of host memory cannot hold `kv_memory` bytes for each worker.
+
+    A check in each worker is not enough: when they start together, no worker has touched its pages yet. All checks
+    would pass, and the machine would run out of memory while they serve.
+    """
     if kv_memory * num_workers > free:
         raise ConfigError(
-            f"--kv-memory {format_size(kv_memory)} for each of {num_workers} workers is {kv_memory * num_workers >> 20} MiB, more than the "
-            f"{free >> 20} MiB that are free here: give less than {free // num_workers >> 20}MiB, since models need some, or start fewer"
+            f"--kv-memory {format_size(kv_memory)} for each of {num_workers} workers is "
+            f"{kv_memory * num_workers >> 20} MiB, but only {free >> 20} MiB are free: set it well below "
+            f"{free // num_workers >> 20}MiB, because the models need memory too, or start fewer workers"
         )
 
 
 def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Consecutive cores for each worker, sizes equal within one; with more workers than cores, workers take
-    turns on single cores."""
+    """Divide the cores into consecutive ranges, one per worker, whose sizes differ by at most one.
+
+    With more workers than cores, each worker gets one core, assigned round-robin.
+    """
     if not cores:
         return [()] * num_workers
     if num_workers > len(cores):

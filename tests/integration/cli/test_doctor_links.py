@@ -1,4 +1,4 @@
-"""The ways of moving KV as `baton doctor` tries them: between two real processes."""
+"""Transfer backends as `baton doctor` measures them: between two real processes."""
 
 import sys
 
@@ -10,15 +10,15 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    "way",
+    "backend",
     ["local", pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux"))],
 )
-def test_a_way_is_measured_between_two_processes(way: str) -> None:
-    found = measure(way)
+def test_backend_is_measured_between_two_processes(backend: str) -> None:
+    found = measure(backend)
     assert found.problem == ""
     assert found.transport
     assert found.bytes_per_s > 0
 
 
-def test_a_way_that_there_is_not_is_a_problem_in_words() -> None:
+def test_unknown_backend_is_named_in_the_problem() -> None:
     assert "carrier-pigeon" in measure("carrier-pigeon").problem

@@ -1,4 +1,4 @@
-"""What a `baton up` has on the machine while it runs, and what of it is still there afterwards."""
+"""Records the processes, ports and files of a running `baton up`, and checks that they are gone afterwards."""
 
 import os
 import socket
@@ -7,33 +7,34 @@ from pathlib import Path
 
 import psutil
 
-from baton.fleet.processes.run_dir import marked
+from baton.fleet.processes.run_dir import processes_of
 
 GONE_S = 10.0
 SHM = Path("/dev/shm")
 
 
 class Leftovers:
-    """Looked at once, while `baton up` runs below the process `pid`; `assert_gone` then looks for the same
-    things."""
+    """Everything that the `baton up` below process `pid` owns at the time of construction."""
 
     def __init__(self, pid: int, shared_memory_before: set[str]) -> None:
-        """`shared_memory_before`: what `shared_memory()` said before the start."""
+        """`shared_memory_before`: the result of `shared_memory()` before the start."""
         self._reaper, self.run_id, self.directory = _reaper_below(pid)
         self._before = shared_memory_before
         below = {*psutil.Process(self._reaper.ppid()).children(recursive=True)} - {self._reaper}
-        self.processes = below | {*marked(self.run_id)}
-        unmarked = [
-            _words(process) for process in below - {*marked(self.run_id)} if _lives(process) and not _is_redis(process)
+        self.processes = below | {*processes_of(self.run_id)}
+        unknown = [
+            _words(process)
+            for process in below - {*processes_of(self.run_id)}
+            if _lives(process) and not _is_redis(process)
         ]
-        assert not unmarked, f"the reaper would not find {unmarked}"
+        assert not unknown, f"the reaper would not find {unknown}"
         self._ports = {
             port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)
         }
         assert self.directory.is_dir()
 
     def assert_gone(self, within_s: float = 1.0) -> None:
-        """`within_s`: what ended by itself has ended all of it before; `GONE_S` for one that was killed."""
+        """Fail unless everything is gone within `within_s`. Use `GONE_S` after a SIGKILL, when the reaper cleans up."""
         end_s = time.monotonic() + within_s
         while left := self._left():
             assert time.monotonic() < end_s, f"left behind: {left}"
@@ -42,7 +43,7 @@ class Leftovers:
     def _left(self) -> list[str]:
         left = [
             f"process {_words(process)}"
-            for process in {*marked(self.run_id), *self.processes, self._reaper}
+            for process in {*processes_of(self.run_id), *self.processes, self._reaper}
             if _lives(process)
         ]
         left += [str(self.directory)] if self.directory.exists() else []
@@ -51,7 +52,7 @@ class Leftovers:
 
 
 def _listens_at(process: psutil.Process) -> set[int]:
-    """No port, where it has just ended: some of Ray's processes live for a moment."""
+    """Return the listening ports of a process, none if it has just ended, as some processes of Ray do."""
     try:
         connections = process.net_connections("tcp")
     except psutil.NoSuchProcess:
@@ -64,7 +65,7 @@ def shared_memory() -> set[str]:
 
 
 def _mapped() -> set[str]:
-    """Names in use by whoever lives now: those of other clusters and tests."""
+    """Names in /dev/shm that any living process has mapped, such as those of other tests."""
     names = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -76,12 +77,12 @@ def _mapped() -> set[str]:
 
 
 def _reaper_below(pid: int) -> tuple[psutil.Process, str, Path]:
-    """The process that was told the mark and the directory."""
+    """Return the reaper process, its run id and its directory."""
     for child in psutil.Process(pid).children(recursive=True):
         command = _command(child)
         if "baton.fleet.processes.reaper" in command:
             return child, command[-2], Path(command[-1])
-    raise AssertionError("no reaper beside baton up")
+    raise AssertionError("baton up has no reaper")
 
 
 def _answers(port: int) -> bool:
@@ -91,12 +92,12 @@ def _answers(port: int) -> bool:
 
 
 def _is_redis(process: psutil.Process) -> bool:
-    """It writes its title over its whole environment; the kernel ends it with `baton up`."""
+    """Return True for Redis, whose process title overwrites its environment. The kernel ends it with `baton up`."""
     return "-server" in "".join(_command(process)[:1])
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Not when it only waits to be collected by whoever inherited it."""
+    """Return False also for a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -108,7 +109,7 @@ def _words(process: psutil.Process) -> str:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Nothing, where it has ended."""
+    """Return the command line, empty if the process has ended."""
     try:
         return list(process.cmdline())
     except psutil.Error:

@@ -1,5 +1,7 @@
-"""Machines of a Ray cluster on this one: each with a network, processes, a name and shared memory of its own.
-Needs root; Linux only."""
+"""Simulates the machines of a Ray cluster with Linux namespaces. Needs root.
+
+Each machine has its own network, process ids, host name and shared memory.
+"""
 
 import os
 import secrets
@@ -27,7 +29,7 @@ _BECOME = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && echo up && exec sle
 
 
 class Host:
-    """One machine: what is started on it ends with it."""
+    """One simulated machine. All processes on it end with it."""
 
     def __init__(self, name: str, netns: Netns, directory: Path, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -49,7 +51,7 @@ class Host:
         self._init_pid = init.pid
 
     def popen(self, *argv: str, log: Path, **environ: str) -> subprocess.Popen[bytes]:
-        """Start a command on this machine; its output goes to `log`."""
+        """Start a command on this machine. Its output is appended to `log`."""
         enter = [tool("nsenter"), "--target", str(self._init_pid), "--net", "--uts", "--ipc", "--pid", "--mount", "--"]
         with log.open("ab") as output:
             return subprocess.Popen(
@@ -62,24 +64,24 @@ class Host:
             )
 
     def ray(self, *flags: str, **environ: str) -> subprocess.Popen[bytes]:
-        """Let it be a node: `ray start` with these flags."""
+        """Run `ray start` with these flags, which makes the machine a Ray node."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address", self.address]
         fixed = ["--object-store-memory", str(80 * 2**20), "--temp-dir", str(self.directory / "ray")]
         return self.popen(*ray, *fixed, *flags, log=self.directory / "ray.out", **environ)
 
     def until_node(self) -> None:
-        """Until it is one. Raises AssertionError with what Ray has said."""
+        """Wait until Ray runs on this machine. Raises AssertionError with the output of Ray."""
         out, end_s = self.directory / "ray.out", time.monotonic() + START_S
         while "Ray runtime started" not in out.read_text():
             assert time.monotonic() < end_s, out.read_text()
             time.sleep(0.1)
 
     def call(self, function: Callable[[], T]) -> T:
-        """In a thread of ours on this machine's network."""
+        """Call a function in a thread of this process that uses the network of this machine."""
         return self._netns.call(function)
 
     def close(self) -> None:
-        """Everything on it ends, at once."""
+        """Kill all processes of this machine."""
         self._unshare.kill()
         self._unshare.wait()
         assert self._unshare.stdout is not None
@@ -87,7 +89,7 @@ class Host:
 
 
 class Hosts:
-    """Machines on one network. `head` has the head of Ray, with no CPUs: it is for services and drivers."""
+    """Machines on one network. `head` runs the Ray head without CPUs, for services and drivers."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -104,7 +106,7 @@ class Hosts:
         self.head.ray("--head", "--port", str(GCS_PORT), "--num-cpus", "0", "--include-dashboard", "false")
 
     def add(self, name: str) -> Host:
-        """One more machine, that others reach at `address`."""
+        """Add a machine. The others reach it at its `address`."""
         netns = self._network.add()
         directory = self.directory / name
         directory.mkdir()
@@ -114,13 +116,13 @@ class Hosts:
         return host
 
     def join(self, host: Host, *flags: str, **environ: str) -> subprocess.Popen[bytes]:
-        """Let a machine be a worker node of the cluster."""
+        """Make a machine a worker node of the cluster."""
         return host.ray("--address", self.ray_address, *flags, **environ)
 
 
 @contextmanager
 def ray_hosts() -> Iterator[Hosts]:
-    """The machine of the head; others can be added."""
+    """Start a cluster with only its head machine. Tests add others."""
     directory = Path(tempfile.mkdtemp(prefix="bh-", dir="/tmp"))  # a short path, for Ray's sockets
     try:
         with ExitStack() as stack:
@@ -130,6 +132,6 @@ def ray_hosts() -> Iterator[Hosts]:
 
 
 def terminate(process: subprocess.Popen[bytes], limit_s: float) -> int:
-    """SIGTERM to the command, not to what took it onto the machine; its exit code."""
+    """Send SIGTERM to the command itself and not to its `nsenter` wrapper. Return the exit code."""
     os.kill(pid_below(process), signal.SIGTERM)
     return process.wait(limit_s)

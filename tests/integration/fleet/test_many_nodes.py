@@ -1,5 +1,4 @@
-"""A cluster of several machines: workers on nodes of a Ray that others run, which a fleet finds again, and
-which leave one by one."""
+"""A fleet on an existing Ray cluster of several machines: placement, adoption, drain and restarts."""
 
 import asyncio
 import json
@@ -38,7 +37,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "network namespaces are available"),
 ]
 
 VOCAB_SIZE = 4096
@@ -56,7 +55,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """A head, a node for prefill, one for decode, and another one for decode that has another Baton."""
+    """A head, a prefill node, a decode node, and a second decode node with another Baton release."""
     with ray_hosts() as hosts:
         hosts.join(hosts.add("node-p"), "--num-cpus", "1", "--resources", '{"baton_prefill": 1}')
         hosts.join(hosts.add("node-d"), "--num-cpus", "1", "--resources", '{"baton_decode": 1}')
@@ -69,7 +68,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def another_baton(directory: Path) -> Path:
-    """Where to find a package that is this one in all but its version."""
+    """Create a package that equals this one except for its version. Return the directory for PYTHONPATH."""
     package = directory / "other" / "baton"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"__version__ = {OTHER_VERSION!r}\n__path__ = {list(baton.__path__)!r}\n")
@@ -77,7 +76,7 @@ def another_baton(directory: Path) -> Path:
 
 
 class Cluster:
-    """What runs on the head's machine: the services, and the fleet."""
+    """The services and the fleet, all on the head's machine."""
 
     def __init__(self, hosts: Hosts, stack: ExitStack) -> None:
         self.hosts = hosts
@@ -129,7 +128,7 @@ class Cluster:
         return self.head.call(lambda: httpx.get(f"{self.url}{path}", timeout=5.0))
 
     def baton(self, host: Host, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of `baton` on one of the machines, to its end."""
+        """Run a `baton` command on one of the machines and wait for its end."""
         log = host.directory / "command.out"
         log.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "baton.cli", *words, "--gateway", f"{self.head.address}:{self.grpc_port}"]
@@ -137,13 +136,13 @@ class Cluster:
         return subprocess.CompletedProcess(argv, process.wait(60), log.read_text())
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """Those that are ready, by name, as `baton status` has them."""
+        """Ready workers by id, as `baton status` lists them."""
         done = self.baton(self.head, "status", "--json")
         found = json.loads(done.stdout)["workers"] if done.returncode == 0 else []
         return {worker["worker"]["worker_id"]: worker for worker in found if worker["state"] == "ready"}
 
     def until(self, condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
-        """What `condition` says, once that is true."""
+        """Wait until `condition` returns a true value, and return it."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             with suppress(httpx.HTTPError):
@@ -157,34 +156,34 @@ class Cluster:
         self.until(lambda: self.get("/ready").status_code == httpx.codes.OK, "the gateway is ready")
 
     def fleet_workers(self) -> dict[tuple[str, str], int]:
-        """By role and state, as the fleet counts them at its admin port; none of which there are none."""
+        """Number of workers by role and state, from the metrics of the fleet. Zeros are left out."""
         url = f"http://{self.head.address}:{self.settings['admin_port']}/metrics"
         text = self.head.call(lambda: httpx.get(url, timeout=5.0)).text
         found = re.findall(r'^baton_fleet_workers\{role="(\w+)",state="(\w+)"\} (\d+)', text, re.MULTILINE)
         return {(role, state): int(number) for role, state, number in found if number != "0"}
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Of the fleet."""
+        """Log lines of the fleet with this event."""
         lines = [json.loads(line) for line in self.fleet_log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line.get("event") == event]
 
 
 def ask(url: str, number: int) -> dict[str, Any]:
-    """One completion; raises AssertionError where it is not exactly what it has to be."""
+    """Send one completion request and check every token of the answer. Return the response."""
     rng = Random(number)
     prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(300)]
     asked = {"prompt": prompt, "max_tokens": 8, "seed": number, "temperature": 1.0}
     body = {"model": "demo", "return_token_ids": True, "timeline": True, **asked}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
     assert answer.status_code == httpx.codes.OK, answer.text
-    right = emulated_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
-    told: dict[str, Any] = answer.json()
-    assert told["choices"][0]["token_ids"] == right
-    return told
+    expected = emulated_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
+    response: dict[str, Any] = answer.json()
+    assert response["choices"][0]["token_ids"] == expected
+    return response
 
 
-class Asking:
-    """Asks one request after the other until it is ended; `failed` is what was wrong with any."""
+class RequestLoop:
+    """Sends one request after the other until `end` is called. `failed` lists all errors."""
 
     def __init__(self, url: str) -> None:
         self.answered = 0
@@ -210,7 +209,7 @@ def cluster(hosts: Hosts) -> Iterator[Cluster]:
         yield Cluster(hosts, stack)
 
 
-def test_up_on_a_cluster_serves_and_ends_what_it_started(hosts: Hosts, tmp_path: Path) -> None:
+def test_up_on_an_existing_ray_cluster_serves_and_removes_its_processes(hosts: Hosts, tmp_path: Path) -> None:
     log = tmp_path / "up.out"
     flags = [
         f"--{name.replace('_', '-')}={value}"
@@ -224,12 +223,12 @@ def test_up_on_a_cluster_serves_and_ends_what_it_started(hosts: Hosts, tmp_path:
         assert up.poll() is None, log.read_text()
         assert time.monotonic() < end_s, log.read_text()
         time.sleep(0.1)
-    said = log.read_text()
-    assert re.search(r"^prefill-0 .* on node-p ", said, re.MULTILINE), said
-    assert re.search(r"^decode-0 .* on node-d ", said, re.MULTILINE), said
+    output = log.read_text()
+    assert re.search(r"^prefill-0 .* on node-p ", output, re.MULTILINE), output
+    assert re.search(r"^decode-0 .* on node-d ", output, re.MULTILINE), output
     assert (
         f"node-x ({hosts.hosts[3].address}) has Baton {OTHER_VERSION}, this fleet has {baton.__version__}: refused"
-        in said
+        in output
     )
     hosts.head.call(lambda: ask(ready[1], 1))
     processes = psutil.Process(pid_below(up)).children(recursive=True)
@@ -239,17 +238,17 @@ def test_up_on_a_cluster_serves_and_ends_what_it_started(hosts: Hosts, tmp_path:
     settings = dict(line.split(maxsplit=1) for line in conf.read_text().splitlines())
     assert settings["bind"] == hosts.head.address
     password = settings["requirepass"]
-    told_anybody = [
+    visible_texts = [
         *(" ".join(process.cmdline()) for process in processes),
         *(path.read_text(errors="replace") for path in tmp_path.rglob("*.*")),
     ]
-    assert not [text for text in told_anybody if password in text]
+    assert not [text for text in visible_texts if password in text]
     os.kill(pid_below(up), signal.SIGTERM)
     assert up.wait(60) == 0, log.read_text()
     assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_fleet_places_by_role_and_refuses_another_baton_by_name(cluster: Cluster) -> None:
+def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: Cluster) -> None:
     cluster.until_ready()
     workers = cluster.until(lambda: len(found := cluster.workers()) == 2 and found, "two workers")
     addresses = {host.name: host.address for host in cluster.hosts.hosts}
@@ -259,44 +258,42 @@ def test_a_fleet_places_by_role_and_refuses_another_baton_by_name(cluster: Clust
     }
     (refused,) = cluster.logged("node_refused")
     assert refused["node"] == f"node-x ({addresses['node-x']})"
-    assert refused["why"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
-    told = cluster.head.call(lambda: ask(cluster.url, 7))["baton"]
-    assert (told["prefill"]["worker_id"], told["decode"]["worker_id"], told["transport"]) == (
+    assert refused["reason"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
+    timeline = cluster.head.call(lambda: ask(cluster.url, 7))["baton"]
+    assert (timeline["prefill"]["worker_id"], timeline["decode"]["worker_id"], timeline["transport"]) == (
         "prefill-0",
         "decode-0",
         "tcp",
     )
-    assert told["kv_bytes"] > 0
+    assert timeline["kv_bytes"] > 0
 
 
-def test_workers_live_on_without_the_fleet_and_the_next_one_adopts_them(cluster: Cluster) -> None:
+def test_workers_serve_without_the_fleet_and_the_next_fleet_adopts_them(cluster: Cluster) -> None:
     before = cluster.workers()
-    asking = Asking(cluster.url)
-    thread = threading.Thread(target=lambda: cluster.head.call(asking.run))
+    requests = RequestLoop(cluster.url)
+    thread = threading.Thread(target=lambda: cluster.head.call(requests.run))
     thread.start()
     os.kill(pid_below(cluster.fleet), signal.SIGKILL)
     cluster.fleet.wait(10)
-    without = asking.answered
-    cluster.until(lambda: asking.answered > without, "an answer without a fleet")
+    without = requests.answered
+    cluster.until(lambda: requests.answered > without, "an answer without a fleet")
     num_started = len(cluster.logged("worker_started"))
     cluster.fleet = cluster.start_fleet()
     cluster.until(lambda: len(cluster.logged("worker_started")) == num_started + 2, "two workers adopted")
-    asking.end()
+    requests.end()
     thread.join()
-    assert asking.failed == []
+    assert requests.failed == []
     after = cluster.workers()
     assert {name: (w["worker"], w["pid"]) for name, w in after.items()} == {
         name: (w["worker"], w["pid"]) for name, w in before.items()
     }
 
 
-def test_a_drained_node_gives_its_worker_up_and_the_next_node_gets_it(cluster: Cluster) -> None:
+def test_worker_of_a_drained_node_moves_to_a_new_node(cluster: Cluster) -> None:
     hosts = cluster.hosts
     node = next(host for host in hosts.hosts if host.name == "node-d")
     new = hosts.add("node-e")
-    hosts.join(
-        new, "--num-cpus", "1", "--resources", '{"baton_decode": 1}'
-    )  # it comes while the worker waits for a node
+    hosts.join(new, "--num-cpus", "1", "--resources", '{"baton_decode": 1}')  # joins while the worker waits for a node
     done = cluster.baton(node, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "decode-0 has left"
@@ -305,14 +302,14 @@ def test_a_drained_node_gives_its_worker_up_and_the_next_node_gets_it(cluster: C
     cluster.head.call(lambda: ask(cluster.url, 9))
 
 
-def test_a_worker_that_dies_comes_back_and_a_fleet_that_is_stopped_leaves_all_there(cluster: Cluster) -> None:
+def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster: Cluster) -> None:
     node = cluster.hosts.hosts[1]
     before = cluster.workers()
     node.popen("kill", "-9", str(before["prefill-0"]["pid"]), log=node.directory / "kill.out").wait(10)
-    cluster.until(lambda: cluster.logged("worker_died"), "its death is seen")
+    cluster.until(lambda: cluster.logged("worker_died"), "the fleet logs its death")
     cluster.until(
         lambda: cluster.workers().get("prefill-0", before["prefill-0"])["pid"] != before["prefill-0"]["pid"],
-        "it is back",
+        "the worker is restarted",
     )
     assert terminate(cluster.fleet, 30) == 0
     cluster.until_ready()
@@ -321,32 +318,34 @@ def test_a_worker_that_dies_comes_back_and_a_fleet_that_is_stopped_leaves_all_th
 
 
 def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
-    """The node that was drained before counts again, as nobody has told this fleet; that of the other Baton
-    keeps one waiting."""
+    """The node that was drained before counts again, because the new fleet does not know of the drain. The place of
+    the node with another release keeps one worker waiting."""
     hosts, before = cluster.hosts, cluster.workers()
     port = cluster.head.call(lambda: choose_port(cluster.head.address, 0, flag=""))
     cluster.fleet = cluster.start_fleet(scale_with_nodes=True, admin_port=port)
-    there = {("prefill", "serving"): 1, ("decode", "serving"): 2, ("decode", "waiting"): 1}
-    cluster.until(lambda: cluster.fleet_workers() == there, "a worker for each place")
+    expected = {("prefill", "serving"): 1, ("decode", "serving"): 2, ("decode", "waiting"): 1}
+    cluster.until(lambda: cluster.fleet_workers() == expected, "a worker for each place")
     after = cluster.workers()
     assert {after[name]["pid"] for name in before} == {worker["pid"] for worker in before.values()}, "adopted"
     new = hosts.add("node-f")
     hosts.join(new, "--num-cpus", "1", "--resources", '{"baton_prefill": 2}')
-    cluster.until(lambda: cluster.fleet_workers() == {**there, ("prefill", "serving"): 3}, "workers for the new node")
+    cluster.until(
+        lambda: cluster.fleet_workers() == {**expected, ("prefill", "serving"): 3}, "workers for the new node"
+    )
     cluster.until(lambda: cluster.workers().keys() > {"prefill-1", "prefill-2"}, "they serve")
     left = cluster.workers()["prefill-1"]
     done = cluster.baton(cluster.head, "drain", "prefill-1", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
-    back = cluster.until(lambda: cluster.workers().get("prefill-1"), "it is back")
-    assert (back["host"], back["worker"] == left["worker"]) == ("node-f", False), "in a new life, where it was"
+    back = cluster.until(lambda: cluster.workers().get("prefill-1"), "the worker is restarted")
+    assert (back["host"], back["worker"] == left["worker"]) == ("node-f", False), "a new incarnation on the same node"
     done = cluster.baton(new, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
-    cluster.until(lambda: cluster.fleet_workers() == there, "nobody waits for a place on the node that leaves")
+    cluster.until(lambda: cluster.fleet_workers() == expected, "no worker waits for a place on the draining node")
     cluster.head.call(lambda: ask(cluster.url, 13))
 
 
-def test_a_stranger_gets_nothing_out_of_redis(cluster: Cluster) -> None:
-    async def come(url: str) -> None:
+def test_redis_requires_its_password(cluster: Cluster) -> None:
+    async def ping(url: str) -> None:
         connection = RedisConnection(url)
         try:
             await connection.ping()
@@ -354,6 +353,6 @@ def test_a_stranger_gets_nothing_out_of_redis(cluster: Cluster) -> None:
             await connection.aclose()
 
     node = cluster.hosts.hosts[1]
-    node.call(lambda: asyncio.run(come(cluster.redis_url)))
+    node.call(lambda: asyncio.run(ping(cluster.redis_url)))
     with pytest.raises(StoreUnavailable, match="uthentication"):
-        node.call(lambda: asyncio.run(come(re.sub(r"//:[^@]+@", "//", cluster.redis_url))))
+        node.call(lambda: asyncio.run(ping(re.sub(r"//:[^@]+@", "//", cluster.redis_url))))

@@ -1,5 +1,4 @@
-"""`baton up` as a user runs it: the first answer, what it leaves behind, and what it does when something of
-it dies."""
+"""`baton up` as a user runs it: the first answer, restarts after deaths, and the cleanup."""
 
 import os
 import re
@@ -34,18 +33,18 @@ BODY = {"model": "demo", "prompt": "import os", "max_tokens": 4, "temperature": 
 
 
 class Up:
-    """A running `baton up`, or another command that runs one, and what it has printed."""
+    """A running `baton up`, or a command that runs it, and its output."""
 
     def __init__(self, *argv: str, **environ: str) -> None:
         self.shared_memory_before = shared_memory()
         self._process = subprocess.Popen(
-            with_parent_death_signal(argv),  # a pytest that is killed leaves none behind, either
+            with_parent_death_signal(argv),  # ends even if pytest is killed
             cwd=ROOT,
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # a group of its own, to which a signal comes as Ctrl-C comes from a terminal
+            start_new_session=True,  # its own process group, so that a signal arrives as Ctrl-C does from a terminal
         )
         self.pid = self._process.pid
         self.url = ""
@@ -55,7 +54,7 @@ class Up:
         self._reading.start()
 
     def until(self, pattern: str, limit_s: float = START_S) -> re.Match[str]:
-        """The first match in a line that is printed from now on."""
+        """Wait for a line that matches and has not been read yet. Return the match."""
         end_s = time.monotonic() + limit_s
         while True:
             try:
@@ -74,13 +73,13 @@ class Up:
         return Leftovers(self.pid, self.shared_memory_before)
 
     def answer(self) -> Any:
-        """Of a completion, asked again until there is one."""
+        """Return the response of a completion request, which is repeated until it succeeds."""
         end_s = time.monotonic() + 60
         last = ""
         while time.monotonic() < end_s:
             try:
                 answer = httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60)
-            except httpx.TransportError as error:  # there is no gateway at the moment
+            except httpx.TransportError as error:  # the gateway is being restarted
                 last = repr(error)
             else:
                 if answer.status_code == httpx.codes.OK:
@@ -96,13 +95,13 @@ class Up:
         os.killpg(self.pid, signal.SIGINT)
 
     def exit_code(self, limit_s: float = END_S) -> int:
-        """Of its own end, within `limit_s`."""
+        """Wait until the process ends by itself, and return its exit code."""
         code = self._process.wait(limit_s)
         self._reading.join(5.0)
         return code
 
     def close(self) -> None:
-        """The reaper ends what a killed one leaves."""
+        """Kill the process if it still runs. The reaper then cleans up."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -129,13 +128,12 @@ def up(log_dir: Path, *flags: str, **environ: str) -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Leftovers]]:
-    """One prefill and one decode worker, for the tests that leave it as they find it, and the one that ends
-    it."""
+    """A cluster with one prefill and one decode worker, shared by several tests. The last one ends it."""
     with up(tmp_path_factory.mktemp("logs"), "--transfer", "local") as running:
         yield running, running.until_ready()
 
 
-def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path: Path) -> None:
+def test_make_run_describes_its_first_answer_and_leaves_nothing(tmp_path: Path) -> None:
     flags = " ".join([*FLAGS, "--log-dir", str(tmp_path / "logs")])
     running = Up(shutil.which("make") or "make", "--no-print-directory", "run", "RUN_ONCE=1", f"ARGS={flags}")
     try:
@@ -147,7 +145,7 @@ def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path
     output = running.printed
     assert code == 0, output
     assert re.search(
-        r"w0 \(pid \d+\) prefilled \d+ tokens, \d+ KiB pulled by w1 \(pid \d+\) by \S+, which decoded \d+", output
+        r"w0 \(pid \d+\) prefilled \d+ tokens; w1 \(pid \d+\) pulled \d+ KiB over \S+ and decoded \d+ tokens", output
     ), output
     assert re.search(r"TTFT \d+\.\d ms   TPOT \d+\.\d ms", output), output
     for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link", "first token"):
@@ -155,8 +153,8 @@ def test_make_run_proves_the_way_of_its_first_answer_and_leaves_nothing(tmp_path
     left.assert_gone()
 
 
-def test_it_is_ready_once_it_has_answered(serving: tuple[Up, Leftovers]) -> None:
-    """The first test of this cluster: nobody else has asked it anything yet."""
+def test_ready_is_printed_after_the_warm_up_request(serving: tuple[Up, Leftovers]) -> None:
+    """Must run first on the shared cluster: the only request so far is the warm-up."""
     running, _ = serving
     counted = re.findall(
         r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics").text, re.MULTILINE
@@ -165,13 +163,13 @@ def test_it_is_ready_once_it_has_answered(serving: tuple[Up, Leftovers]) -> None
     assert answered == [1.0], counted
 
 
-def test_a_dead_worker_comes_back(serving: tuple[Up, Leftovers]) -> None:
+def test_dead_worker_is_restarted(serving: tuple[Up, Leftovers]) -> None:
     running, _ = serving
     first = running.answer()
     victim = first["baton"]["decode"]["pid"]
     os.kill(victim, signal.SIGKILL)
-    running.until(r"worker w1 died; starting it again")
-    running.until(r"worker w1 is back, pid \d+")
+    running.until(r"worker w1 died; restarting it")
+    running.until(r"worker w1 was restarted, pid \d+")
     again = running.answer()
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
     assert again["baton"]["decode"]["pid"] != victim
@@ -181,7 +179,7 @@ def test_a_dead_worker_comes_back(serving: tuple[Up, Leftovers]) -> None:
     ("name", "word"),
     [("scheduler", "baton.cli scheduler"), ("gateway", "baton.cli gateway"), ("redis", "unixsocket:|-server")],
 )
-def test_a_dead_service_comes_back_and_the_next_request_works(
+def test_dead_service_is_restarted_and_the_next_request_works(
     serving: tuple[Up, Leftovers], name: str, word: str
 ) -> None:
     running, _ = serving
@@ -190,16 +188,16 @@ def test_a_dead_service_comes_back_and_the_next_request_works(
         child for child in psutil.Process(running.pid).children() if re.search(word, " ".join(child.cmdline()))
     )
     victim.kill()
-    back = running.until(rf"^{name} died and is back, pid (\d+)")
+    back = running.until(rf"^{name} died and was restarted, pid (\d+)")
     assert int(back[1]) != victim.pid
     assert psutil.pid_exists(int(back[1]))
     after = running.answer()
     assert after["choices"] == before["choices"]
-    assert after["baton"]["decode"]["pid"] == before["baton"]["decode"]["pid"], "the workers live on"
+    assert after["baton"]["decode"]["pid"] == before["baton"]["decode"]["pid"], "the workers were not restarted"
 
 
-def test_ctrl_c_leaves_nothing(serving: tuple[Up, Leftovers]) -> None:
-    """Ends the cluster of the tests before, after the deaths in it."""
+def test_ctrl_c_removes_everything(serving: tuple[Up, Leftovers]) -> None:
+    """Ends the shared cluster, after the restarts of the tests above."""
     running, _ = serving
     running.answer()
     left = running.leftovers()
@@ -208,7 +206,7 @@ def test_ctrl_c_leaves_nothing(serving: tuple[Up, Leftovers]) -> None:
     left.assert_gone()
 
 
-def test_one_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+def test_sigkill_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     with up(tmp_path, *ONE_WORKER) as running:
         running.until("^ray ")
         left = running.leftovers()
@@ -217,24 +215,24 @@ def test_one_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_two_at_once_do_not_meet_and_leave_nothing_when_killed_and_by_sigterm(tmp_path: Path) -> None:
+def test_two_clusters_on_one_machine_are_independent_and_leave_nothing(tmp_path: Path) -> None:
     with up(tmp_path / "a", *ONE_WORKER) as first, up(tmp_path / "b", *ONE_WORKER) as second:
-        ours, theirs = first.until_ready(), second.until_ready()
-        assert ours.run_id != theirs.run_id
-        assert ours.directory != theirs.directory
-        for running, left in ((first, ours), (second, theirs)):
+        of_first, of_second = first.until_ready(), second.until_ready()
+        assert of_first.run_id != of_second.run_id
+        assert of_first.directory != of_second.directory
+        for running, left in ((first, of_first), (second, of_second)):
             assert running.answer()["baton"]["decode"]["pid"] in {process.pid for process in left.processes}
         first.signal(signal.SIGKILL)
-        ours.assert_gone(GONE_S)
-        assert second.answer()["baton"]["decode"]["pid"] in {process.pid for process in theirs.processes}
-        assert all(process.is_running() for process in theirs.processes)
+        of_first.assert_gone(GONE_S)
+        assert second.answer()["baton"]["decode"]["pid"] in {process.pid for process in of_second.processes}
+        assert all(process.is_running() for process in of_second.processes)
         second.signal(signal.SIGTERM)
         assert second.exit_code() == 0, second.printed
         assert "died" not in second.printed
-        theirs.assert_gone()
+        of_second.assert_gone()
 
 
-def test_a_start_that_fails_after_ray_is_up_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_start_that_fails_after_ray_is_up_reports_the_error_and_leaves_nothing(tmp_path: Path) -> None:
     with up(tmp_path, *ONE_WORKER, "--kv-memory", "64KiB") as running:
         running.until("^ray ")
         left = running.leftovers()
@@ -243,14 +241,14 @@ def test_a_start_that_fails_after_ray_is_up_says_why_and_leaves_nothing(tmp_path
         left.assert_gone()
 
 
-def test_ctrl_c_ends_a_download_that_hangs(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_hanging_download(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(START_S)
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
         with up(
             tmp_path, "--model", "owner/name", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_OFFLINE="0"
         ) as running:
-            asked, _ = hub.accept()  # and says nothing
+            asked, _ = hub.accept()  # and never responds
             left = running.leftovers()
             began_s = time.monotonic()
             running.press_ctrl_c()
@@ -260,7 +258,7 @@ def test_ctrl_c_ends_a_download_that_hangs(tmp_path: Path) -> None:
             asked.close()
 
 
-def test_a_taken_port_is_an_error_that_names_port_and_flag(tmp_path: Path) -> None:
+def test_used_port_is_an_error_that_names_port_and_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(tmp_path, "--http-port", str(port)) as running:

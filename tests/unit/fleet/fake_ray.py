@@ -1,20 +1,21 @@
-"""A Ray that is a few dictionaries: nodes that offer resources, and actors that wait for them, live and end
-as a test says."""
+"""A fake Ray made of dictionaries: nodes offer resources, and actors wait for them, live and end as a test says."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from baton.fleet.ray.ray_nodes import NODE_LABEL
+from baton.fleet.ray.ray_session import RaySession
 from baton.fleet.ray.release_check import Release, release_probe
 from baton.fleet.ray.worker_actor import WorkerFacts
 
 
 class Died(Exception):
-    """Of an actor, as its callers hear of it."""
+    """The error that callers of a dead actor get."""
 
 
 class Reference:
@@ -26,7 +27,7 @@ class Reference:
 
 
 def copy_of(answer: Future[Any]) -> Future[Any]:
-    """One for each who asks: who waits no longer cancels only its own."""
+    """A separate future for each caller, so that a caller that gives up cancels only its own."""
     future: Future[Any] = Future()
 
     def settle(answer: Future[Any]) -> None:
@@ -43,7 +44,7 @@ def copy_of(answer: Future[Any]) -> Future[Any]:
 
 @dataclass(eq=False)
 class FakeActor:
-    """`starts`: the settings that it was told to serve with."""
+    """`starts`: the settings of each successful start."""
 
     ray: "FakeRay"
     name: str
@@ -69,7 +70,7 @@ class FakeActor:
         return {name: amount for name, amount in asked.items() if amount}
 
     def end(self, why: str) -> None:
-        """Its worker ends, and it says why; it stays until it is killed."""
+        """End the worker with this reason. The actor stays until it is killed."""
         self.ended.set_result(why)
 
     def die(self, why: str = "the process has died") -> None:
@@ -77,9 +78,13 @@ class FakeActor:
 
 
 class FakeRay:
-    """`start_errors`: by a worker's id what its next starts raise; `start_s`: after how many seconds.
-    `releases`: by a node what it has, where that is not ours. `kept_names`: those of actors that it does not
-    forget when they have ended."""
+    """A Ray cluster.
+
+    start_errors: errors that the next starts of a worker raise, by worker id.
+    start_s: seconds that a start takes, by worker id.
+    releases: Baton release of a node if it is not the release of this process, by node.
+    kept_names: names of actors that stay in use after the actor's death.
+    """
 
     def __init__(self, **nodes: Mapping[str, float]) -> None:
         self._lock = threading.RLock()
@@ -91,7 +96,7 @@ class FakeRay:
         self.actors: list[FakeActor] = []
         self.util = SimpleNamespace(list_named_actors=lambda: [actor.name for actor in self.living if actor.name])
 
-    # -- what a test does ------------------------------------------------------------------------------------------------------------
+    # Controls for tests.
 
     def add(self, node: str, **resources: float) -> None:
         with self._lock:
@@ -99,7 +104,7 @@ class FakeRay:
             self._place()
 
     def lose(self, node: str) -> None:
-        """It ends, and all that is on it."""
+        """Remove a node and kill the actors on it."""
         with self._lock:
             del self.resources[node]
             for actor in [actor for actor in self.living if actor.node == node]:
@@ -111,13 +116,13 @@ class FakeRay:
 
     @property
     def where(self) -> dict[str, str]:
-        """By a worker's id the node that it serves on."""
+        """The node of each serving worker, by worker id."""
         return {actor.starts[-1]["worker_id"]: actor.node for actor in self.living if actor.starts}
 
     def serving(self, worker_id: str) -> FakeActor:
         return next(actor for actor in self.living if actor.starts and actor.starts[-1]["worker_id"] == worker_id)
 
-    # -- what the fleet asks of Ray --------------------------------------------------------------------------------------------------
+    # The part of the Ray API that the fleet uses.
 
     def nodes(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -151,7 +156,7 @@ class FakeRay:
             self._place()
 
     def wait(self, references: Sequence[Reference], *, num_returns: int, timeout: float) -> None:
-        """Those of a fleet that ends."""
+        """Called by a fleet that closes."""
 
     def shutdown(self) -> None:
         """Detached actors stay."""
@@ -213,13 +218,31 @@ class FakeRay:
                 .split(",")
             )
             for node in self.resources:
-                if not actor.node and node not in barred and self._has_room(node, actor.demand):
+                if not actor.node and node not in barred and self._has_free(node, actor.demand):
                     actor.node = node
                     actor.placed.set_result(node)
 
-    def _has_room(self, node: str, demand: Mapping[str, float]) -> bool:
+    def _has_free(self, node: str, demand: Mapping[str, float]) -> bool:
         taken = [actor.demand for actor in self.living if actor.node == node]
         return all(
             self.resources[node].get(name, 0) - sum(each.get(name, 0) for each in taken) >= n
             for name, n in demand.items()
         )
+
+
+class FakeSession(RaySession):
+    """A session whose Ray is a `FakeRay`. `join` and `start` call the given functions."""
+
+    def __init__(self, ray: FakeRay | None = None, *, connect: Callable[[], object] = lambda: "10.0.0.1") -> None:
+        self._ray = ray
+        self._connect = connect
+
+    @property
+    def api(self) -> Any:
+        return self._ray
+
+    def start(self, ray_dir: Path) -> str:
+        return str(self._connect())
+
+    def join(self, address: str, namespace: str) -> str:
+        return str(self._connect())

@@ -1,4 +1,4 @@
-"""Each check as a function of what it sees, and all of them on the machine that runs the tests."""
+"""Findings of each check for given facts, and a run of all checks on the machine that runs the tests."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ import pytest
 from baton.core.errors import ConfigError
 from baton.fleet.doctor import doctor_links, doctor_software, findings
 from baton.fleet.doctor.doctor_check import CheckStatus, Finding, fail, ok, warn
-from baton.fleet.doctor.doctor_links import Measured, cma_finding, transfer_findings
+from baton.fleet.doctor.doctor_links import LinkMeasurement, ProcessPairFailed, cma_finding, transfer_findings
 from baton.fleet.doctor.doctor_machine import (
     cores_finding,
     cpu_finding,
@@ -22,12 +22,11 @@ from baton.fleet.doctor.doctor_machine import (
     shm_finding,
 )
 from baton.fleet.doctor.doctor_software import directory_finding, ports, python_finding, pytorch_finding
-from baton.store.redis import private_redis
 
 GIB = 2**30
 OK, WARN, FAIL = CheckStatus.OK, CheckStatus.WARN, CheckStatus.FAIL
-FAST = Measured(transport="cma", bytes_per_s=5.2e9)
-BROKEN = Measured(problem="no such device")
+FAST = LinkMeasurement(transport="cma", bytes_per_s=5.2e9)
+BROKEN = LinkMeasurement(problem="no such device")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,9 @@ BROKEN = Measured(problem="no such device")
         (cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx512_bf16\n"), OK, "X, avx512_bf16, no AMX"),
         (cpu_finding("x86_64", "model name\t: X\nflags\t\t: avx2\n"), WARN, "--dtype float32"),
         (cpu_finding("aarch64", "processor\t: 0\nFeatures\t: fp asimd bf16\n"), OK, "aarch64"),
-        (cpu_finding("arm64", ""), OK, "not known"),
+        (cpu_finding("arm64", ""), OK, "flags unknown"),
         (cores_finding(8, None), OK, "8 cores"),
-        (cores_finding(8, 1.5), WARN, "8 cores, of which a quota allows 1.5"),
+        (cores_finding(8, 1.5), WARN, "8 cores, but the CPU quota allows 1.5"),
         (cores_finding(1, None), WARN, "--hybrid 1"),
         (memory_finding(16 * GIB, 12 * GIB, None), OK, "12.0 GiB free of 16.0 GiB"),
         (memory_finding(16 * GIB, 12 * GIB, 2 * GIB), WARN, "the container's limit leaves 2.0 GiB"),
@@ -67,7 +66,7 @@ BROKEN = Measured(problem="no such device")
         (cma_finding("Operation not permitted", ""), WARN, "SYS_PTRACE"),
     ],
 )
-def test_a_check_says_what_it_found_and_what_to_do(finding: Finding, verdict: CheckStatus, words: str) -> None:
+def test_finding_states_fact_and_advice(finding: Finding, verdict: CheckStatus, words: str) -> None:
     assert finding.verdict is verdict
     assert words in f"{finding.found} → {finding.advice}"
     assert bool(finding.advice) == (verdict is not OK)
@@ -77,15 +76,15 @@ def test_a_check_says_what_it_found_and_what_to_do(finding: Finding, verdict: Ch
     ("version", "nixl", "local", "verdicts"),
     [
         ("1.5.1", FAST, FAST, [OK, OK]),
-        ("1.5.1", Measured(transport="tcp", bytes_per_s=2e9), FAST, [WARN, OK]),
+        ("1.5.1", LinkMeasurement(transport="tcp", bytes_per_s=2e9), FAST, [WARN, OK]),
         ("1.5.1", BROKEN, FAST, [WARN, OK]),
-        (None, Measured(problem="not installed"), FAST, [WARN, OK]),
+        (None, LinkMeasurement(problem="not installed"), FAST, [WARN, OK]),
         ("1.5.1", FAST, BROKEN, [OK, WARN]),
         ("1.5.1", BROKEN, BROKEN, [FAIL, FAIL]),
     ],
 )
-def test_one_way_of_moving_kv_has_to_work(
-    version: str | None, nixl: Measured, local: Measured, verdicts: list[CheckStatus]
+def test_doctor_fails_only_if_both_transfer_backends_fail(
+    version: str | None, nixl: LinkMeasurement, local: LinkMeasurement, verdicts: list[CheckStatus]
 ) -> None:
     found = list(transfer_findings(version, nixl, local))
     assert [finding.verdict for finding in found] == verdicts
@@ -94,7 +93,7 @@ def test_one_way_of_moving_kv_has_to_work(
     )
 
 
-def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
+def test_used_port_is_reported_with_its_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         http, grpc = ports({"BATON_HTTP_PORT": str(port), "BATON_GRPC_PORT": "0"})
@@ -102,29 +101,28 @@ def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
     assert "--http-port" in http.advice
 
 
-def test_a_directory_need_not_exist_but_must_be_possible(tmp_path: Path) -> None:
+def test_directory_need_not_exist_but_must_be_creatable(tmp_path: Path) -> None:
     assert directory_finding("logs", tmp_path / "a" / "b", "advice").verdict is OK
-    assert not (tmp_path / "a").exists(), "nothing is made"
+    assert not (tmp_path / "a").exists(), "the check creates nothing"
     (tmp_path / "file").touch()
     assert directory_finding("logs", tmp_path / "file" / "b", "advice").verdict is WARN
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_directory_without_write_permission_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     assert directory_finding("logs", tmp_path / "closed" / "b", "advice").verdict is WARN
 
 
-def test_without_any_redis_baton_up_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(environ: object) -> Path:
+def test_missing_redis_is_a_failure() -> None:
+    def find_nothing(environ: object) -> Path:
         raise ConfigError("no Redis found: give --redis-url")
 
-    monkeypatch.setattr(private_redis, "find_server", nothing)
-    (found,) = doctor_software.redis({})
+    (found,) = doctor_software.redis({}, find=find_nothing)
     assert (found.verdict, found.advice) == (FAIL, "no Redis found: give --redis-url")
 
 
-def test_a_redis_that_is_given_has_to_answer() -> None:
+def test_configured_redis_must_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
     (found,) = doctor_software.redis({"BATON_REDIS_URL": url})
@@ -133,7 +131,7 @@ def test_a_redis_that_is_given_has_to_answer() -> None:
     assert "redis://" in found.advice
 
 
-def test_a_check_that_breaks_does_not_hide_the_others() -> None:
+def test_exception_in_one_check_does_not_hide_the_others() -> None:
     def broken() -> Iterator[Finding]:
         yield ok("a", "first")
         raise OSError("strange machine")
@@ -148,29 +146,29 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
     assert findings.is_missing_something([*found, fail("c", "found", "advice")])
 
 
-def test_the_checks_that_start_nothing_work_on_this_machine() -> None:
+def test_checks_without_processes_work_on_this_machine() -> None:
     slow = {"transfer", "cross-process reads"}
     found = list(findings.findings({name: check for name, check in findings.CHECKS.items() if name not in slow}))
-    assert not [finding for finding in found if "could not be examined" in finding.found]
+    assert not [finding for finding in found if "the check failed" in finding.found]
     assert {"python", "cpu", "cores", "memory", "open files", "gpu", "pytorch", "redis", "ray", "logs"} <= {
         f.name for f in found
     }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this system call")
-def test_reading_another_process_is_really_tried() -> None:
+def test_cross_process_read_is_tried_for_real() -> None:
     (found,) = doctor_links.cross_process_reads()
-    assert "said nothing" not in found.found
+    assert "printed nothing" not in found.found
     assert found.verdict is OK or "refused" in found.found
 
 
-def test_a_process_that_ends_early_is_said_in_its_own_words() -> None:
-    with pytest.raises(doctor_links._PairFailed, match=r"No module named '?baton.nothing"):
-        doctor_links._pair(["baton.nothing"], ["baton.fleet.doctor.doctor_cma", "reader"], 10.0)
+def test_error_of_a_failed_process_is_its_own_last_line() -> None:
+    with pytest.raises(ProcessPairFailed, match=r"No module named '?baton.nothing"):
+        doctor_links.run_pair(["baton.nothing"], ["baton.fleet.doctor.doctor_cma", "reader"], 10.0)
 
 
-def test_a_process_that_says_nothing_is_ended_in_time() -> None:
-    with pytest.raises(doctor_links._PairFailed, match="said nothing"):
-        doctor_links._pair(
+def test_silent_process_is_killed_after_the_timeout() -> None:
+    with pytest.raises(ProcessPairFailed, match="printed nothing"):
+        doctor_links.run_pair(
             ["baton.fleet.doctor.doctor_cma", "reader"], ["baton.fleet.doctor.doctor_cma", "reader"], 0.5
         )

@@ -1,57 +1,61 @@
-"""What `baton up` asks before it says that it is ready."""
+"""The warm-up request that `baton up` sends before it reports ready, and the description of an answer."""
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 
 from baton.core.errors import BatonError
-from baton.fleet import first_prompt
-from baton.fleet.first_prompt import rehearse
-
-Handler = Callable[[httpx.Request], httpx.Response]
+from baton.fleet.first_prompt import describe_answer, warm_up
 
 
-@pytest.fixture
-def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
-    def answered_by(handler: Handler) -> None:
-        monkeypatch.setattr(
-            first_prompt, "client_of_ours", lambda _: httpx.AsyncClient(transport=httpx.MockTransport(handler))
-        )
-
-    return answered_by
+def gateway(handler: Callable[[httpx.Request], httpx.Response]) -> httpx.MockTransport:
+    return httpx.MockTransport(handler)
 
 
-async def test_a_short_answer_of_the_served_model_is_asked_for(gateway: Callable[[Handler], None]) -> None:
-    asked: list[httpx.Request] = []
+async def test_warm_up_requests_two_tokens_of_the_served_model() -> None:
+    requests: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request)
+        requests.append(request)
         return httpx.Response(200, json={})
 
-    gateway(answer)
-    await rehearse("http://gateway", "mine")
-    (request,) = asked
+    await warm_up("http://gateway", "mine", transport=gateway(answer))
+    (request,) = requests
     body = json.loads(request.content)
     assert request.url == "http://gateway/v1/completions"
-    assert (body["model"], body["max_tokens"]) == ("mine", 2), "two: the second comes from the decode worker"
+    assert (body["model"], body["max_tokens"]) == ("mine", 2), "the second token comes from the decode worker"
 
 
 @pytest.mark.parametrize("status", [401, 429])
-async def test_a_refusal_is_an_answer(gateway: Callable[[Handler], None], status: int) -> None:
-    gateway(lambda _: httpx.Response(status))
-    await rehearse("http://gateway", "mine")
+async def test_warm_up_accepts_a_refusal(status: int) -> None:
+    await warm_up("http://gateway", "mine", transport=gateway(lambda _: httpx.Response(status)))  # does not raise
 
 
-async def test_what_the_cluster_cannot_answer_is_said(gateway: Callable[[Handler], None]) -> None:
-    gateway(lambda _: httpx.Response(503, text="no pair"))
+async def test_warm_up_raises_on_server_and_connection_errors() -> None:
     with pytest.raises(BatonError, match="HTTP 503: no pair"):
-        await rehearse("http://gateway", "mine")
+        await warm_up("http://gateway", "mine", transport=gateway(lambda _: httpx.Response(503, text="no pair")))
 
-    def gone(_: httpx.Request) -> httpx.Response:
+    def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    gateway(gone)
     with pytest.raises(BatonError, match="a first request failed: ConnectError"):
-        await rehearse("http://gateway", "mine")
+        await warm_up("http://gateway", "mine", transport=gateway(refuse))
+
+
+@pytest.mark.parametrize(
+    ("timeline", "description"),
+    [
+        (
+            {"prefill": {"worker_id": "w0", "pid": 1}, "kv_bytes": 98304, "transport": "cma"},
+            "w0 (pid 1) prefilled 17 tokens (8 cached); w1 (pid 2) pulled 96 KiB over cma and decoded 5 tokens.",
+        ),
+        ({"prefill": None, "kv_bytes": 0, "transport": ""}, "w1 (pid 2) decoded 5 tokens."),
+    ],
+)
+def test_answer_is_described_by_workers_bytes_and_latency(timeline: dict[str, Any], description: str) -> None:
+    usage = {"prompt_tokens": 17, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}
+    timeline = {"decode": {"worker_id": "w1", "pid": 2}, "ttft_s": 0.024, "tpot_s": None, **timeline}
+    assert describe_answer({"baton": timeline, "usage": usage}) == f"{description}   TTFT 24.0 ms   TPOT -"

@@ -1,8 +1,7 @@
-"""A model's files are looked up or fetched once; a download ends when nobody waits for it any more."""
+"""A model is resolved or downloaded once, and a cancelled download is killed."""
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,69 +10,66 @@ import psutil
 import pytest
 
 from baton.core.errors import ModelError
-from baton.fleet import fleet_main, model_files
+from baton.fleet import fleet_main
 from baton.fleet.model_files import model_directory
-from baton.fleet.worker_plan import Wanted, WorkerSpec
+from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.config.settings import FleetConfig, WorkerConfig
 from baton.runtime.process.process import Stop
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], object]:
-    """Sets the shell script that stands in for the process that fetches; it gets the model's name."""
-    script = tmp_path / "fetch"
-    monkeypatch.setattr(model_files, "with_parent_death_signal", lambda argv: ["/bin/sh", str(script), argv[-1]])
-    return script.write_text
+def downloading(script: str) -> list[str]:
+    """A shell script in place of the download command. `$1` is the name of the model."""
+    return ["/bin/sh", "-c", script, "download"]
 
 
-async def test_what_lies_here_is_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model_files, "with_parent_death_signal", lambda argv: pytest.fail("a process was started"))
-    assert await model_directory("demo") == str(DEMO_DIR)
-    assert await model_directory(str(tmp_path)) == str(tmp_path)
+async def test_local_model_is_not_downloaded(tmp_path: Path) -> None:
+    command = downloading(f"touch {tmp_path}/was_run")
+    assert await model_directory("demo", command) == str(DEMO_DIR)
+    assert await model_directory(str(tmp_path), command) == str(tmp_path)
+    assert not (tmp_path / "was_run").exists()
 
 
-async def test_a_name_that_cannot_be_fetched_is_said_in_the_hubs_words() -> None:
+async def test_error_of_an_unknown_model_is_the_error_of_the_hub() -> None:
     with pytest.raises(ModelError, match=r"no such directory, and it is not a hub id"):
         await model_directory("./nothing")
 
 
-async def test_the_last_line_is_the_directory(hub: Callable[[str], object]) -> None:
-    hub("""echo 'noise'; printf '{"directory": "/cache/%s"}\\n' "$1" """)
-    assert await model_directory("owner/name") == "/cache/owner/name"
+async def test_last_line_of_the_download_is_the_directory() -> None:
+    command = downloading("""echo 'noise'; printf '{"directory": "/cache/%s"}\\n' "$1" """)
+    assert await model_directory("owner/name", command) == "/cache/owner/name"
 
 
-async def test_a_download_that_is_killed_is_an_error(hub: Callable[[str], object]) -> None:
-    hub("kill -9 $$")
+async def test_killed_download_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"owner/name cannot be downloaded.*-9"):
-        await model_directory("owner/name")
+        await model_directory("owner/name", downloading("kill -9 $$"))
 
 
-async def test_a_download_ends_when_nobody_waits_for_it(hub: Callable[[str], object], tmp_path: Path) -> None:
-    hub(f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 60")
-    fetching = asyncio.create_task(model_directory("owner/name"))
+async def test_cancelled_download_is_killed(tmp_path: Path) -> None:
+    command = downloading(f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 60")
+    download = asyncio.create_task(model_directory("owner/name", command))
     async with asyncio.timeout(10):
-        while not os.path.exists(tmp_path / "pid"):  # noqa: ASYNC110, ASYNC240 - another process makes it
+        while not os.path.exists(tmp_path / "pid"):  # noqa: ASYNC110, ASYNC240 - another process creates it
             await asyncio.sleep(0.01)
         pid = int((tmp_path / "pid").read_text())
-        fetching.cancel()
+        download.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fetching
+            await download
     assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize(
-    ("ray_address", "fetches", "loaded"), [(None, ["owner/name"], "/cache/x"), ("ray:1", [], "owner/name")]
+    ("ray_address", "downloads", "loaded"), [(None, ["owner/name"], "/cache/x"), ("ray:1", [], "owner/name")]
 )
-async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_address: str | None, fetches: list[str], loaded: str
+async def test_private_ray_fleet_downloads_the_model_once_before_it_starts_workers(
+    tmp_path: Path, ray_address: str | None, downloads: list[str], loaded: str
 ) -> None:
-    fetched: list[str] = []
+    downloaded: list[str] = []
     started: list[WorkerConfig] = []
 
-    async def fetch(model: str) -> str:
+    async def find_model(model: str) -> str:
         assert not started
-        fetched.append(model)
+        downloaded.append(model)
         return "/cache/x"
 
     class Fleet:
@@ -84,10 +80,10 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
         async def start(self, spec: WorkerSpec, config: WorkerConfig) -> None:
             started.append(config)
 
-        async def keep(self, wanted: Wanted) -> None:
-            for role, number in wanted.least.items():
+        async def reconcile(self, desired: DesiredWorkers) -> None:
+            for role, number in desired.minimum.items():
                 started.extend(
-                    wanted.config_of(WorkerSpec(worker_id=f"{role.value}-{i}", role=role)) for i in range(number)
+                    desired.config_of(WorkerSpec(worker_id=f"{role.value}-{i}", role=role)) for i in range(number)
                 )
             await asyncio.Event().wait()
 
@@ -96,14 +92,16 @@ async def test_a_fleet_of_one_machine_fetches_once_before_it_starts_any_worker(
 
         async def close(self, grace_s: float) -> None: ...
 
-    monkeypatch.setattr(fleet_main, "model_directory", fetch)
-    monkeypatch.setattr(fleet_main, "RayFleet", Fleet)
-    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
     stop = Stop()
     await fleet_main.serve(
-        FleetConfig(model="owner/name", prefill=2, ray_address=ray_address), stop, lambda _: stop.request()
+        FleetConfig(model="owner/name", prefill=2, ray_address=ray_address),
+        stop,
+        lambda _: stop.request(),
+        make_run_dir=lambda: SimpleNamespace(path=tmp_path, close=lambda: None),  # type: ignore[arg-type,return-value]
+        make_fleet=Fleet,  # type: ignore[arg-type]
+        find_model=find_model,
     )
-    assert fetched == fetches
+    assert downloaded == downloads
     assert [(config.worker_id, config.model, config.model_name) for config in started] == [
         (name, loaded, "owner/name")
         for name in (("w0", "w1", "w2") if ray_address is None else ("prefill-0", "prefill-1", "decode-0"))

@@ -1,29 +1,36 @@
-"""What is asked of Ray has a limit, whatever Ray does. The workers themselves: tests/integration/fleet."""
+"""Every Ray call has a timeout. Fleets with real workers are in tests/integration/fleet."""
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from baton.fleet.ray import ray_fleet
 from baton.fleet.ray.ray_calls import RayFailed
-from baton.fleet.ray.ray_fleet import Joined, RayFleet
+from baton.fleet.ray.ray_fleet import RayFleet
+from baton.fleet.ray.ray_session import JoinedCluster
+from tests.unit.fleet.fake_ray import FakeSession
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> RayFleet:
-    return RayFleet(ray_dir=tmp_path, log_dir=None, joined=Joined(address="h:1", cluster="default"))
+def joining(tmp_path: Path, connect: Callable[[], object]) -> RayFleet:
+    """A fleet whose `connect` calls this function on the Ray thread."""
+    return RayFleet(
+        ray_dir=tmp_path,
+        log_dir=None,
+        joined=JoinedCluster(address="h:1", cluster="default"),
+        session=FakeSession(connect=connect),
+        connect_timeout_s=0.05,
+    )
 
 
-async def test_closing_what_was_never_connected_is_nothing(fleet: RayFleet) -> None:
-    await fleet.close(grace_s=1.0)
+async def test_close_without_connect_does_nothing(tmp_path: Path) -> None:
+    await joining(tmp_path, lambda: None).close(grace_s=1.0)
 
 
-async def test_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
+async def test_ray_that_does_not_answer_is_a_failure_after_the_timeout(tmp_path: Path) -> None:
     never = threading.Event()
-    monkeypatch.setattr(fleet, "_join_ray", never.wait)
-    monkeypatch.setattr(ray_fleet, "CONNECT_LIMIT_S", 0.05)
+    fleet = joining(tmp_path, never.wait)
     async with asyncio.timeout(5):
         with pytest.raises(RayFailed, match=r"could not be joined at h:1: no answer within 0.05 s"):
             await fleet.connect()
@@ -32,20 +39,20 @@ async def test_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.Monkey
     never.set()
 
 
-async def test_what_ray_raises_is_said(monkeypatch: pytest.MonkeyPatch, fleet: RayFleet) -> None:
+async def test_error_of_ray_is_part_of_the_message(tmp_path: Path) -> None:
     def refuse() -> str:
         raise ConnectionError("no such cluster")
 
-    monkeypatch.setattr(fleet, "_join_ray", refuse)
+    fleet = joining(tmp_path, refuse)
     with pytest.raises(
         RayFailed, match=r"joined at h:1: no such cluster; this machine .* `ray start --address h:1 --num-cpus 0`"
     ):
         await fleet.connect()
 
 
-async def test_calls_come_one_after_the_other_from_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fleet = RayFleet(ray_dir=tmp_path, log_dir=None)
-    monkeypatch.setattr(fleet, "_start_ray", lambda: threading.current_thread().name)
+async def test_all_calls_run_in_order_on_one_thread(tmp_path: Path) -> None:
+    session = FakeSession(connect=lambda: threading.current_thread().name)
+    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, session=session)
     assert await fleet.connect() == "ray"
     order: list[int] = []
     await asyncio.gather(*(fleet._call("count", lambda i=i: order.append(i)) for i in range(5)))  # type: ignore[misc]

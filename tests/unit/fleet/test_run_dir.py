@@ -1,4 +1,4 @@
-"""However `baton up` ends, its directory and its processes end too, and nobody else's do."""
+"""The directory and the processes of a run are removed however it ends, and no other process is."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.fleet.processes.run_dir import MARK, RunDir, marked
+from baton.fleet.processes.run_dir import RUN_ID_VARIABLE, RunDir, processes_of
 
 OWNER = """
 import subprocess, sys, time
@@ -30,7 +30,7 @@ def wait_until_gone(pid: int, path: Path, limit_s: float = 10.0) -> bool:
     return False
 
 
-def test_what_a_killed_owner_started_is_gone_in_ten_seconds() -> None:
+def test_processes_of_a_killed_owner_end_within_ten_seconds() -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     _, path, child = owner.stdout.readline().split()
@@ -41,18 +41,18 @@ def test_what_a_killed_owner_started_is_gone_in_ten_seconds() -> None:
     assert wait_until_gone(int(child), Path(path))
 
 
-def test_closing_ends_what_is_left_and_nobody_else() -> None:
+def test_close_ends_only_processes_of_the_run() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     run = RunDir()
-    ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
     try:
-        assert [process.pid for process in marked(run.run_id)] == [ours.pid]
-        assert run.path.stat().st_mode & 0o077 == 0, "nobody else may look inside"
+        assert [process.pid for process in processes_of(run.run_id)] == [child.pid]
+        assert run.path.stat().st_mode & 0o077 == 0, "only the owner can read it"
         run.close()
-        ours.wait(timeout=10)
+        child.wait(timeout=10)
         assert stranger.poll() is None
         assert not run.path.exists()
-        assert MARK not in os.environ
+        assert RUN_ID_VARIABLE not in os.environ
     finally:
         stranger.kill()
         stranger.wait()

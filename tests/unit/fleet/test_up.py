@@ -1,4 +1,4 @@
-"""The order in which a cluster is ended, whatever of it does not end, and the first answer's time."""
+"""The order in which `baton up` ends its processes, also if some of them do not end."""
 
 import asyncio
 from pathlib import Path
@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.fleet import up as module
 from baton.fleet.processes.supervisor import ServiceFailed
-from baton.fleet.up import Cluster, up
+from baton.fleet.up import Cluster, run_until_stopped
 from baton.runtime.config.settings import ClusterConfig
 from baton.runtime.process.process import Stop
 
 
 class Part:
-    """A child or the fleet: notes that it was ended."""
+    """A child process or the fleet. It records that it was ended."""
 
     def __init__(self, name: str, ended: list[str], error: Exception | None = None) -> None:
         self.spec = SimpleNamespace(name=name)
@@ -30,52 +29,49 @@ class Part:
     close = stop
 
 
-def cluster(tmp_path: Path, said: list[str], ended: list[str], **errors: Exception) -> Cluster:
-    made: Any = Cluster(ClusterConfig(), SimpleNamespace(path=tmp_path), None, said.append)  # type: ignore[arg-type]
+def cluster(tmp_path: Path, lines: list[str], ended: list[str], **errors: Exception) -> Cluster:
+    made: Any = Cluster(ClusterConfig(), SimpleNamespace(path=tmp_path), None, lines.append)  # type: ignore[arg-type]
     made._children = [Part(name, ended, errors.get(name)) for name in ("redis", "scheduler", "gateway")]
     made._fleet = Part("ray", ended, errors.get("ray"))
     return made  # type: ignore[no-any-return]
 
 
-async def test_what_does_not_end_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
-    said: list[str] = []
+async def test_close_reports_a_failure_and_ends_the_other_parts(tmp_path: Path) -> None:
+    lines: list[str] = []
     ended: list[str] = []
     errors = {"gateway": ServiceFailed("gateway (pid 7) did not end"), "ray": TimeoutError()}
-    await cluster(tmp_path, said, ended, **errors).close()
+    await cluster(tmp_path, lines, ended, **errors).close()
     assert ended == ["gateway", "scheduler", "redis", "ray"]
-    assert said == ["while ending: gateway (pid 7) did not end", "while ending: TimeoutError"]
+    assert lines == ["while stopping: gateway (pid 7) did not end", "while stopping: TimeoutError"]
 
 
-async def test_any_restart_is_announced(tmp_path: Path) -> None:
-    said: list[str] = []
-    cluster(tmp_path, said, [])._child_is_back("redis")
-    assert said == ["redis died and is back, pid 7"]
+async def test_restart_of_a_service_is_reported(tmp_path: Path) -> None:
+    lines: list[str] = []
+    cluster(tmp_path, lines, [])._report_restart("redis")
+    assert lines == ["redis died and was restarted, pid 7"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_directory_goes_when_closing_fails_or_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
-) -> None:
-    closed: list[bool] = []
+async def test_cluster_and_run_directory_are_closed_after_a_stop_during_the_start(fails: bool) -> None:
+    calls: list[str] = []
 
-    class CutOff:
-        def __init__(self, *_: object) -> None: ...
-
+    class Starting:
         async def start(self) -> None:
             await asyncio.Event().wait()
 
         async def close(self) -> None:
+            calls.append("close the cluster")
             if fails:
                 raise asyncio.CancelledError
 
-    monkeypatch.setattr(module, "Cluster", CutOff)
-    monkeypatch.setattr(module, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: closed.append(True)))
-    monkeypatch.setattr(module.logging, "configure", lambda *_, **__: None)
-    monkeypatch.setattr(module, "set_batch_scheduling", lambda: None)  # this process is pytest's
+    async def serve() -> None:
+        calls.append("serve")
+
     stop = Stop()
     stop.request()
+    run = SimpleNamespace(close=lambda: calls.append("close the run directory"))
     try:
-        await up(ClusterConfig(), stop, lambda _: None)
+        await run_until_stopped(Starting(), run, stop, serve)
     except asyncio.CancelledError:
         assert fails
-    assert closed == [True]
+    assert calls == ["close the cluster", "close the run directory"]

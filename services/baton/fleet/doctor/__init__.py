@@ -1,1 +1,1 @@
-"""Checks of `baton doctor`: what this machine has and lacks."""
+"""The checks of `baton doctor`."""

@@ -1,44 +1,47 @@
-"""May one process read another's memory? `python -m baton.fleet.doctor.doctor_cma owner` prints a line, `...
-reader` takes it.
+"""Tests whether one process may read the memory of another one (`process_vm_readv`).
 
-UCX's fastest way between processes of a host (`cma`) is the system call that this tries; Yama, seccomp and
-user namespaces forbid it.
+UCX uses this system call as `cma`, its fastest transport between processes of one host. Yama, seccomp and user
+namespaces can forbid it. `python -m baton.fleet.doctor.doctor_cma owner` prints one line that
+`... doctor_cma reader` takes on standard input.
 """
 
 import ctypes
 import os
 import sys
 
-WORD = b"baton can read this"
+TEST_WORD = b"baton can read this"
 
 
-class _Piece(ctypes.Structure):
+class _IoVec(ctypes.Structure):
+    """The C `struct iovec`: one range of memory."""
+
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def own_forever() -> None:
-    """Print this process's id and the word's address; end with standard input."""
-    buffer = ctypes.create_string_buffer(WORD)
+def serve_memory() -> None:
+    """Print this process's id and the address of the test word, then wait until standard input ends."""
+    buffer = ctypes.create_string_buffer(TEST_WORD)
     sys.stdout.write(f"{os.getpid()} {ctypes.addressof(buffer)}\n")
     sys.stdout.flush()
     sys.stdin.buffer.read()
 
 
 def read(pid: int, address: int) -> str:
-    """Empty when the word could be read, else why not."""
+    """Read the test word from another process. Return an empty string on success, else the reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
         return "this system has no process_vm_readv"
-    into = ctypes.create_string_buffer(len(WORD))
-    here, there = _Piece(ctypes.addressof(into), len(WORD)), _Piece(address, len(WORD))
-    if libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != len(WORD):
+    buffer = ctypes.create_string_buffer(len(TEST_WORD))
+    local, remote = _IoVec(ctypes.addressof(buffer), len(TEST_WORD)), _IoVec(address, len(TEST_WORD))
+    if libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) != len(TEST_WORD):
         return os.strerror(ctypes.get_errno())
-    return "" if into.raw == WORD else "other bytes were read"
+    return "" if buffer.raw == TEST_WORD else "the bytes that were read differ"
 
 
 def main() -> None:
+    """Run as the owner or as the reader of the test word."""
     if sys.argv[1] == "owner":
-        own_forever()
+        serve_memory()
     else:
         pid, address = sys.stdin.readline().split()
         sys.stdout.write(read(int(pid), int(address)) + "\n")

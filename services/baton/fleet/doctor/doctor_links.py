@@ -1,5 +1,8 @@
-"""Checks of how KV can move here: two processes are started for each way, and one reads the other's memory,
-as a decode worker does."""
+"""Checks how fast KV moves between two processes of this machine.
+
+Each check starts two processes. One of them reads the memory of the other, as a decode worker reads the KV
+blocks of a prefill worker.
+"""
 
 import json
 import subprocess
@@ -13,101 +16,144 @@ from pathlib import Path
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-PAIR_LIMIT_S = 60.0
-CMA_LIMIT_S = 10.0
-SLOWER = "NIXL moves KV more slowly without them, and --transfer local does not need them"
-LEAVE_S = 5.0
-"""Time for a process to end by itself once its standard input has."""
+MEASURE_TIMEOUT_S = 60.0
+CMA_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 5.0
+"""Seconds that a process gets to end by itself after its standard input was closed."""
+WITHOUT_CMA = "NIXL moves KV more slowly without cross-process reads; --transfer local does not need them"
 SLOW_TRANSPORTS = ("tcp",)
-"""Between two processes of one machine; what UCX falls back to."""
+"""Transports that UCX falls back to. They are slow between two processes of one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a pair found out; `problem` instead of the others where nothing could be read."""
+class LinkMeasurement:
+    """Result of reading KV from another process.
+
+    transport: name of the transport that was used, for example "cma".
+    bytes_per_s: the speed.
+    problem: why nothing could be read. Empty on success; the other fields are unset otherwise.
+    """
 
     transport: str = ""
     bytes_per_s: float = 0.0
     problem: str = ""
 
 
-class _PairFailed(Exception):
-    """One of the two processes said why, or nothing, and ended or was ended."""
+class ProcessPairFailed(Exception):
+    """One of the two processes failed or did not answer in time. The message is its last line of output."""
 
 
 def cross_process_reads() -> Iterator[Finding]:
-    """Whether UCX can copy directly between two processes (its transport `cma`). Nothing where the system is
-    not Linux."""
+    """Check whether UCX can copy directly between two processes (its transport `cma`). Linux only."""
     if sys.platform != "linux":
         return
     module = "baton.fleet.doctor.doctor_cma"
     try:
-        problem = _pair([module, "owner"], [module, "reader"], CMA_LIMIT_S).strip()
-    except _PairFailed as error:
+        problem = run_pair([module, "owner"], [module, "reader"], CMA_TIMEOUT_S).strip()
+    except ProcessPairFailed as error:
         problem = str(error)
     yield cma_finding(problem, YAMA.read_text().strip() if YAMA.exists() else "")
 
 
 def cma_finding(problem: str, yama: str) -> Finding:
-    """`yama`: what ptrace_scope says; empty where the kernel has no such thing."""
+    """Return the finding about cross-process reads.
+
+    problem: why the read failed; empty if it succeeded.
+    yama: value of the kernel setting `ptrace_scope`; empty if the kernel has no such setting.
+    """
     name = "cross-process reads"
     if not problem:
-        return ok(name, "allowed (UCX's cma)")
+        return ok(name, "allowed (UCX transport cma)")
     if yama not in ("", "0"):
         return warn(
             name,
-            f"refused: {problem} (ptrace_scope is {yama})",
-            f"{SLOWER}; to allow them: sysctl kernel.yama.ptrace_scope=0",
+            f"refused: {problem} (kernel.yama.ptrace_scope is {yama})",
+            f"{WITHOUT_CMA}. To allow them: sysctl kernel.yama.ptrace_scope=0",
         )
-    return warn(name, f"refused: {problem}", f"{SLOWER}; to allow them, give the container the capability SYS_PTRACE")
+    return warn(
+        name, f"refused: {problem}", f"{WITHOUT_CMA}. To allow them, give the container the capability SYS_PTRACE"
+    )
 
 
 def transfers() -> Iterator[Finding]:
-    """NIXL, which the workers use where nothing else is said, and shared memory."""
+    """Measure both transfer backends: NIXL (the default) and shared memory (`--transfer local`)."""
     installed = _nixl_version()
-    nixl = measure("nixl") if installed else Measured(problem="not installed")
+    nixl = measure("nixl") if installed else LinkMeasurement(problem="not installed")
     yield from transfer_findings(installed, nixl, measure("local"))
 
 
-def transfer_findings(nixl_version: str | None, nixl: Measured, local: Measured) -> Iterator[Finding]:
-    """One of the two has to work."""
-    bad = fail if nixl.problem and local.problem else warn
+def transfer_findings(nixl_version: str | None, nixl: LinkMeasurement, local: LinkMeasurement) -> Iterator[Finding]:
+    """Return one finding for each transfer backend. A failure is FAIL only if both backends fail."""
+    failed = fail if nixl.problem and local.problem else warn
     name = "nixl" if nixl_version is None else f"nixl {nixl_version}"
     if nixl_version is None:
-        yield bad(name, nixl.problem, "pip install nixl (Linux only), or use --transfer local")
+        yield failed(name, nixl.problem, "pip install nixl (Linux only), or use --transfer local")
     elif nixl.problem:
-        yield bad(
-            name, nixl.problem, "use --transfer local; `python -m baton.fleet.doctor.doctor_pair nixl owner` shows more"
+        yield failed(
+            name,
+            nixl.problem,
+            "use --transfer local. For details, run `python -m baton.fleet.doctor.doctor_pair nixl owner`",
         )
     elif any(slow in nixl.transport for slow in SLOW_TRANSPORTS):
         yield warn(
             name,
-            _shown(nixl),
-            "one machine's processes could share memory: see cross-process reads, and UCX_TLS if you set it",
+            _describe(nixl),
+            "processes of one machine can use shared memory: see cross-process reads, and UCX_TLS if you set it",
         )
     else:
-        yield ok(name, _shown(nixl))
+        yield ok(name, _describe(nixl))
     if local.problem:
-        yield bad("local transfer", local.problem, "--transfer local cannot be used here")
+        yield failed("local transfer", local.problem, "--transfer local cannot be used on this machine")
     else:
-        yield ok("local transfer", _shown(local))
+        yield ok("local transfer", _describe(local))
 
 
-def measure(way: str) -> Measured:
-    """Move KV between two processes by `nixl` or `local`; takes a few seconds, at most `PAIR_LIMIT_S`."""
+def measure(backend: str) -> LinkMeasurement:
+    """Read KV from another process through `backend` ("nixl" or "local").
+
+    Takes a few seconds, at most `MEASURE_TIMEOUT_S`.
+    """
     module = "baton.fleet.doctor.doctor_pair"
     try:
-        answer = _pair([module, way, "owner"], [module, way, "reader"], PAIR_LIMIT_S)
-        found = json.loads(answer.splitlines()[-1])
-        return Measured(transport=found["transport"], bytes_per_s=found["bytes_per_s"])
-    except _PairFailed as error:
-        return Measured(problem=str(error))
+        answer = run_pair([module, backend, "owner"], [module, backend, "reader"], MEASURE_TIMEOUT_S)
+        measured = json.loads(answer.splitlines()[-1])
+        return LinkMeasurement(transport=measured["transport"], bytes_per_s=measured["bytes_per_s"])
+    except ProcessPairFailed as error:
+        return LinkMeasurement(problem=str(error))
     except (LookupError, ValueError, TypeError):
-        return Measured(problem="the reading process gave no answer that can be read")
+        return LinkMeasurement(problem="the reading process printed no valid result")
 
 
-def _shown(found: Measured) -> str:
-    return f"{found.bytes_per_s / 1e9:.1f} GB/s between two processes over {found.transport or 'an unknown transport'}"
+def run_pair(owner: Sequence[str], reader: Sequence[str], timeout_s: float) -> str:
+    """Run two Python modules, pass the first line of `owner` to `reader`, and return the output of `reader`.
+
+    Both processes have ended when this returns. Raises ProcessPairFailed with the last line that the failing
+    process printed.
+    """
+    owning, reading = _start(owner), _start(reader)  # started together, because loading a transport takes seconds
+    killer = threading.Timer(timeout_s, owning.kill)
+    killer.start()
+    try:
+        assert owning.stdout is not None
+        line = owning.stdout.readline()
+        if not line.strip():
+            raise ProcessPairFailed(_last_line(_end(owning)) or "the owning process printed nothing")
+        try:
+            answer, errors = reading.communicate(line, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ProcessPairFailed(f"no answer within {timeout_s:g} s") from None
+        if reading.returncode != 0:
+            raise ProcessPairFailed(_last_line(errors) or f"the reading process exited with {reading.returncode}")
+        return answer
+    finally:
+        killer.cancel()
+        _end(owning)
+        _end(reading)
+
+
+def _describe(measured: LinkMeasurement) -> str:
+    transport = measured.transport or "an unknown transport"
+    return f"{measured.bytes_per_s / 1e9:.1f} GB/s between two processes over {transport}"
 
 
 def _nixl_version() -> str | None:
@@ -117,40 +163,12 @@ def _nixl_version() -> str | None:
         return None
 
 
-def _pair(owner: Sequence[str], reader: Sequence[str], limit_s: float) -> str:
-    """Start modules `owner` and `reader`, give the owner's first line to the reader, and return what that
-    prints. Both are gone then.
-
-    Raises _PairFailed with the last line of what the one that failed said.
-    """
-    owning, reading = _start(owner), _start(reader)  # together: loading a transport takes seconds
-    killer = threading.Timer(limit_s, owning.kill)
-    killer.start()
-    try:
-        assert owning.stdout is not None
-        line = owning.stdout.readline()
-        if not line.strip():
-            raise _PairFailed(_last_line(_end(owning)) or "the owning process said nothing")
-        try:
-            answer, errors = reading.communicate(line, timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            raise _PairFailed(f"no answer within {limit_s:g} s") from None
-        if reading.returncode != 0:
-            raise _PairFailed(_last_line(errors) or f"the reading process ended with {reading.returncode}")
-        return answer
-    finally:
-        killer.cancel()
-        _end(owning)
-        _end(reading)
-
-
 def _end(process: subprocess.Popen[str]) -> str:
-    """Close standard input, which ends either; kill what does not end. Returns what is left of its standard
-    error."""
+    """Close standard input so that the process ends, kill it after a timeout, and return its standard error."""
     if process.returncode is not None:
         return ""
     try:
-        return process.communicate(timeout=LEAVE_S)[1]
+        return process.communicate(timeout=EXIT_TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:
         process.kill()
         return process.communicate()[1]

@@ -1,12 +1,11 @@
-"""`baton doctor`: what this machine has, what it lacks, and what to do about it. The command line only prints
-these findings."""
+"""`baton doctor`: runs all checks of this machine and collects their findings. The CLI only prints them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
 from baton.fleet.doctor import doctor_links, doctor_machine, doctor_software
-from baton.fleet.doctor.doctor_check import CheckStatus, Examine, Finding, warn
+from baton.fleet.doctor.doctor_check import Check, CheckStatus, Finding, warn
 
-CHECKS: Mapping[str, Examine] = {
+CHECKS: Mapping[str, Check] = {
     "python": doctor_software.python,
     "cpu": doctor_machine.cpu,
     "cores": doctor_machine.cores,
@@ -23,18 +22,18 @@ CHECKS: Mapping[str, Examine] = {
     "cross-process reads": doctor_links.cross_process_reads,
     "transfer": doctor_links.transfers,
 }
-"""In the order in which they are shown; the last ones take seconds."""
+"""All checks by name, in display order. The last two start processes and take seconds."""
 
 
-def findings(checks: Mapping[str, Examine] = CHECKS) -> Iterator[Finding]:
-    """One check after the other. A check that fails itself is a finding, too."""
-    for name, examine in checks.items():
+def findings(checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
+    """Run the checks one after the other and yield their findings. A check that raises becomes a warning."""
+    for name, check in checks.items():
         try:
-            yield from examine()
-        except Exception as error:  # whatever a strange machine does to a check, the others still tell
-            yield warn(name, f"could not be examined: {type(error).__name__}: {error}", "report this as a bug")
+            yield from check()
+        except Exception as error:  # an unusual machine must not hide the results of the other checks
+            yield warn(name, f"the check failed: {type(error).__name__}: {error}", "please report this as a bug")
 
 
 def is_missing_something(found: Iterable[Finding]) -> bool:
-    """Whether `baton up` cannot run here."""
+    """Return True if any finding is FAIL, so that `baton up` cannot run on this machine."""
     return any(finding.verdict is CheckStatus.FAIL for finding in found)

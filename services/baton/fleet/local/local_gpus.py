@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by the names under which CUDA shows them to a process."""
+"""Lists the GPUs of this machine by their CUDA names."""
 
 import os
 import shutil
@@ -11,25 +11,30 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Of a process: the GPUs that CUDA finds in it, in this order."""
+"""Environment variable with the GPUs that CUDA exposes to a process, in order."""
 DRIVER = Path("/dev/nvidiactl")
-"""There in whatever can reach a GPU of NVIDIA's, also in a container without its tools."""
-TOOL_LIMIT_S = 10.0
+"""Exists wherever NVIDIA GPUs can be used, also in containers without NVIDIA's tools."""
+TOOL_TIMEOUT_S = 10.0
 
 
-def computes_on_cpu(device: str, gpus: Sequence[str]) -> bool:
-    """Whether workers here surely have their KV in host memory; `gpus`: those found for `device`."""
-    return device in ("cpu", "emulated") or (device == "auto" and not gpus and not DRIVER.exists())
+def computes_on_cpu(device: str, gpus: Sequence[str], has_gpu_driver: bool) -> bool:
+    """Return True if workers are certain to keep their KV cache in host memory.
+
+    `gpus`: the GPUs that were found for `device`.
+    """
+    return device in ("cpu", "emulated") or (device == "auto" and not gpus and not has_gpu_driver)
 
 
 def local_gpus(device: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Those that workers here may use, as far as this process may; none where they compute on `device` "cpu"
-    or "emulated", or where there is no tool of NVIDIA's to ask: then each worker finds what CUDA shows it.
-    Blocks for as long as that tool takes."""
+    """Return the GPUs that workers on this machine may use, limited by CUDA_VISIBLE_DEVICES.
+
+    The list is empty if `device` uses no GPU, or if `nvidia-smi` is missing or fails. In the latter case each
+    worker uses what CUDA exposes to it. Blocks while `nvidia-smi` runs.
+    """
     if device not in ("auto", "cuda"):
         return []
-    if (shown := environ.get(VISIBLE)) is not None:
-        return [name for part in shown.split(",") if (name := part.strip())]
+    if (visible := environ.get(VISIBLE)) is not None:
+        return [name for part in visible.split(",") if (name := part.strip())]
     if (tool := shutil.which("nvidia-smi", path=environ.get("PATH"))) is None:
         return []
     try:
@@ -37,10 +42,10 @@ def local_gpus(device: str, environ: Mapping[str, str] = os.environ) -> list[str
             [tool, "--query-gpu=uuid", "--format=csv,noheader"],
             capture_output=True,
             text=True,
-            timeout=TOOL_LIMIT_S,
+            timeout=TOOL_TIMEOUT_S,
             check=True,
         )
     except (subprocess.SubprocessError, OSError) as error:
-        log.warning("gpus_not_listed", why=str(error))
+        log.warning("gpu_listing_failed", reason=str(error))
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]

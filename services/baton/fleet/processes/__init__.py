@@ -1,1 +1,1 @@
-"""Child processes: start, restart, cleanup."""
+"""Starts, restarts and ends child processes, and cleans up after them."""

@@ -1,7 +1,7 @@
-"""A small process beside `baton up`: when that is gone, for whatever reason, so is soon all that it started.
+"""Cleans up after a `baton up` that ended in any way, including SIGKILL.
 
-`python -m baton.fleet.processes.reaper RUN_ID DIRECTORY`, with a pipe as standard input whose other end only
-`baton up` holds.
+Run as `python -m baton.fleet.processes.reaper RUN_ID DIRECTORY`. Its standard input is a pipe whose other end
+only `baton up` holds, so it ends when `baton up` does.
 """
 
 import signal
@@ -12,7 +12,7 @@ from baton.fleet.processes.run_dir import sweep
 
 
 def main() -> None:
-    """Wait for the end of standard input, then sweep. Exit code 1 if a process would not end."""
+    """Wait until standard input ends, then sweep. Exit with 1 if a process could not be ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while sys.stdin.buffer.read(1):

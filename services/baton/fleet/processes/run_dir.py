@@ -1,5 +1,7 @@
-"""What one `baton up` owns: a private directory, and every process that carries its mark. Both are gone when
-it is, however it ended."""
+"""The private directory and the processes of one `baton up`, which are removed however it ends.
+
+Processes are recognized by an environment variable that they inherit.
+"""
 
 import os
 import secrets
@@ -13,59 +15,61 @@ from pathlib import Path
 
 import psutil
 
-MARK = "BATON_RUN_ID"
+RUN_ID_VARIABLE = "BATON_RUN_ID"
 TERM_WAIT_S = 1.0
-SWEEP_LIMIT_S = 8.0
+SWEEP_TIMEOUT_S = 8.0
 _BASE = Path("/tmp")
-"""Not TMPDIR: Ray's and Redis's sockets lie below, and the path of a socket may have 107 characters at
-most."""
+"""Not TMPDIR, because the directory holds sockets of Ray and Redis. A socket path has at most 107 characters."""
 
 
 class RunDir:
-    """A directory that only we can read, and the reaper that removes it and our processes if we are killed.
+    """A directory that only this user can read, and a reaper process that cleans up if this process is killed.
 
-    Every process started while the mark is in `os.environ` inherits it, Ray's own and their children too.
+    run_id: value of the environment variable BATON_RUN_ID. Every process that is started from now on inherits it,
+        also Ray's processes and their children.
+    path: the directory.
     """
 
     def __init__(self) -> None:
         self.run_id = secrets.token_hex(8)
         self.path = Path(tempfile.mkdtemp(prefix="baton-", dir=_BASE if _BASE.is_dir() else None))
         os.environ |= {
-            MARK: self.run_id,
-            "SPT_NOENV": "1",
-        }  # the titles that Ray's processes give themselves would overwrite the mark
-        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+            RUN_ID_VARIABLE: self.run_id,
+            "SPT_NOENV": "1",  # else the process titles that Ray sets would overwrite the variable
+        }
+        reaper_environ = {name: value for name, value in os.environ.items() if name != RUN_ID_VARIABLE}
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "baton.fleet.processes.reaper", self.run_id, str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=unmarked,
+            env=reaper_environ,
             start_new_session=True,
         )
 
     def close(self) -> None:
-        """End what still carries our mark, and remove the directory. Safe to call twice."""
-        os.environ.pop(MARK, None)
+        """End all processes of this run and remove the directory. Can be called twice."""
+        os.environ.pop(RUN_ID_VARIABLE, None)
         assert self._reaper.stdin is not None
         with suppress(OSError):
             self._reaper.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._reaper.wait(SWEEP_LIMIT_S + TERM_WAIT_S)
+            self._reaper.wait(SWEEP_TIMEOUT_S + TERM_WAIT_S)
 
 
 def sweep(run_id: str, path: Path) -> list[int]:
-    """End all processes marked with `run_id` and remove `path`. Returns pids that would not end within
-    `SWEEP_LIMIT_S`."""
-    deadline_s = time.monotonic() + SWEEP_LIMIT_S
-    left = marked(run_id)
+    """End all processes of a run with SIGTERM, then SIGKILL, and remove its directory.
+
+    Returns the pids of processes that did not end within `SWEEP_TIMEOUT_S`.
+    """
+    deadline_s = time.monotonic() + SWEEP_TIMEOUT_S
+    left = processes_of(run_id)
     for process in left:
         with suppress(psutil.Error):
             process.terminate()
     psutil.wait_procs(left, timeout=TERM_WAIT_S)
-    while (
-        left := marked(run_id)
-    ) and time.monotonic() < deadline_s:  # a process that was just being started shows only now
+    # A loop, because a process that was just being started may appear only now.
+    while (left := processes_of(run_id)) and time.monotonic() < deadline_s:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
@@ -74,13 +78,13 @@ def sweep(run_id: str, path: Path) -> list[int]:
     return [process.pid for process in left]
 
 
-def marked(run_id: str) -> list[psutil.Process]:
-    """Living processes, ours aside, that carry the mark of `run_id`."""
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Return the living processes of a run, without this process."""
     found = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(RUN_ID_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""One child process: started, watched, started again within bounds, and never left behind."""
+"""Supervises one child process: starts it, restarts it a limited number of times, and ends it."""
 
 import asyncio
 import os
@@ -18,18 +18,21 @@ from baton.runtime.process.process import with_parent_death_signal
 log = get_logger(__name__)
 
 READY = "ready "
+"""A service prints this word and its address on standard output once it serves."""
 KILL_WAIT_S = 5.0
 
 
 class ServiceFailed(BatonError):
-    """A process that a cluster needs did not start, or died more often than it may; the message names its
-    log."""
+    """A required process did not start, or died too often. The message names its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimit:
-    """At most `deaths` in `window_s` seconds. A restart waits `first_wait_s`, doubled with each death,
-    `max_wait_s` at most."""
+    """Limits how often a process may die, with exponential backoff.
+
+    deaths: largest number of deaths within `window_s` seconds.
+    first_wait_s: delay of the first restart. It doubles with each death, up to `max_wait_s`.
+    """
 
     deaths: int = 5
     window_s: float = 60.0
@@ -39,9 +42,16 @@ class RestartLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """How to start a process. It prints `ready ADDRESS` once it serves; whatever else it prints goes to
-    `output`. A program that is not ours does not say so: `wait_until_ready` then returns its address once it
-    answers."""
+    """How to start a child process.
+
+    name: its name in messages and logs.
+    argv: its command line.
+    output: file to which its output is appended.
+    environ: environment variables in addition to those of this process.
+    start_timeout_s: longest time until it is ready.
+    wait_until_ready: returns its address once it answers. None for Baton's own services, which print
+        `ready ADDRESS`.
+    """
 
     name: str
     argv: Sequence[str]
@@ -52,14 +62,14 @@ class ChildSpec:
 
 
 class RestartBudget:
-    """Counts deaths against a `RestartLimit`; shared by child processes and worker actors."""
+    """Counts the deaths of one process against a `RestartLimit`. Used for child processes and worker actors."""
 
     def __init__(self, limit: RestartLimit) -> None:
         self._limit = limit
         self._deaths: deque[float] = deque()
 
     def wait_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the restart after a death at `now_s`; None when there were too many."""
+        """Record a death at `now_s`. Return the seconds until the restart, or None after too many deaths."""
         while self._deaths and now_s - self._deaths[0] > self._limit.window_s:
             self._deaths.popleft()
         self._deaths.append(now_s)
@@ -69,8 +79,11 @@ class RestartBudget:
 
 
 class Child:
-    """One service process under supervision. Its own session, so that Ctrl-C reaches us alone; the kernel
-    ends it when we end."""
+    """One supervised child process.
+
+    It runs in its own session, so that Ctrl-C reaches only this process. On Linux the kernel kills it when this
+    process ends.
+    """
 
     def __init__(
         self, spec: ChildSpec, *, limit: RestartLimit | None = None, on_restart: Callable[[str], None] | None = None
@@ -81,26 +94,29 @@ class Child:
         self._budget = RestartBudget(limit or RestartLimit())
         self._on_restart = on_restart
         self._process: asyncio.subprocess.Process | None = None
-        self._drain: asyncio.Task[None] | None = None
+        self._copying: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
     def pid(self) -> int:
+        """Process id, 0 before the first start."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Exit code of the process, None while it runs. Negative: minus the signal that ended it."""
         return self._process.returncode if self._process is not None else None
 
     def resume(self) -> None:
-        """Let a stopped process go on, so that it can end."""
+        """Send SIGCONT to a suspended process, so that it can end."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGCONT)
 
     async def start(self) -> str:
-        """Start the process; returns the address it serves at. Raises ServiceFailed with the end of its
-        output."""
+        """Start the process and return its address once it serves.
+
+        Raises ServiceFailed with the end of its output.
+        """
         self.spec.output.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.output.open("ab") as errors:
             self._process = await asyncio.create_subprocess_exec(
@@ -126,8 +142,7 @@ class Child:
         return self.address
 
     async def supervise(self) -> None:
-        """Start the process again whenever it dies, until `stop`. Raises ServiceFailed when it dies too often
-        or does not come back."""
+        """Restart the process whenever it dies, until `stop` is called. Raises ServiceFailed if it dies too often."""
         loop = asyncio.get_running_loop()
         while True:
             assert self._process is not None
@@ -147,7 +162,7 @@ class Child:
                 try:
                     await self.start()
                 except ServiceFailed as error:
-                    log.warning("child_not_restarted", child=self.spec.name, error=str(error))
+                    log.warning("child_restart_failed", child=self.spec.name, error=str(error))
                     continue
                 break
             self.restarts += 1
@@ -155,8 +170,10 @@ class Child:
                 self._on_restart(self.spec.name)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns when the process is gone. Safe to call twice. Raises
-        ServiceFailed if it stays."""
+        """End the process with SIGTERM, then with SIGKILL after `grace_s`. Can be called twice.
+
+        Raises ServiceFailed if the process does not end.
+        """
         self._stopping = True
         if self._process is None:
             return
@@ -168,9 +185,9 @@ class Child:
         except TimeoutError:
             await self._kill()
         finally:
-            if self._drain is not None:
-                self._drain.cancel()
-                await asyncio.gather(self._drain, return_exceptions=True)
+            if self._copying is not None:
+                self._copying.cancel()
+                await asyncio.gather(self._copying, return_exceptions=True)
 
     async def _kill(self) -> None:
         if self._process is None or self._process.returncode is not None:
@@ -186,19 +203,18 @@ class Child:
             ) from None
 
     async def _ready(self, process: asyncio.subprocess.Process) -> str:
-        """The address, as the process says it or as it is found to answer; from now on its output is
-        copied."""
+        """Wait until the process serves and return its address. Then its output is copied by a background task."""
         if self.spec.wait_until_ready is None:
             address = await self._read_ready(process)
-            self._drain = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+            self._copying = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
             return address
-        self._drain = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+        self._copying = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
         answered = asyncio.create_task(self.spec.wait_until_ready())
         ended = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                await self._drain
+                await self._copying
                 raise self._ended_early(ended.result())
             return answered.result()
         finally:
@@ -217,26 +233,26 @@ class Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text.startswith(READY):
                 return text[len(READY) :].split()[0]
-            self._keep(line)
+            self._append_output(line)
         raise self._ended_early(await process.wait())
 
     async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            self._keep(line)
+            self._append_output(line)
 
-    def _keep(self, line: bytes) -> None:
+    def _append_output(self, line: bytes) -> None:
         with self.spec.output.open("ab") as output:
             output.write(line)
 
 
 def baton_command(command: str, config_file: Path) -> list[str]:
-    """The command line of one service of this very installation."""
+    """Return the command line that runs one service of this installation."""
     return [sys.executable, "-m", "baton.cli", command, "--config", str(config_file)]
 
 
 def _tail(path: Path, max_bytes: int = 2_000) -> str:
-    """The end of what a process printed, which says why it ended."""
+    """Return the end of the output of a process, which usually contains the error."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - max_bytes))

@@ -1,1 +1,1 @@
-"""Workers as Ray actors."""
+"""Runs workers as Ray actors: cluster connection, node selection, actor placement and restarts."""

@@ -1,5 +1,4 @@
-"""The nodes of a Ray cluster as placement sees them: what a worker asks of its node, and who could give it.
-Pure functions."""
+"""Resource arithmetic of worker placement: what a worker requests, and what Ray nodes offer. Pure functions."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,13 +9,19 @@ from baton.core.cluster.worker_report import WorkerRole
 from baton.runtime.config.settings import RayPlacement, WorkerConfig
 
 ROLE_RESOURCES: Mapping[str, str] = {role.value: f"baton_{role.value}" for role in WorkerRole}
-"""By the name of a role, the custom resource with which a node says that it is for such workers, and for how
-many: `ray start --resources '{"baton_prefill": 1}'`."""
+"""Custom Ray resource of each role, by role name. A node offers places for workers of a role with it, for
+example `ray start --resources '{"baton_prefill": 1}'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine, or pod, of a Ray cluster. `resources`: all that it has, whether in use or not."""
+    """One machine or pod of a Ray cluster.
+
+    node_id: Ray's id of the node.
+    name: its host name.
+    address: its IP address.
+    resources: total amount of each Ray resource, whether in use or not.
+    """
 
     node_id: str
     name: str
@@ -28,8 +33,7 @@ class Node:
 
     @property
     def places(self) -> dict[str, float]:
-        """Of its resources those that workers ask for; none where the node of a head, or of a driver, was
-        started with `--num-cpus=0`."""
+        """The resources that workers request. Empty on nodes started with `--num-cpus=0`, such as a head node."""
         return {
             name: self.resources[name] for name in ("CPU", "GPU", *ROLE_RESOURCES.values()) if self.resources.get(name)
         }
@@ -37,8 +41,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a worker asks of its node, in Ray's words. `spread`: of the nodes that have it, not one that has
-    workers already."""
+    """Ray resources that a worker requests from its node.
+
+    num_cpus, num_gpus, resources: as in the options of a Ray actor.
+    spread: prefer nodes that run no worker yet.
+    """
 
     num_cpus: int = 0
     num_gpus: int = 0
@@ -46,17 +53,19 @@ class Demand:
     spread: bool = False
 
     def __str__(self) -> str:
-        asked = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
-        return ", ".join(f"{name}: {amount:g}" for name, amount in asked.items() if amount)
+        return ", ".join(f"{name}: {amount:g}" for name, amount in self._amounts.items() if amount)
 
     def fits(self, node: Node) -> bool:
-        """Whether the node has as much, were nobody else there."""
-        asked = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
-        return all(node.resources.get(name, 0) >= amount for name, amount in asked.items())
+        """Return True if an empty node of this kind could satisfy the request."""
+        return all(node.resources.get(name, 0) >= amount for name, amount in self._amounts.items())
+
+    @property
+    def _amounts(self) -> dict[str, float]:
+        return {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
 
 
 def living_nodes(rows: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
-    """Those that live, of what `ray.nodes()` says."""
+    """Convert the rows of `ray.nodes()` and drop dead nodes."""
     return tuple(
         Node(
             node_id=row["NodeID"],
@@ -70,19 +79,19 @@ def living_nodes(rows: Iterable[Mapping[str, Any]]) -> tuple[Node, ...]:
 
 
 def places_by_role(nodes: Collection[Node]) -> dict[str, int]:
-    """By the name of a role, how many workers of it these nodes offer to hold, in use or not."""
+    """Return how many workers of each role these nodes offer to hold, whether in use or not."""
     return {
         role: sum(int(node.resources.get(resource, 0)) for node in nodes) for role, resource in ROLE_RESOURCES.items()
     }
 
 
 def demand_of(config: WorkerConfig, placement: RayPlacement, offered: Collection[str]) -> Demand:
-    """What this worker asks of its node. `offered`: the resources that any node of the cluster has, or has
-    had.
+    """Return the resources that this worker requests from its node.
 
-    By role it asks for its role's resource, and a node says how many it takes. Otherwise it asks for a CPU,
-    which keeps it away from nodes with none, the head's and the driver's. A GPU is asked for where the worker
-    will use one: Ray hides those that nobody asked for.
+    `offered`: names of the resources that any node of the cluster has or had. With placement by role the worker
+    requests one unit of its role's resource. Otherwise it requests one CPU, which keeps it away from nodes
+    without CPUs, such as the head's. It requests a GPU if it will use one, because Ray hides GPUs that were not
+    requested.
     """
     resource = ROLE_RESOURCES[config.role]
     num_gpus = int(config.device == "cuda" or (config.device == "auto" and "GPU" in offered))
@@ -91,9 +100,11 @@ def demand_of(config: WorkerConfig, placement: RayPlacement, offered: Collection
     return Demand(num_cpus=1, num_gpus=num_gpus, spread=True)
 
 
-def workers_on(node: Node, num_workers: int, nodes: Sequence[Node]) -> int:
-    """How many of the `num_workers` of a fleet may come to share a node: as many as it offers places for;
-    where it names none, an even share of those that have CPUs."""
+def max_workers_on(node: Node, num_workers: int, nodes: Sequence[Node]) -> int:
+    """Return how many of a fleet's `num_workers` workers may share `node`.
+
+    This is the number of places that it offers. If it names none, it is an even share over all `nodes` with CPUs.
+    """
     places = sum(node.resources.get(name, 0) for name in ROLE_RESOURCES.values())
     if places:
         return max(1, min(num_workers, math.ceil(places)))

@@ -1,5 +1,4 @@
-"""How Ray is called: from one thread, one call after the other, each with a limit, and with one error for all
-that can go wrong."""
+"""Calls Ray from one thread, one call at a time, each with a timeout, and turns every failure into RayFailed."""
 
 import asyncio
 import threading
@@ -10,37 +9,44 @@ from typing import Any
 
 from baton.core.errors import BatonError
 
-CALL_LIMIT_S = 30.0
-"""Any call of Ray's but the first. None of them waits for a worker."""
+CALL_TIMEOUT_S = 30.0
+"""Timeout of every Ray call except the first one. None of these calls waits for a worker."""
 
 
 class RayFailed(BatonError):
-    """Ray did not start, cannot be joined, or does not answer."""
+    """Ray did not start, could not be joined, or does not answer."""
 
 
 class RayCalls:
-    """Calls Ray from one thread, which stays for as long as Ray's processes shall (the kernel ends them with
-    the thread that started them). A daemon: a call that hangs keeps no process from ending."""
+    """Runs all Ray calls on one thread.
+
+    The thread lives as long as Ray's processes should, because the kernel ends them together with the thread
+    that started them. It is a daemon thread, so a hanging call does not keep this process alive.
+    """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="ray", daemon=True).start()
 
-    async def __call__(self, what: str, call: Callable[[], Any], limit_s: float = CALL_LIMIT_S) -> Any:
-        """What `call` returns. Whatever it raises, and its silence for `limit_s`, is RayFailed."""
+    async def __call__(self, action: str, call: Callable[[], Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Run `call` on the Ray thread and return its result.
+
+        `action` completes the sentence "Ray could not ...". Raises RayFailed if the call raises anything or
+        does not return within `timeout_s`.
+        """
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(self._submit(call))
         except Exception as error:
-            why = (
-                f"no answer within {limit_s:g} s"
+            reason = (
+                f"no answer within {timeout_s:g} s"
                 if isinstance(error, TimeoutError) and not str(error)
-                else cause(error)
+                else root_cause(error)
             )
-            raise RayFailed(f"Ray could not {what}: {why}") from error
+            raise RayFailed(f"Ray could not {action}: {reason}") from error
 
     def close(self) -> None:
-        """End after the calls that were submitted."""
+        """End the thread after the calls that were already submitted."""
         self._calls.put(None)
 
     def _submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -55,24 +61,17 @@ class RayCalls:
                 continue
             try:
                 future.set_result(call())
-            except BaseException as error:  # raised where the call was made
+            except BaseException as error:  # re-raised in the coroutine that made the call
                 future.set_exception(error)
 
 
-def the_ray() -> Any:
-    """Ray is imported where it is first needed: it takes most of a second."""
-    import ray
-
-    return ray
-
-
-async def as_future(reference: Any) -> Any:
-    """Await a Ray object without a thread that waits."""
+async def wait_for_object(reference: Any) -> Any:
+    """Await the value of a Ray object reference without blocking a thread."""
     return await asyncio.wrap_future(reference.future())
 
 
-def cause(error: BaseException) -> str:
-    """The first line of what went wrong inside an actor, without Ray's wrapping."""
+def root_cause(error: BaseException) -> str:
+    """Return the last line of the error inside an actor, without the traceback that Ray wraps around it."""
     inner = getattr(error, "cause", None) or error.__cause__ or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return lines[-1] if lines else type(inner).__name__

@@ -1,406 +1,243 @@
-"""Workers as Ray actors: placed, started, watched, started again with a new epoch. Tokens and KV never go
-through Ray.
+"""Runs the workers of a cluster as Ray actors. Tokens and KV blocks never pass through Ray.
 
-Workers that end with their driver (`baton up`) are started together, and where one cannot be, that is an
-error. Detached ones (`baton fleet` on a cluster of others) each have a life of their own: all are looked
-after, also where one has no node yet, or keeps dying.
+Workers that end with their driver (`baton up`) are started together, and a worker that cannot start is an error.
+Detached workers (`baton fleet` on an existing Ray cluster) are independent: each is retried by itself, while it
+has no node or keeps dying.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.fleet.processes.supervisor import RestartBudget, RestartLimit
-from baton.fleet.ray.actor_placement import LOOK_S, ActorOf, WorkerFailed
-from baton.fleet.ray.node_resources import Demand, places_by_role, workers_on
-from baton.fleet.ray.ray_actors import ask_where, drain_others
-from baton.fleet.ray.ray_calls import CALL_LIMIT_S, RayCalls, RayFailed, as_future, cause, the_ray
-from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
-from baton.fleet.ray.ray_session import join_ray, start_ray
-from baton.fleet.ray.release_check import release_probe
-from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN, WorkerFacts
-from baton.fleet.worker_plan import Wanted, WorkerSpec, changes
-from baton.runtime.config.config_base import dump
-from baton.runtime.config.settings import FleetSettings, RayPlacement, WorkerConfig
+from baton.fleet.processes.supervisor import RestartLimit
+from baton.fleet.ray.actor_placement import PlacementTimes
+from baton.fleet.ray.fleet_worker import FleetContext, FleetWorker, WorkerStage
+from baton.fleet.ray.node_resources import places_by_role
+from baton.fleet.ray.ray_actors import drain_unmanaged, request_node_ids
+from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, RayCalls, RayFailed, wait_for_object
+from baton.fleet.ray.ray_nodes import RayNodes
+from baton.fleet.ray.ray_session import JoinedCluster, RaySession
+from baton.fleet.ray.worker_actor import WorkerFacts
+from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, plan_changes
+from baton.runtime.config.settings import FleetSettings, WorkerConfig
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
-CONNECT_LIMIT_S = 120.0
-"""A Ray on two busy cores takes ten seconds; one that never answers is given up."""
-LEFT_BEHIND_LIMIT_S = 5.0
-"""One that has not said so within so long is not preferred to others. While that is asked nobody is looked
-after."""
-WAIT_S = 10.0
-"""A worker is asked anew at such intervals whether it has ended, so that a driver that went away leaves no
-thread of it waiting."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """A Ray cluster that others run, and what workers get there. `is_detached`: they outlive this driver, and
-    the next one of the same `cluster` adopts them; else they end with it."""
-
-    address: str
-    cluster: str
-    placement: RayPlacement = "auto"
-    is_detached: bool = False
-
-    @property
-    def namespace(self) -> str:
-        """Where Ray keeps the names of this cluster's actors, and our driver looks for them."""
-        return f"baton-{self.cluster}"
-
-
-class Stage(Enum):
-    """How far a worker is. WAITING: for a node; it has nothing that serves. STARTING: also while it is looked
-    up. FAILING: it has died, or could not start, and is tried again."""
-
-    WAITING = "waiting"
-    STARTING = "starting"
-    SERVING = "serving"
-    FAILING = "failing"
-
-
-@dataclass(kw_only=True)
-class _Worker:
-    """`num_failures`: deaths and starts that failed since it has served. `is_settled`: it has served, has
-    failed, or is known to wait for a node. `task`: who looks after it, where each has its own."""
-
-    spec: WorkerSpec
-    config: WorkerConfig
-    budget: RestartBudget
-    place: ActorOf
-    facts: WorkerFacts | None = None
-    stage: Stage = Stage.STARTING
-    num_failures: int = 0
-    is_settled: bool = False
-    leaving: bool = False
-    task: asyncio.Task[None] | None = None
-
-    def starts(self) -> None:
-        """It is on its way, and not for the first time where that has just failed."""
-        self.stage = Stage.FAILING if self.num_failures else Stage.STARTING
+CONNECT_TIMEOUT_S = 120.0
+"""Starting Ray on two busy cores takes about ten seconds."""
+LEFT_BEHIND_TIMEOUT_S = 5.0
+"""Longest wait for the node ids of workers of an earlier driver. Workers are not supervised meanwhile."""
 
 
 class RayFleet:
-    """Keeps the given workers alive, on a Ray of its own or on one that it joins."""
+    """Keeps a set of workers alive on a private Ray or on an existing Ray cluster."""
 
     def __init__(
         self,
         *,
         ray_dir: Path,
         log_dir: Path | None,
-        joined: Joined | None = None,
+        joined: JoinedCluster | None = None,
         limit: RestartLimit | None = None,
-        start_limit_s: float = FleetSettings.worker_start_s,
+        start_timeout_s: float = FleetSettings.worker_start_s,
         on_change: Callable[[str, WorkerFacts | None], None] = lambda worker_id, facts: None,
-        say: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = lambda text: None,
+        session: RaySession | None = None,
+        placement_times: PlacementTimes | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        left_behind_timeout_s: float = LEFT_BEHIND_TIMEOUT_S,
     ) -> None:
-        """`start_limit_s`: from a worker's place on a node until it is ready. `on_change`: called with a
-        worker's id and its facts when it came up, None when it died. `say`: told what people wait for."""
+        """Prepare a fleet without touching Ray.
+
+        ray_dir: directory for the files of a private Ray.
+        log_dir: directory for the logs of the workers; None: Ray's own log directory.
+        joined: the existing Ray cluster; None: start a private Ray on this machine.
+        limit: how often a worker may die.
+        start_timeout_s, on_change, notify: as in `FleetContext`.
+        session, placement_times, and the timeouts: replaced in tests.
+        """
         self._ray_dir = ray_dir
-        self._log_dir = log_dir
         self._joined = joined
-        self._limit = limit or RestartLimit()
-        self._start_limit_s = start_limit_s
-        self._on_change = on_change
-        self._say = say
+        self._session = session or RaySession()
+        self._times = placement_times or PlacementTimes()
+        self._connect_timeout_s = connect_timeout_s
+        self._left_behind_timeout_s = left_behind_timeout_s
         self._calls: RayCalls | None = None
-        self._nodes = RayNodes(self._call)
-        self._workers: dict[str, _Worker] = {}
+        self._nodes = RayNodes(self._call, self._session)
+        self._workers: dict[str, FleetWorker] = {}
+        self._context = FleetContext(
+            call=self._call,
+            session=self._session,
+            nodes=self._nodes,
+            joined=joined,
+            log_dir=log_dir,
+            restart_limit=limit or RestartLimit(),
+            start_timeout_s=start_timeout_s,
+            placement_times=self._times,
+            on_change=on_change,
+            notify=notify,
+            num_workers=lambda: len(self._workers),
+        )
         self.node_address = "127.0.0.1"
-        """Of this machine, as the workers' nodes know it."""
+        """Address of this machine, as the nodes of the workers reach it."""
 
     async def connect(self) -> str:
-        """Start a Ray on this machine, or join one; returns what it is, for people. Raises RayFailed."""
+        """Start a Ray on this machine, or join the existing one. Return a description. Raises RayFailed."""
         self._calls = RayCalls()
-        if self._joined is None:
-            return str(await self._call("be started", self._start_ray, CONNECT_LIMIT_S))
+        joined = self._joined
+        if joined is None:
+            start = lambda: self._session.start(self._ray_dir)  # noqa: E731
+            return str(await self._call("be started", start, self._connect_timeout_s))
         try:
             self.node_address = await self._call(
-                f"be joined at {self._joined.address}", self._join_ray, CONNECT_LIMIT_S
+                f"be joined at {joined.address}",
+                lambda: self._session.join(joined.address, joined.namespace),
+                self._connect_timeout_s,
             )
         except RayFailed as error:
             raise RayFailed(
-                f"{error}; this machine has to be one of its nodes: `ray start --address {self._joined.address} --num-cpus 0`"
+                f"{error}; this machine must be a node of that cluster: "
+                f"run `ray start --address {joined.address} --num-cpus 0`"
             ) from error
-        await self._nodes.look()
+        await self._nodes.refresh()
         num_nodes = len(self._nodes.living)
         return "; ".join(
-            [f"joined {self._joined.address}, {num_nodes} node{'' if num_nodes == 1 else 's'}"]
+            [f"joined {joined.address}, {num_nodes} node{'' if num_nodes == 1 else 's'}"]
             + [f"{refused}: refused" for refused in self._nodes.refused]
         )
 
     @property
-    def stages(self) -> Mapping[tuple[WorkerRole, Stage], int]:
-        """How many workers are how far."""
+    def stages(self) -> Mapping[tuple[WorkerRole, WorkerStage], int]:
+        """Number of workers by role and stage."""
         return Counter((worker.spec.role, worker.stage) for worker in self._workers.values())
 
     async def start(self, spec: WorkerSpec, config: WorkerConfig) -> WorkerFacts:
-        """Start (or adopt) one worker. Raises WorkerFailed, NodesRefused or RayFailed."""
-        return await self._bring_up(self._add(spec, config))
+        """Start or adopt one worker. Raises WorkerFailed, NodesRefused or RayFailed."""
+        return await self._add(spec, config).start()
 
-    async def keep(self, wanted: Wanted) -> None:
-        """Have these detached workers, each looked after from its own first start, until cancelled. One that
-        has no node, or keeps dying, is tried again and again. Raises RayFailed when Ray does not answer."""
-        are_others_told = False
-        left_behind = await self._left_behind()
+    async def reconcile(self, desired: DesiredWorkers) -> None:
+        """Keep the desired detached workers running until cancelled.
+
+        Each worker is retried by itself, for ever. Workers of an earlier driver that are not desired are drained
+        once all desired workers have served, failed, or are known to wait: until then they may be the only ones
+        that serve. Raises RayFailed if Ray does not answer.
+        """
+        are_others_drained = False
+        left_behind = await self._find_left_behind()
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._adapt(wanted, left_behind, group)
-                if not are_others_told and all(worker.is_settled for worker in self._workers.values()):
-                    await self.let_go_of_others()  # not before: until ours serve, they may be all that there is
-                    are_others_told, left_behind = True, ()
-                await asyncio.sleep(LOOK_S)
+                await self._apply(desired, left_behind, group)
+                if not are_others_drained and all(worker.is_settled for worker in self._workers.values()):
+                    await self.drain_unmanaged()
+                    are_others_drained, left_behind = True, ()
+                await asyncio.sleep(self._times.refresh_interval_s)
 
-    async def let_go_of_others(self) -> None:
-        """Drain workers that an earlier driver of this cluster has started and that are none of ours. Raises
-        RayFailed."""
-        if not self._is_detached:
+    async def drain_unmanaged(self) -> None:
+        """Drain detached workers of this cluster that are not part of this fleet. Raises RayFailed."""
+        if not self._context.is_detached:
             return
-        for worker_id in await self._call("let go of workers", lambda: drain_others(self._workers)):
-            log.info("worker_not_wanted", worker=worker_id)
+        for worker_id in await self._call("drain workers", lambda: drain_unmanaged(self._session.api, self._workers)):
+            log.info("unmanaged_worker_drained", worker=worker_id)
 
     async def supervise(self) -> None:
-        """Start dead workers again until cancelled; on a cluster of others also those that were drained.
-        Raises WorkerFailed when one dies too often, RayFailed when Ray does not answer."""
+        """Restart dead workers until cancelled; on an existing Ray cluster also workers that were drained.
+
+        Raises WorkerFailed if a worker dies too often, and RayFailed if Ray does not answer.
+        """
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():
-                group.create_task(self._keep_alive(worker), name=f"fleet-{worker.spec.worker_id}")
+                group.create_task(worker.keep_alive(), name=f"fleet-{worker.spec.worker_id}")
 
     async def close(self, grace_s: float) -> None:
-        """End all workers, and the Ray that `connect` started. Detached actors stay. Raises RayFailed when
-        Ray does not answer; its processes then end with ours. Safe to call when nothing was connected."""
+        """Stop all workers that are not detached, and the Ray that `connect` started.
+
+        Raises RayFailed if Ray does not answer. Its processes then end together with this process. Does nothing if
+        `connect` was never called.
+        """
         if self._calls is None:
             return
         failed: RayFailed | None = None
-        if not self._is_detached:
+        if not self._context.is_detached:
             try:
-                await self._call("end the workers", lambda: self._stop_all(grace_s), grace_s + CALL_LIMIT_S)
+                await self._call("end the workers", lambda: self._stop_all(grace_s), grace_s + CALL_TIMEOUT_S)
             except RayFailed as error:
                 failed = error
-        await self._call("be shut down", lambda: the_ray().shutdown())
+        await self._call("be shut down", lambda: self._session.api.shutdown())
         self._calls.close()
         if failed is not None:
             raise failed
 
-    @property
-    def _is_detached(self) -> bool:
-        return self._joined is not None and self._joined.is_detached
-
     def _stop_all(self, grace_s: float) -> None:
         ended = []
         for worker in self._workers.values():
-            worker.leaving = True
-            if (actor := worker.place.actor) is not None:
+            worker.is_stopping = True
+            if (actor := worker.placement.actor) is not None:
                 actor.stop.remote()
                 if worker.facts is not None:
                     ended.append(actor.wait.remote(grace_s))
         if ended:
-            the_ray().wait(ended, num_returns=len(ended), timeout=grace_s)
+            self._session.api.wait(ended, num_returns=len(ended), timeout=grace_s)
 
-    def _add(self, spec: WorkerSpec, config: WorkerConfig) -> _Worker:
-        place = ActorOf(spec=spec, is_detached=self._is_detached, nodes=self._nodes, ask=self._call)
-        worker = _Worker(spec=spec, config=config, budget=RestartBudget(self._limit), place=place)
+    def _add(self, spec: WorkerSpec, config: WorkerConfig) -> FleetWorker:
+        worker = FleetWorker(spec, config, self._context)
         self._workers[spec.worker_id] = worker
         return worker
 
-    async def _left_behind(self) -> Collection[str]:
-        """The ids of workers that an earlier driver left on a node. Raises RayFailed."""
-        asked = await self._call("ask the workers where they are", lambda: ask_where(self._workers))
-        answers = {worker_id: asyncio.create_task(as_future(where)) for worker_id, where in asked.items()}
+    async def _find_left_behind(self) -> Collection[str]:
+        """Return the ids of workers that an earlier driver left running on a node. Raises RayFailed."""
+        references = await self._call(
+            "list running workers", lambda: request_node_ids(self._session.api, self._workers)
+        )
+        answers = {worker_id: asyncio.create_task(wait_for_object(ref)) for worker_id, ref in references.items()}
         try:
             if answers:
-                await asyncio.wait(answers.values(), timeout=LEFT_BEHIND_LIMIT_S)
+                await asyncio.wait(answers.values(), timeout=self._left_behind_timeout_s)
         finally:
             for answer in answers.values():
                 answer.cancel()
-        said = await asyncio.gather(*answers.values(), return_exceptions=True)
+        node_ids = await asyncio.gather(*answers.values(), return_exceptions=True)
         return {
-            worker_id for worker_id, where in zip(answers, said, strict=True) if not isinstance(where, BaseException)
+            worker_id
+            for worker_id, node_id in zip(answers, node_ids, strict=True)
+            if not isinstance(node_id, BaseException)
         }
 
-    async def _adapt(self, wanted: Wanted, left_behind: Collection[str], group: asyncio.TaskGroup) -> None:
-        """Have as many workers of each role as there should be, of those that are there already where there
-        are any."""
+    async def _apply(self, desired: DesiredWorkers, left_behind: Collection[str], group: asyncio.TaskGroup) -> None:
+        """Add or remove workers until each role has its desired number. Running workers are preferred."""
         places: Mapping[str, int] = {}
-        if wanted.follows_places:
-            await self._nodes.look()
-            places = places_by_role(self._nodes.open)
-        for role, least in wanted.least.items():
-            number = max(least, places.get(role.value, 0))
-            waits = {w.spec.worker_id: w.stage is Stage.WAITING for w in self._workers.values() if w.spec.role is role}
-            new, dropped = changes(role, number, waits, left_behind)
-            for spec in new:
-                worker = self._add(spec, wanted.config_of(spec))
-                worker.task = group.create_task(self._keep_from_the_start(worker), name=f"fleet-{spec.worker_id}")
-            for worker_id in dropped:
-                await self._drop(worker_id)
+        if desired.scale_with_nodes:
+            await self._nodes.refresh()
+            places = places_by_role(self._nodes.not_draining)
+        for role, minimum in desired.minimum.items():
+            number = max(minimum, places.get(role.value, 0))
+            is_waiting = {
+                worker.spec.worker_id: worker.stage is WorkerStage.WAITING
+                for worker in self._workers.values()
+                if worker.spec.role is role
+            }
+            added, removed = plan_changes(role, number, is_waiting, left_behind)
+            for spec in added:
+                worker = self._add(spec, desired.config_of(spec))
+                worker.task = group.create_task(worker.run(), name=f"fleet-{spec.worker_id}")
+            for worker_id in removed:
+                await self._remove_waiting(worker_id)
 
-    async def _drop(self, worker_id: str) -> None:
-        """There is no place for it any more, unless it has got one while another was dropped."""
+    async def _remove_waiting(self, worker_id: str) -> None:
+        """Remove a worker for which no node has a place, unless it got one in the meantime."""
         worker = self._workers[worker_id]
-        if worker.stage is not Stage.WAITING:
+        if worker.stage is not WorkerStage.WAITING:
             return
         del self._workers[worker_id]
         assert worker.task is not None
         worker.task.cancel()
         await asyncio.wait((worker.task,))
-        await worker.place.kill()
-        log.info("worker_not_wanted", worker=worker_id)
+        await worker.placement.kill()
+        log.info("waiting_worker_removed", worker=worker_id)
 
-    async def _keep_from_the_start(self, worker: _Worker) -> None:
-        await self._bring_up_again(worker, "")
-        await self._keep_alive(worker)
-
-    async def _bring_up(self, worker: _Worker) -> WorkerFacts:
-        worker.starts()
-        if self._is_detached and await worker.place.is_found_on_a_node():
-            try:
-                return await self._start_actor(worker, worker.config)
-            except WorkerFailed as error:  # an earlier driver left it so; it has made room
-                log.warning("worker_not_adopted", worker=worker.spec.worker_id, why=str(error))
-        if self._joined is None:
-            await worker.place.create({})
-            return await self._start_actor(worker, worker.config)
-        worker.stage = Stage.WAITING
-        node = await worker.place.place(worker.config, self._joined.placement, partial(self._say_waiting, worker))
-        num_workers = max(worker.config.workers_on_host, len(self._workers))
-        return await self._start_actor(
-            worker, replace(worker.config, workers_on_host=workers_on(node, num_workers, self._nodes.living))
-        )
-
-    def _say_waiting(self, worker: _Worker, demand: Demand, waited_s: float) -> None:
-        worker.is_settled = True
-        worker_id, places = worker.spec.worker_id, self._nodes.places()
-        refused = {"refused": self._nodes.refused} if self._nodes.refused else {}
-        log.warning(
-            "worker_waits_for_a_node",
-            worker=worker_id,
-            asks_for=str(demand),
-            nodes=places,
-            waited_s=round(waited_s),
-            **refused,
-        )
-        self._say(f"{worker_id} waits for a node that has {demand} to spare; of the nodes, {places}")
-
-    async def _start_actor(self, worker: _Worker, config: WorkerConfig) -> WorkerFacts:
-        """Let the actor serve, if it does not already. One that cannot is ended, since it would say the same
-        when asked again."""
-        worker.starts()
-        log_dir = str(self._log_dir) if self._log_dir else None
-        arguments = (dump(config), log_dir, self._joined is not None, release_probe()())
-        began = await self._call("start a worker", lambda: worker.place.actor.start.remote(*arguments))
-        limit = asyncio.timeout(self._start_limit_s)
-        try:
-            async with limit:
-                facts: WorkerFacts = await as_future(began)
-        except Exception as error:
-            why = self._too_slow(worker) if limit.expired() else f"did not start: {cause(error)}"
-            await worker.place.end()
-            raise WorkerFailed(f"worker {worker.spec.worker_id} {why}") from error
-        worker.facts, worker.stage, worker.num_failures, worker.is_settled = facts, Stage.SERVING, 0, True
-        log.info(
-            "worker_started",
-            worker=facts.worker_id,
-            pid=facts.pid,
-            host=facts.host,
-            address=facts.address,
-            seconds=facts.start_s,
-        )
-        self._on_change(facts.worker_id, facts)
-        return facts
-
-    async def _keep_alive(self, worker: _Worker) -> None:
-        while True:
-            why = await self._until_ended(worker)
-            if worker.leaving or (self._joined is None and why in ("", NODE_SHUTTING_DOWN)):
-                log.info("worker_left", worker=worker.spec.worker_id)
-                return
-            if why in ("", NODE_SHUTTING_DOWN):
-                why = await self._has_left(worker, node_shutting_down=why == NODE_SHUTTING_DOWN)
-            else:
-                self._on_change(worker.spec.worker_id, None)
-            await self._bring_up_again(worker, why)
-            if worker.leaving:
-                return
-
-    async def _bring_up_again(self, worker: _Worker, why: str) -> None:
-        """As often as it takes, or until it shall leave. `why` it has died; empty: it has not. Raises
-        WorkerFailed when it has too often, within a time or without having served between, unless it is
-        detached: then it is left alone for a while."""
-        while True:
-            wait_s: float | None = 0.0
-            if why:
-                worker.stage, worker.num_failures, worker.is_settled = Stage.FAILING, worker.num_failures + 1, True
-                log.warning("worker_died", worker=worker.spec.worker_id, why=why)
-                wait_s = worker.budget.wait_s(asyncio.get_running_loop().time())
-            if wait_s is None or worker.num_failures > self._limit.deaths:  # however long each start took to fail
-                if not self._is_detached:
-                    raise WorkerFailed(f"worker {worker.spec.worker_id} keeps dying: {why}")
-                wait_s = self._limit.window_s
-                log.error("worker_keeps_dying", worker=worker.spec.worker_id, why=why, wait_s=wait_s)
-            await asyncio.sleep(wait_s)
-            if worker.leaving:
-                return
-            try:
-                await self._bring_up(worker)
-                return
-            except (WorkerFailed, NodesRefused) as error:
-                why = str(error)
-
-    async def _has_left(self, worker: _Worker, *, node_shutting_down: bool) -> str:
-        """It was asked to: its place is filled again, on another node where its own is about to end. Returns
-        why it cannot be, if so."""
-        assert worker.facts is not None
-        log.info(
-            "worker_left", worker=worker.spec.worker_id, host=worker.facts.host, node_shutting_down=node_shutting_down
-        )
-        if node_shutting_down:
-            self._nodes.leave(worker.facts.node_id)
-        try:
-            await worker.place.end()
-        except WorkerFailed as error:
-            return str(error)
-        return ""
-
-    async def _until_ended(self, worker: _Worker) -> str:
-        """Why it ended; empty when it was asked to, by `baton drain` or by us, `NODE_SHUTTING_DOWN` when its
-        node was drained."""
-        while True:
-            asked = await self._call("watch a worker", lambda: worker.place.actor.wait.remote(WAIT_S))
-            try:
-                why: str | None = await as_future(asked)
-            except Exception as error:  # an actor's death arrives as one of many classes of Ray's
-                return cause(error)
-            if why is not None:
-                return why
-
-    def _start_ray(self) -> str:
-        return start_ray(self._ray_dir)
-
-    def _join_ray(self) -> str:
-        assert self._joined is not None
-        return join_ray(self._joined.address, self._joined.namespace)
-
-    def _too_slow(self, worker: _Worker) -> str:
-        log_file = (
-            f"{self._log_dir}/worker-{worker.spec.worker_id}.log"
-            if self._log_dir
-            else "in the logs of Ray (see --log-dir)"
-        )
-        return (
-            f"was not ready within {self._start_limit_s:g} s. What it did last: {log_file}. "
-            "Where memory is short or the disk is slow, start fewer workers, or a smaller --model"
-        )
-
-    async def _call(self, what: str, call: Callable[[], Any], limit_s: float = CALL_LIMIT_S) -> Any:
-        assert self._calls is not None, "connect comes first"
-        return await self._calls(what, call, limit_s)
+    async def _call(self, action: str, call: Callable[[], Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        assert self._calls is not None, "connect must be called first"
+        return await self._calls(action, call, timeout_s)

@@ -1,5 +1,7 @@
-"""Which nodes of a joined Ray cluster may hold workers: those with our own Baton, but for those that are
-being drained."""
+"""Tracks which nodes of a joined Ray cluster may run workers.
+
+Only nodes with the same Baton release as this fleet are accepted. Nodes that are being drained are excluded.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,125 +9,129 @@ from typing import Any, Protocol
 
 from baton.core.errors import BatonError
 from baton.fleet.ray.node_resources import Demand, Node, living_nodes
-from baton.fleet.ray.ray_calls import as_future, cause, the_ray
-from baton.fleet.ray.release_check import Release, release_probe, why_refused
+from baton.fleet.ray.ray_calls import root_cause, wait_for_object
+from baton.fleet.ray.ray_session import RaySession
+from baton.fleet.ray.release_check import Release, release_mismatch, release_probe
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
-PROBE_LIMIT_S = 60.0
-"""A node that was just started may start its first Python slowly."""
+PROBE_TIMEOUT_S = 60.0
+"""The first Python process on a new node may start slowly."""
 NODE_LABEL = "ray.io/node-id"
-"""Ray gives it to each node by itself."""
+"""Label that Ray sets on every node."""
 
 
 class NodesRefused(BatonError):
-    """All nodes that could hold a worker have another Baton; the message names them, and both versions."""
+    """All nodes that could hold a worker have another Baton release. The message names them and both versions."""
 
 
 class RayCall(Protocol):
-    """`RayCalls`."""
+    """Runs a function on the Ray thread, as `RayCalls` does."""
 
-    def __call__(self, what: str, call: Callable[[], Any]) -> Awaitable[Any]: ...
+    def __call__(self, action: str, call: Callable[[], Any]) -> Awaitable[Any]: ...
 
 
 class RayNodes:
-    """Looks at the cluster anew before each placement, and asks each node once which Baton it has."""
+    """The nodes of a Ray cluster. `refresh` is called before each placement and probes each new node once."""
 
-    def __init__(self, call: RayCall) -> None:
+    def __init__(self, call: RayCall, session: RaySession) -> None:
         self._call = call
-        self._ours: Release = release_probe()()
-        self._looking = asyncio.Lock()
+        self._session = session
+        self._release: Release = release_probe()()
+        self._refreshing = asyncio.Lock()
         self._accepted: set[str] = set()
         self._refused: dict[str, str] = {}
-        self._left: set[str] = set()
+        self._draining: set[str] = set()
         self.living: tuple[Node, ...] = ()
         self.offered: set[str] = set()
-        """The resources that any node has, or has had: one that was just lost is no reason to place its
-        worker elsewhere."""
+        """Names of all resources that any node has or had. They are remembered, because the loss of a node is no
+        reason to place its worker elsewhere."""
 
-    async def look(self) -> None:
-        """See which nodes there are, and ask those that are new. Raises RayFailed."""
-        async with self._looking:
-            self.living = await self._call("list its nodes", lambda: living_nodes(the_ray().nodes()))
+    async def refresh(self) -> None:
+        """List the living nodes and probe the new ones. Raises RayFailed."""
+        async with self._refreshing:
+            self.living = await self._call("list its nodes", lambda: living_nodes(self._session.api.nodes()))
             self.offered |= {name for node in self.living for name, amount in node.resources.items() if amount > 0}
             alive = {node.node_id for node in self.living}
             self._accepted &= alive
-            self._left &= alive
-            self._refused = {node_id: why for node_id, why in self._refused.items() if node_id in alive}
+            self._draining &= alive
+            self._refused = {node_id: reason for node_id, reason in self._refused.items() if node_id in alive}
             known = self._accepted | self._refused.keys()
             await asyncio.gather(
-                *[self._ask(node) for node in self.living if node.places and node.node_id not in known]
+                *[self._probe(node) for node in self.living if node.places and node.node_id not in known]
             )
 
     @property
     def refused(self) -> list[str]:
-        """For people: each node that is, and why."""
+        """Describe each refused node and the reason."""
         return [f"{node} {self._refused[node.node_id]}" for node in self.living if node.node_id in self._refused]
 
     @property
-    def open(self) -> tuple[Node, ...]:
-        """Those that live, but for those that were left. A refused one counts: what it offers will be of use
-        once it has our Baton."""
-        return tuple(node for node in self.living if node.node_id not in self._left)
+    def not_draining(self) -> tuple[Node, ...]:
+        """Living nodes without those that are being drained.
+
+        Refused nodes are included, because they become usable once they have the right release.
+        """
+        return tuple(node for node in self.living if node.node_id not in self._draining)
 
     def is_accepted(self, node_id: str) -> bool:
+        """Return True if the node has the same Baton release as this fleet."""
         return node_id in self._accepted
 
     def node(self, node_id: str) -> Node | None:
+        """Return the living node with this id, or None."""
         return next((node for node in self.living if node.node_id == node_id), None)
 
-    def leave(self, node_id: str) -> None:
-        """This node was drained, and is about to end: no worker is started there for as long as it lives."""
-        self._left.add(node_id)
+    def mark_draining(self, node_id: str) -> None:
+        """Exclude a node that is about to shut down from all further placements."""
+        self._draining.add(node_id)
 
     def check(self, demand: Demand) -> None:
-        """Raises NodesRefused where there are nodes for it, but each has another Baton. Where there are none,
-        one may still come."""
+        """Raise NodesRefused if there are nodes for this demand and all of them are refused.
+
+        If there are none at all, one may still join the cluster, so that is no error.
+        """
         fitting = [node for node in self.living if demand.fits(node)]
         if fitting and all(node.node_id in self._refused for node in fitting):
             raise NodesRefused(
-                f"no node can hold a worker that asks for {demand}: "
+                f"no node can hold a worker that requests {demand}: "
                 + "; ".join(f"{node} {self._refused[node.node_id]}" for node in fitting)
                 + ". Install the same Baton on all nodes"
             )
 
-    def places(self) -> str:
-        """For people: what the nodes that may be chosen have."""
-        barred = self._refused.keys() | self._left
-        open_nodes = [node for node in self.living if node.places and node.node_id not in barred]
+    def describe(self) -> str:
+        """Describe the resources of all nodes that may be chosen."""
+        excluded = self._refused.keys() | self._draining
+        usable = [node for node in self.living if node.places and node.node_id not in excluded]
         return (
-            "; ".join(
-                f"{node} has {', '.join(f'{name}: {n:g}' for name, n in node.places.items())}" for node in open_nodes
-            )
-            or "none may be used"
+            "; ".join(f"{node} has {', '.join(f'{name}: {n:g}' for name, n in node.places.items())}" for node in usable)
+            or "no node can be used"
         )
 
-    def selector(self) -> dict[str, str]:
-        """The labels of nodes that Ray may choose."""
-        barred = sorted({node.node_id for node in self.living} & (self._refused.keys() | self._left))
-        return {NODE_LABEL: f"!in({','.join(barred)})"} if barred else {}
+    def label_selector(self) -> dict[str, str]:
+        """Return the Ray label selector that excludes refused and draining nodes. Empty if there are none."""
+        excluded = sorted({node.node_id for node in self.living} & (self._refused.keys() | self._draining))
+        return {NODE_LABEL: f"!in({','.join(excluded)})"} if excluded else {}
 
-    async def _ask(self, node: Node) -> None:
-        """A node that does not answer is neither accepted nor refused; the next look asks it again."""
+    async def _probe(self, node: Node) -> None:
+        """Accept or refuse a node by its release. A node that does not answer is probed again at the next refresh."""
         try:
-            asked = await self._call("ask a node", lambda: _probe(node.node_id))
-            async with asyncio.timeout(PROBE_LIMIT_S):
-                why = why_refused(await as_future(asked), self._ours)
-        except Exception as error:  # whatever Ray says of a node that went away meanwhile
-            log.warning("node_not_asked", node=str(node), why=cause(error))
+            reference = await self._call("ask a node", lambda: self._start_probe(node.node_id))
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                mismatch = release_mismatch(await wait_for_object(reference), self._release)
+        except Exception as error:  # Ray raises many classes of error if a node dies meanwhile
+            log.warning("node_probe_failed", node=str(node), reason=root_cause(error))
             return
-        if why is None:
+        if mismatch is None:
             self._accepted.add(node.node_id)
             return
-        self._refused[node.node_id] = why
-        log.warning("node_refused", node=str(node), why=why)
+        self._refused[node.node_id] = mismatch
+        log.warning("node_refused", node=str(node), reason=mismatch)
 
-
-def _probe(node_id: str) -> Any:
-    return (
-        the_ray()
-        .remote(release_probe())
-        .options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node_id})
-        .remote()
-    )
+    def _start_probe(self, node_id: str) -> Any:
+        return (
+            self._session.api.remote(release_probe())
+            .options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node_id})
+            .remote()
+        )

@@ -1,42 +1,76 @@
-"""How Ray is started on this machine, or joined; on the thread that calls it from then on."""
+"""Starts Ray on this machine, or joins an existing Ray cluster."""
 
 import logging
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.fleet.ray.ray_calls import the_ray
+from baton.runtime.config.settings import RayPlacement
 from baton.runtime.process.process import disable_usage_reports
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""The least that Ray takes: nothing of ours goes through it."""
+"""The minimum that Ray accepts. Baton stores nothing in it."""
 
 
-def start_ray(ray_dir: Path) -> str:
-    """A Ray of our own, behind a token, with all its files in `ray_dir`; returns what it is, for people."""
-    token = ray_dir / "token"
-    ray_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o600)
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    _init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=str(ray_dir))
-    return f"local, {int(the_ray().cluster_resources().get('CPU', 0))} cores"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedCluster:
+    """An existing Ray cluster that the fleet joins.
+
+    address: address of the Ray head, `HOST:PORT`.
+    cluster: name of the Baton cluster. Its workers are found by this name.
+    placement: how workers choose their nodes, as the setting `ray_placement`.
+    is_detached: workers outlive this driver, and the next driver of the same `cluster` adopts them.
+    """
+
+    address: str
+    cluster: str
+    placement: RayPlacement = "auto"
+    is_detached: bool = False
+
+    @property
+    def namespace(self) -> str:
+        """The Ray namespace of this cluster's actor names."""
+        return f"baton-{self.cluster}"
 
 
-def join_ray(address: str, namespace: str) -> str:
-    """One that others run, of which this machine is a node; returns this machine's address, as the other
-    nodes know it."""
-    _init(address=address, namespace=namespace)
-    return str(the_ray().util.get_node_ip_address())
+class RaySession:
+    """Access to the `ray` module. All methods are called from the Ray thread (`RayCalls`).
 
+    Tests pass a subclass with another `api`.
+    """
 
-def _init(**options: Any) -> None:
-    disable_usage_reports()
-    os.environ |= {
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    }  # which aborts us on SIGTERM
-    ray = the_ray()
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that its signal handlers are not ours
-    ray.init(log_to_driver=False, configure_logging=False, **options)
+    @property
+    def api(self) -> Any:
+        """The `ray` module. It is imported on first use, because the import takes most of a second."""
+        import ray
+
+        return ray
+
+    def start(self, ray_dir: Path) -> str:
+        """Start a private Ray, protected by a token, with all its files in `ray_dir`. Return a description."""
+        token = ray_dir / "token"
+        ray_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self._init(
+            address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=str(ray_dir)
+        )
+        return f"local, {int(self.api.cluster_resources().get('CPU', 0))} cores"
+
+    def join(self, address: str, namespace: str) -> str:
+        """Join an existing Ray cluster as a driver. Return the address at which other nodes reach this one."""
+        self._init(address=address, namespace=namespace)
+        return str(self.api.util.get_node_ip_address())
+
+    def _init(self, **options: Any) -> None:
+        disable_usage_reports()
+        os.environ |= {
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # Ray's handler would abort this process on SIGTERM
+        }
+        ray = self.api
+        logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that its signal handlers are not installed
+        ray.init(log_to_driver=False, configure_logging=False, **options)

@@ -1,21 +1,25 @@
-"""Which Baton a node has, and whether it is ours. Workers of another one would be started with settings that
-they do not know."""
+"""Compares the Baton release of a Ray node with the release of this fleet.
+
+A worker of another release would not understand the settings that this fleet sends.
+"""
 
 from collections.abc import Callable, Mapping
 
 Release = Mapping[str, str]
-"""What has to be the same on all nodes, by its name for people; empty where there is no Baton."""
+"""The versions that must be equal on all nodes, by a readable name. Empty if the node has no Baton."""
 
 
 def release_probe() -> Callable[[], Release]:
-    """A function that says of the machine that runs it which Baton is there. Ray sends it by value, since it
-    is a function inside a function, so it also runs where the Baton is another one, or none."""
+    """Return a function that determines the Baton release of the machine that runs it.
+
+    Ray sends a nested function by value. So it also runs on nodes with another Baton or none.
+    """
 
     def release() -> Release:
         from importlib import import_module
 
         try:
-            found = {"Baton": str(import_module("baton").__version__)}
+            versions = {"Baton": str(import_module("baton").__version__)}
         except (ImportError, AttributeError):
             return {}
         for what, module, name in (
@@ -24,19 +28,19 @@ def release_probe() -> Callable[[], Release]:
             ("sampler", "baton.core.kv.kv_layout", "SAMPLER_VERSION"),
         ):
             try:
-                found[what] = str(getattr(import_module(module), name))
+                versions[what] = str(getattr(import_module(module), name))
             except (ImportError, AttributeError):
-                found[what] = "unknown"
-        return found
+                versions[what] = "unknown"
+        return versions
 
     return release
 
 
-def why_refused(theirs: Release, ours: Release) -> str | None:
-    """Why no worker of ours is started where that release is; None where it is ours."""
-    if not theirs:
-        return f"has no Baton, this fleet has {ours['Baton']}"
-    for what, version in ours.items():
-        if theirs.get(what) != version:
-            return f"has {what} {theirs.get(what, 'unknown')}, this fleet has {version}"
+def release_mismatch(node: Release, fleet: Release) -> str | None:
+    """Return the first difference between the releases of a node and of the fleet, or None if they are equal."""
+    if not node:
+        return f"has no Baton, this fleet has {fleet['Baton']}"
+    for what, version in fleet.items():
+        if node.get(what) != version:
+            return f"has {what} {node.get(what, 'unknown')}, this fleet has {version}"
     return None

@@ -1,10 +1,12 @@
-"""One worker inside a Ray actor: Ray owns the process and its main thread, the service runs in a thread with
-a loop of its own."""
+"""Runs one worker inside a Ray actor.
+
+Ray owns the process and its main thread. The worker service runs in another thread with its own event loop.
+"""
 
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,25 +14,31 @@ from typing import Any
 
 from baton.core.errors import BatonError, ConfigError
 from baton.fleet.local.local_gpus import VISIBLE
-from baton.fleet.ray.release_check import Release, release_probe, why_refused
+from baton.fleet.ray.release_check import Release, release_mismatch, release_probe
 from baton.runtime.config.config_base import restore, settings_of
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.network.addresses import EVERY_ADDRESS
 
 LINGER_S = 10.0
-"""An actor whose worker has ended ends by itself, this much later: who watches it has heard why, or is not
-there."""
-NODE_SHUTTING_DOWN = "its node leaves"
-"""Why a worker has ended that was drained because its machine is about to end: none is started there
-again."""
-OF_THE_NODE = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range", "drain_socket")
-"""Settings that a node of a joined cluster may have its own values for, as variables in the environment of
-its `ray start`."""
+"""Seconds that an actor stays after its worker has ended, so that its driver can read the reason."""
+NODE_SHUTTING_DOWN = "its node is shutting down"
+"""The reason that `WorkerActor.wait` returns after a drain because of a node shutdown. No replacement is started
+on that node."""
+NODE_SETTINGS = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range", "drain_socket")
+"""Settings that a node of a joined cluster can override with environment variables of its `ray start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a started worker says of itself. `node_id`: Ray's, of the node that it is on."""
+    """Facts about a started worker.
+
+    worker_id, worker_epoch: its identity.
+    address: where its RPC server listens.
+    pid, host: its process.
+    node_id: Ray's id of its node.
+    summary: device, threads and KV cache size in words.
+    start_s: seconds that the start took.
+    """
 
     worker_id: str
     worker_epoch: int
@@ -43,15 +51,14 @@ class WorkerFacts:
 
 
 class WorkerActor:
-    """The class behind the Ray actor. Methods may be called from several threads at a time
-    (`max_concurrency`).
+    """The class of the Ray actor. Several threads may call its methods at the same time (`max_concurrency`).
 
-    The settings come with `start` and not with the constructor, whose arguments Ray keeps in the store of its
-    head: a password may stand in them.
+    The worker's settings are passed to `start` and not to the constructor: Ray keeps constructor arguments in
+    the store of its head node, and settings can contain a password.
     """
 
-    def __init__(self, cores: tuple[int, ...], gpu: str) -> None:
-        """Before anything of CUDA is loaded. Both are as in `WorkerSpec`."""
+    def __init__(self, cores: tuple[int, ...], gpu: str, exit_process: Callable[[int], object] = os._exit) -> None:
+        """Pin the process to `cores` and `gpu` (see `WorkerSpec`) before CUDA is loaded."""
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
         if gpu:
@@ -59,33 +66,36 @@ class WorkerActor:
         from baton.runtime.process.process import disable_usage_reports
 
         disable_usage_reports()
+        self._exit_process = exit_process
         self._starting = threading.Lock()
         self._worker: Any = None
 
     def node_id(self) -> str:
-        """Ray's id of the node that this actor is on."""
+        """Return Ray's id of the node on which this actor runs."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, settings: dict[str, Any], log_dir: str | None, is_joined: bool, release: Release) -> WorkerFacts:
-        """Load the model and serve; returns when the worker is ready. Raises what made it fail.
+        """Load the model and serve. Returns when the worker is ready; raises what made it fail.
 
-        Asked again it says the same of the same worker, whatever the settings. `is_joined`: on a node of a
-        Ray cluster that others run, where the worker serves at the node's address. `release`: of who asks;
-        where it is another one, no worker is started.
+        A second call returns the facts of the same worker, whatever its arguments.
+
+        settings: the dumped WorkerConfig.
+        is_joined: True on a node of an existing Ray cluster, where the worker listens at the node's address.
+        release: release of the calling driver. Raises BatonError if this node has another one.
         """
         with self._starting:
             if self._worker is None:
-                if (why := why_refused(release_probe()(), release)) is not None:
-                    raise BatonError(f"its node {why}")
+                if (mismatch := release_mismatch(release_probe()(), release)) is not None:
+                    raise BatonError(f"its node {mismatch}")
                 config = restore(WorkerConfig, settings)
                 if is_joined:
                     import ray
 
-                    config = at_node(config, ray.util.get_node_ip_address(), os.environ)
-                self._worker = _worker(config, log_dir)
-                threading.Thread(target=self._end_with_the_worker, name="end-with-the-worker", daemon=True).start()
+                    config = apply_node_settings(config, ray.util.get_node_ip_address(), os.environ)
+                self._worker = _create_worker(config, log_dir)
+                threading.Thread(target=self._exit_with_worker, name="exit-with-worker", daemon=True).start()
         ready = self._worker.start()
         return WorkerFacts(
             worker_id=ready.worker.worker_id,
@@ -98,42 +108,47 @@ class WorkerActor:
             start_s=ready.start_s,
         )
 
-    def wait(self, limit_s: float) -> str | None:
-        """Block until the service has ended; why it did, None when it has not in `limit_s`. Empty for a drain
-        or stop that was asked for, `NODE_SHUTTING_DOWN` for a drain of its node.
+    def wait(self, timeout_s: float) -> str | None:
+        """Block until the worker has ended and return the reason, or None after `timeout_s`.
 
-        The limit also frees the thread that a driver's call took here, when that driver has gone away.
+        The reason is empty after a requested drain or stop, and NODE_SHUTTING_DOWN after a drain of the node. The
+        timeout also frees this thread if the calling driver is gone.
         """
-        why: str | None = self._worker.wait(limit_s)
-        return NODE_SHUTTING_DOWN if why == "" and self._worker.node_shutting_down else why
+        reason: str | None = self._worker.wait(timeout_s)
+        return NODE_SHUTTING_DOWN if reason == "" and self._worker.node_shutting_down else reason
 
     def drain(self) -> None:
-        """Finish what runs, take nothing new, then end. One that has not been started ends at once: nobody
-        else would ever end it."""
+        """Finish running requests, accept no new ones, then end. An actor without a worker exits immediately."""
         if self._worker is None:
-            os._exit(0)
+            self._exit_process(0)  # no other code would ever end this process
         self._worker.drain()
 
     def stop(self) -> None:
-        """End now."""
+        """End the worker without draining."""
         if self._worker is not None:
             self._worker.stop()
 
-    def _end_with_the_worker(self) -> None:
-        """A detached actor would otherwise keep its place, its name and its memory until a driver came."""
-        with suppress(Exception):  # said to who has asked it to start
+    def _exit_with_worker(self, sleep: Callable[[float], object] = time.sleep) -> None:
+        """Wait until the worker has ended, linger for `LINGER_S`, then exit the process.
+
+        Without this, a detached actor would keep its node resources, name and memory until a driver returns.
+        """
+        with suppress(Exception):  # reported to the caller of `start`
             self._worker.start()
         self._worker.wait()
-        time.sleep(LINGER_S)
-        os._exit(0)
+        sleep(LINGER_S)
+        self._exit_process(0)
 
 
-def at_node(config: WorkerConfig, address: str, environ: Mapping[str, str]) -> WorkerConfig:
-    """The settings of a worker on a node that others know by `address`: it listens there, and says so, unless
-    the node's own environment says otherwise. Raises ConfigError naming the variable that cannot be used."""
+def apply_node_settings(config: WorkerConfig, address: str, environ: Mapping[str, str]) -> WorkerConfig:
+    """Return the settings of a worker on a node that other nodes reach at `address`.
+
+    The worker listens at and advertises that address unless the node's environment says otherwise. Raises
+    ConfigError with the name of an environment variable that has an invalid value.
+    """
     items = {item.name: item for item in settings_of(WorkerConfig)}
     values: dict[str, Any] = {"host": address}
-    for name in OF_THE_NODE:
+    for name in NODE_SETTINGS:
         if text := environ.get(items[name].variable):
             try:
                 values[name] = items[name].parse(text)
@@ -144,7 +159,7 @@ def at_node(config: WorkerConfig, address: str, environ: Mapping[str, str]) -> W
     return replace(config, **values)
 
 
-def _worker(config: WorkerConfig, log_dir: str | None) -> Any:
+def _create_worker(config: WorkerConfig, log_dir: str | None) -> Any:
     from baton.runtime import logging
     from baton.worker.worker_main import WorkerThread
 

@@ -1,33 +1,45 @@
-"""`baton fleet` as a process: what it says of itself while it has, or waits for, its workers."""
+"""`baton fleet` as a process: its health, readiness and metrics while workers serve or wait for nodes."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.errors import ConfigError
 from baton.fleet import fleet_main
-from baton.fleet.ray import actor_placement, ray_actors, ray_fleet, ray_nodes
+from baton.fleet.ray.actor_placement import PlacementTimes
 from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.settings import FleetConfig
 from baton.runtime.network.addresses import choose_port
 from baton.runtime.process.process import Stop
-from tests.unit.fleet.fake_ray import FakeRay
+from tests.unit.fleet.fake_ray import FakeRay, FakeSession
+
+SOON = PlacementTimes(refresh_interval_s=0.01)
+
+
+def fake_parts(ray: FakeRay, tmp_path: Path, connect: Callable[[], object] = lambda: "10.0.0.1") -> dict[str, Any]:
+    """Arguments of `serve` with which it runs on a fake Ray."""
+    return {
+        "make_run_dir": lambda: SimpleNamespace(path=tmp_path, close=lambda: None),
+        "make_fleet": partial(RayFleet, session=FakeSession(ray, connect=connect), placement_times=SOON),
+    }
 
 
 @asynccontextmanager
-async def serving(config: FleetConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A fleet, and who asks at its admin port; it must end well when it is told to."""
+async def serving(config: FleetConfig, **parts: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A running fleet and a client of its admin port. The fleet must end cleanly at the end of the block."""
     stop = Stop()
-    task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: None))
+    task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: None, **parts))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.admin_port}", trust_env=False) as client:
         try:
             yield client
@@ -51,25 +63,12 @@ async def until_answered(client: httpx.AsyncClient, path: str, *words: str) -> h
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
-    found = FakeRay(d={"baton_decode": 1})
-    for module in (ray_actors, ray_fleet, ray_nodes):
-        monkeypatch.setattr(module, "the_ray", lambda: found)
-    for module in (actor_placement, ray_fleet):
-        monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
-    return found
-
-
-async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_workers(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined = threading.Event()
-    monkeypatch.setattr(RayFleet, "_join_ray", lambda self: joined.wait(5) and "10.0.0.1")
+async def test_fleet_is_healthy_before_it_joins_ready_afterwards_and_counts_its_workers(tmp_path: Path) -> None:
+    ray, joined = FakeRay(d={"baton_decode": 1}), threading.Event()
+    parts = fake_parts(ray, tmp_path, connect=lambda: joined.wait(5) and "10.0.0.1")
     port = choose_port("127.0.0.1", 0, flag="")
     async with serving(
-        FleetConfig(ray_address="h:1", ray_placement="role", scale_with_nodes=True, admin_port=port)
+        FleetConfig(ray_address="h:1", ray_placement="role", scale_with_nodes=True, admin_port=port), **parts
     ) as client:
         await until_answered(client, "/health", "ok")
         answer = await client.get("/ready")
@@ -84,42 +83,45 @@ async def test_it_lives_at_once_is_ready_once_it_has_joined_and_counts_its_worke
         assert 'baton_fleet_workers{role="prefill",state="waiting"} 0.0' in answer.text
 
 
-async def test_without_an_admin_port_there_is_none(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RayFleet, "_join_ray", lambda self: "10.0.0.1")
-    monkeypatch.setattr(fleet_main, "AdminServer", None)
+def listening_ports() -> set[int]:
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+async def test_no_admin_server_runs_without_an_admin_port(tmp_path: Path) -> None:
+    before = listening_ports()
     stop, ready = Stop(), asyncio.Event()
-    task = asyncio.create_task(fleet_main.serve(FleetConfig(ray_address="h:1"), stop, lambda address: ready.set()))
+    parts = fake_parts(FakeRay(d={"baton_decode": 1}), tmp_path)
+    config = FleetConfig(ray_address="h:1")
+    task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: ready.set(), **parts))
     await asyncio.wait_for(ready.wait(), 5)
+    assert listening_ports() <= before
     stop.request()
     await asyncio.wait_for(task, 5)
 
 
-def test_where_the_fleet_listens_is_no_setting_of_its_workers() -> None:
+def test_listening_address_of_the_fleet_does_not_apply_to_workers() -> None:
     config = FleetConfig(ray_address="h:1", host="0.0.0.0", admin_port=9000, model="demo")
     worker = fleet_main.worker_config(config, WorkerSpec(worker_id="decode-0", role=WorkerRole.DECODE), 1, "demo")
     assert (worker.host, worker.admin_port) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("ray_address", [None, "h:1"])
-async def test_how_long_a_worker_may_take_is_a_setting(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_address: str | None
-) -> None:
-    made: dict[str, Any] = {}
+async def test_start_timeout_of_workers_is_a_setting(tmp_path: Path, ray_address: str | None) -> None:
+    used: dict[str, Any] = {}
 
-    class Fleet:
-        def __init__(self, **options: Any) -> None:
-            made.update(options)
-            raise ConfigError("enough")
+    def make_fleet(**options: Any) -> RayFleet:
+        used.update(options)
+        raise ConfigError("enough")
 
-    monkeypatch.setattr(fleet_main, "RayFleet", Fleet)
-    monkeypatch.setattr(fleet_main, "RunDir", lambda: SimpleNamespace(path=tmp_path, close=lambda: None))
+    config = FleetConfig(ray_address=ray_address, worker_start_s=1800.0)
+    parts = fake_parts(FakeRay(), tmp_path) | {"make_fleet": make_fleet}
     with pytest.raises(ConfigError, match="enough"):
-        await fleet_main.serve(FleetConfig(ray_address=ray_address, worker_start_s=1800.0), Stop(), lambda _: None)
-    assert made["start_limit_s"] == 1800.0
+        await fleet_main.serve(config, Stop(), lambda _: None, **parts)
+    assert used["start_timeout_s"] == 1800.0
 
 
 @pytest.mark.parametrize("settings", [{}, {"ray_address": "h:1", "ray_placement": "spread"}])
-def test_places_to_follow_are_those_that_nodes_offer_by_role(settings: dict[str, Any]) -> None:
+def test_follow_places_requires_placement_by_role(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="scale_with_nodes"):
         FleetConfig(scale_with_nodes=True, **settings)
     assert FleetConfig(scale_with_nodes=True, ray_address="h:1").scale_with_nodes

@@ -1,15 +1,15 @@
-"""Names, roles and cores of the workers that a configuration asks for."""
+"""Names, roles, cores and GPUs of the workers of a configuration."""
 
 from collections.abc import Collection
 
 import pytest
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.fleet.worker_plan import changes, most_on_a_gpu, plan_workers, share_cores
+from baton.fleet.worker_plan import max_workers_per_gpu, plan_changes, plan_workers, share_cores
 from baton.runtime.config.settings import FleetConfig
 
 
-def test_prefill_then_decode_then_hybrid() -> None:
+def test_workers_are_ordered_prefill_decode_hybrid() -> None:
     specs = plan_workers(FleetConfig(prefill=2, decode=1, hybrid=1), cores=[])
     assert [(s.worker_id, s.role.value) for s in specs] == [
         ("w0", "prefill"),
@@ -19,7 +19,7 @@ def test_prefill_then_decode_then_hybrid() -> None:
     ]
 
 
-def test_on_a_cluster_of_others_a_name_stays_when_there_are_more_of_another_role() -> None:
+def test_name_on_an_existing_ray_cluster_does_not_depend_on_other_roles() -> None:
     def names(prefill: int) -> list[str]:
         return [
             spec.worker_id for spec in plan_workers(FleetConfig(prefill=prefill, decode=2, ray_address="h:1"), cores=[])
@@ -38,7 +38,7 @@ def test_on_a_cluster_of_others_a_name_stays_when_there_are_more_of_another_role
         ([4, 5], 3, [(4,), (5,), (4,)]),
     ],
 )
-def test_cores_are_shared_evenly(cores: list[int], num_workers: int, shares: list[tuple[int, ...]]) -> None:
+def test_cores_are_divided_evenly(cores: list[int], num_workers: int, shares: list[tuple[int, ...]]) -> None:
     assert share_cores(cores, num_workers) == shares
 
 
@@ -51,34 +51,34 @@ def test_cores_are_shared_evenly(cores: list[int], num_workers: int, shares: lis
         (["a", "b", "c", "d"], ["a", "b", "c"], 1),
     ],
 )
-def test_gpus_are_given_out_in_turns(gpus: list[str], shown: list[str], most: int) -> None:
+def test_gpus_are_assigned_round_robin(gpus: list[str], shown: list[str], most: int) -> None:
     specs = plan_workers(FleetConfig(prefill=1, decode=2), cores=[], gpus=gpus)
     assert [spec.gpu for spec in specs] == shown
-    assert most_on_a_gpu(specs) == most
-    assert most_on_a_gpu([]) == 1
+    assert max_workers_per_gpu(specs) == most
+    assert max_workers_per_gpu([]) == 1
 
 
-def added(number: int, waits: dict[str, bool], left_behind: Collection[str] = ()) -> list[str]:
-    new, dropped = changes(WorkerRole.DECODE, number, waits, left_behind)
+def added(number: int, is_waiting: dict[str, bool], left_behind: Collection[str] = ()) -> list[str]:
+    new, removed = plan_changes(WorkerRole.DECODE, number, is_waiting, left_behind)
     assert {spec.role for spec in new} <= {WorkerRole.DECODE}
-    assert dropped == []
+    assert removed == []
     return [spec.worker_id for spec in new]
 
 
-def test_what_is_missing_is_added_with_the_least_number_that_is_free() -> None:
+def test_missing_workers_get_the_lowest_free_index() -> None:
     assert added(3, {}) == ["decode-0", "decode-1", "decode-2"]
     assert added(3, {"decode-1": False}) == ["decode-0", "decode-2"]
     assert added(1, {"decode-1": False}) == []
 
 
-def test_what_has_an_actor_already_comes_first() -> None:
-    there = {"decode-12", "decode-7", "prefill-1", "decode-x", "w0"}
-    assert added(3, {}, there) == ["decode-7", "decode-12", "decode-0"]
-    assert added(2, {"decode-7": False}, there) == ["decode-12"]
+def test_workers_left_behind_are_added_first() -> None:
+    left_behind = {"decode-12", "decode-7", "prefill-1", "decode-x", "w0"}
+    assert added(3, {}, left_behind) == ["decode-7", "decode-12", "decode-0"]
+    assert added(2, {"decode-7": False}, left_behind) == ["decode-12"]
 
 
-def test_of_too_many_only_those_without_a_node_go() -> None:
-    waits = {"decode-0": True, "decode-2": True, "decode-10": True, "decode-11": False}
-    assert changes(WorkerRole.DECODE, 2, waits, ()) == ([], ["decode-10", "decode-2"])
-    assert changes(WorkerRole.DECODE, 0, waits, ()) == ([], ["decode-10", "decode-2", "decode-0"])
-    assert changes(WorkerRole.DECODE, 4, waits, ()) == ([], [])
+def test_only_waiting_workers_are_removed() -> None:
+    is_waiting = {"decode-0": True, "decode-2": True, "decode-10": True, "decode-11": False}
+    assert plan_changes(WorkerRole.DECODE, 2, is_waiting, ()) == ([], ["decode-10", "decode-2"])
+    assert plan_changes(WorkerRole.DECODE, 0, is_waiting, ()) == ([], ["decode-10", "decode-2", "decode-0"])
+    assert plan_changes(WorkerRole.DECODE, 4, is_waiting, ()) == ([], [])
