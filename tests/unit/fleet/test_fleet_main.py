@@ -121,7 +121,7 @@ async def test_start_timeout_of_workers_is_a_setting(tmp_path: Path, ray_address
 
 
 @pytest.mark.parametrize("settings", [{}, {"ray_address": "h:1", "ray_placement": "spread"}])
-def test_follow_places_requires_placement_by_role(settings: dict[str, Any]) -> None:
+def test_scale_with_nodes_requires_placement_by_role(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="scale_with_nodes"):
         FleetConfig(scale_with_nodes=True, **settings)
     assert FleetConfig(scale_with_nodes=True, ray_address="h:1").scale_with_nodes
