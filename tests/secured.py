@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from baton.gateway.auth.api_keys import digest_of, new_key
+from baton.gateway.auth.api_keys import key_digest, new_key
 from baton.rpc.grpc_tls import Tls
 from tests.certificates import Authority
 
@@ -29,7 +29,7 @@ class Secured:
         """With a key for each tenant and for an admin, in new files below `directory`."""
         keys = {tenant: new_key() for tenant in (*tenants, ADMIN)}
         entries = [
-            {"name": tenant, "tenant": tenant, "sha256": digest_of(key).hex(), "admin": tenant == ADMIN}
+            {"name": tenant, "tenant": tenant, "sha256": key_digest(key).hex(), "admin": tenant == ADMIN}
             for tenant, key in keys.items()
         ]
         file = directory / "keys.yaml"

@@ -16,7 +16,7 @@ from baton.cli.main import cli
 from baton.core.errors import ConfigError
 from baton.fleet.ray.node_resources import ROLE_RESOURCES
 from baton.fleet.ray.worker_actor import NODE_SETTINGS
-from baton.gateway.auth.api_keys import digest_of, parse_keys
+from baton.gateway.auth.api_keys import key_digest, parse_keys
 from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES, WorkerConfig, load_settings
 from tests.deploy.conftest import Rendered
@@ -223,8 +223,8 @@ def test_generated_keys_are_the_gateway_s(rendered: Rendered) -> None:
     secret = named(rendered("default"), "Secret", "rel-baton-api-keys")["stringData"]
     keys = parse_keys(yaml.safe_load(secret["keys.yaml"]))
 
-    assert not keys[digest_of(secret["api-key"])].is_admin
-    assert keys[digest_of(secret["admin-key"])].is_admin
+    assert not keys[key_digest(secret["api-key"])].is_admin
+    assert keys[key_digest(secret["admin-key"])].is_admin
     assert len(keys) == 2
     assert secret["api-key"] not in secret["keys.yaml"]
 

@@ -26,6 +26,9 @@ COMPONENTS = {
 }
 """Names under which code holds a component: an object with dependencies and tasks, not a data record."""
 
+FOREIGN = {"config._attn_implementation", "server._server", "lent._version", "table._link_version"}
+"""Private attributes of other libraries, which offer no public way to set them."""
+
 
 def attribute_stores(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield every attribute that is assigned in `tree`. Counters that are only incremented are left out."""
@@ -44,6 +47,41 @@ def name_of(owner: ast.expr) -> str:
 
 def assignments_to_components(source: str) -> list[str]:
     return [ast.unparse(store) for store in attribute_stores(ast.parse(source)) if name_of(store.value) in COMPONENTS]
+
+
+def assignments_to_private_attributes(source: str) -> list[str]:
+    """Return the assigned private attributes of objects other than self and cls."""
+    return [
+        ast.unparse(store)
+        for store in attribute_stores(ast.parse(source))
+        if store.attr.startswith("_")
+        and not (isinstance(store.value, ast.Name) and store.value.id in ("self", "cls"))
+        and ast.unparse(store) not in FOREIGN
+    ]
+
+
+def test_no_private_attribute_is_assigned_from_outside() -> None:
+    found = {
+        str(path.relative_to(ROOT)): assigned
+        for package in ("services/baton", "loadgen")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if not path.match("*_pb2*.py") and (assigned := assignments_to_private_attributes(path.read_text()))
+    }
+    assert not found, "pass the value to the constructor"
+
+
+def test_check_finds_private_attributes_that_are_assigned_from_outside() -> None:
+    source = """
+run._history = history.copy()
+run._paused_s: float = 1.0
+(other._rest, self._rest) = values
+self.run._written_with = layout
+run.history = history
+cls._cache = {}
+_history = history
+"""
+    found = assignments_to_private_attributes(source)
+    assert sorted(found) == ["other._rest", "run._history", "run._paused_s", "self.run._written_with"]
 
 
 def test_no_component_attribute_is_assigned_from_outside() -> None:

@@ -43,14 +43,14 @@ def new(
     FILE is created if it does not exist. It stores only a hash of the key. Running gateways read the change
     within a few seconds.
     """
-    from baton.gateway.auth.api_keys import digest_of, new_file, new_key, parse_keys
+    from baton.gateway.auth.api_keys import key_digest, new_key, new_key_file, parse_keys
     from baton.runtime.config.config_base import read_file, write_private
 
-    content: dict[str, Any] = read_file(file) if file.exists() else new_file()
+    content: dict[str, Any] = read_file(file) if file.exists() else new_key_file()
     if file.exists():
         parse_keys(content)
     api_key = new_key()
-    entry: dict[str, Any] = {"name": name, "tenant": tenant or name, "sha256": digest_of(api_key).hex()}
+    entry: dict[str, Any] = {"name": name, "tenant": tenant or name, "sha256": key_digest(api_key).hex()}
     optional = {
         "admin": admin or None,
         "max_open_requests": max_open_requests,

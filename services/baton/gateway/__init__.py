@@ -1,2 +1,4 @@
-"""The front door: owns requests from their receipt to their last token. Rank 4; only `main.py` touches `wire`
-and `store`."""
+"""Gateway: serves clients over HTTP and gRPC, and owns each request from its receipt to its last token.
+
+Only `gateway_main.py` imports `rpc` and `store`.
+"""

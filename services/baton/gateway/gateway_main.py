@@ -1,5 +1,4 @@
-"""`baton gateway`: one gateway as a process, joined from its leaves: HTTP, gRPC to clients and cluster,
-Redis, the admin port."""
+"""The process of `baton gateway`: builds the gateway service and connects it to HTTP, gRPC, Redis and metrics."""
 
 import asyncio
 import os
@@ -15,10 +14,10 @@ from baton.core.client_api import ProcessInfo
 from baton.core.errors import ConfigError
 from baton.core.interfaces import Member, MemberKind, Membership
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.auth.key_file import follow, followed_keys
+from baton.gateway.auth.key_file import reload_keys, watch_key_file
 from baton.gateway.gateway_service import GatewayRules, GatewayService
-from baton.gateway.grpc.inference_service import Admin, Inference
-from baton.gateway.http.http_app import App
+from baton.gateway.grpc.inference_service import AdminService, InferenceService
+from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
@@ -40,38 +39,33 @@ from baton.store.redis.redis_membership import RedisMembership
 log = get_logger(__name__)
 
 CLOSE_S = 1.0
-"""Time for answers whose calls have ended to reach their clients, when the process stops."""
+"""Time for finished responses to reach their clients when the process stops."""
 
 
 async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is asked for; `on_ready` gets the URL of the OpenAI API.
+    """Run a gateway until `stop` requests a drain. Calls `on_ready` with the URL of the OpenAI API.
 
-    A drain makes `/ready` say 503 at once and refuses new calls; those that run may end within `drain_s`, and
-    `/health` says 200 meanwhile. Raises ConfigError when a port is taken or there is no way to find a
-    scheduler, ModelError when the model has no usable tokenizer.
+    While draining, `/ready` returns 503 and new calls are rejected. Open calls may finish within `drain_s`, and
+    `/health` still returns 200. Raises ConfigError if a port is in use or no scheduler is configured, and
+    ModelError if the model has no usable tokenizer.
     """
     if config.redis_url is None and not config.schedulers:
-        raise ConfigError(
-            "no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in"
-        )
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: handing it to a pool only costs
-    followed = None if config.api_keys is None else followed_keys(config.api_keys)
-    keys = KeyRing(None if followed is None else followed.value)
+        raise ConfigError("no scheduler is configured; set --schedulers HOST:PORT,... or --redis-url")
+    # Texts are tokenized one at a time, so the library's thread pool would only add overhead.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    key_file = None if config.api_keys is None else watch_key_file(config.api_keys)
+    keys = KeyRing(None if key_file is None else key_file.value)
     rng = SystemRandom()
-    registry, rules = process_registry("gateway"), rules_of(config, rng)
+    rules = gateway_rules(config, rng)
+    registry = process_registry("gateway")
     process_metrics = ProcessMetrics(registry)
     async with AsyncExitStack() as stack:
         tracing = open_tracing(config, process_metrics, "gateway", rules.gateway_id)
         stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
-        tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
-        stack.callback(tokenizer.close)
-        tls = between_services(config)
-        network = GrpcNetwork(
-            heartbeat_s=config.heartbeat_s, dial_s=config.detection_s, call_s=config.detection_s, tls=tls
-        )
-        stack.push_async_callback(network.aclose)
+        tokenizer = await _load_tokenizer(config, stack)
+        network = _network(config, stack)
         membership = _membership(config, stack)
         service = GatewayService(
             rules,
@@ -85,54 +79,31 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             tracing=tracing,
         )
         await stack.enter_async_context(service)
-        http_address = join_address(advertised_host(config.host, config.advertise_host), http_socket.getsockname()[1])
-        process = ProcessInfo(
-            process_id=service.rules.gateway_id, pid=os.getpid(), host=socket.gethostname(), address=http_address
-        )
-        admin = Admin(service, process)
-        await stack.enter_async_context(_grpc(config, service, admin))
-        app = App(
-            service,
-            admin,
-            max_body_bytes=config.max_body_bytes,
-            stream_buffer_bytes=config.stream_buffer_bytes,
-            unread_s=config.receive_deadline_s,
-            metrics=lambda: expose(registry),
-            created=int(time.time()),
-        )
-        http_server = HttpServer(
-            app, http_socket, receive_deadline_s=config.receive_deadline_s, grace_s=CLOSE_S, tls=config.front_tls_pair
-        )
-        await stack.enter_async_context(http_server)
-        await _admin_port(config, service, registry, stack)
-        log.info("gateway_started", address=http_address, model=config.model_name, gateway=service.rules.gateway_id)
-        member = Member(
-            kind=MemberKind.GATEWAY,
-            member_id=service.rules.gateway_id,
-            epoch=rng.getrandbits(64),
-            address=http_address,
-            info=(("pid", str(process.pid)), ("host", process.host)),
-        )
-        announcements = (
-            None if membership is None else Announcements(membership, member, heartbeat_s=config.heartbeat_s)
-        )
-        work = [watch_loop_lag(process_metrics.observe_loop)]
+        process = _process_info(config, rules, http_socket)
+        admin = AdminService(service, process)
+        await stack.enter_async_context(_grpc_server(config, service, admin))
+        http_server = await stack.enter_async_context(_http_server(config, service, admin, registry, http_socket))
+        await _start_admin_port(config, service, registry, stack)
+        log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
+        announcements = None if membership is None else _announcements(config, membership, process, rng)
+        background = [watch_loop_lag(process_metrics.observe_loop)]
         if announcements is not None:
-            work.append(announcements.announce_forever())  # for people who look at what is there: nobody waits for it
+            background.append(announcements.announce_forever())
         if config.front_tls_pair is not None:
-            work.append(http_server.follow_certificate())
-        if followed is not None:
-            work.append(follow(followed, keys))
-        async with Background(*work):
+            background.append(http_server.reload_certificate())
+        if key_file is not None:
+            background.append(reload_keys(key_file, keys))
+        async with Background(*background):
             stack.enter_context(frozen_heap())
-            on_ready(f"{'https' if config.front_tls_pair else 'http'}://{http_address}")
+            on_ready(f"{'https' if config.front_tls_pair else 'http'}://{process.address}")
             await stop.drain.wait()
             await service.drain(config.drain_s)
         if announcements is not None:
             await announcements.withdraw()
 
 
-def rules_of(config: GatewayConfig, rng: Random) -> GatewayRules:
+def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:
+    """Return the settings of one gateway process, with a random gateway id."""
     return GatewayRules(
         gateway_id=f"gateway-{rng.getrandbits(32):08x}",
         model=config.model_name,
@@ -146,8 +117,27 @@ def rules_of(config: GatewayConfig, rng: Random) -> GatewayRules:
     )
 
 
+async def _load_tokenizer(config: GatewayConfig, stack: AsyncExitStack) -> HfTokenizer:
+    """Find the model's directory and load its tokenizer, in a thread because both read files."""
+    tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
+    stack.callback(tokenizer.close)
+    return tokenizer
+
+
+def _network(config: GatewayConfig, stack: AsyncExitStack) -> GrpcNetwork:
+    """Return the network through which schedulers and workers are called."""
+    network = GrpcNetwork(
+        heartbeat_s=config.heartbeat_s,
+        dial_s=config.detection_s,
+        call_s=config.detection_s,
+        tls=between_services(config),
+    )
+    stack.push_async_callback(network.aclose)
+    return network
+
+
 def _membership(config: GatewayConfig, stack: AsyncExitStack) -> Membership | None:
-    """Where schedulers announce themselves; without Redis their addresses are given."""
+    """Return the membership store in Redis; None if the schedulers' addresses are configured instead."""
     if config.redis_url is None:
         return None
     connection = RedisConnection(config.redis_url)
@@ -155,12 +145,18 @@ def _membership(config: GatewayConfig, stack: AsyncExitStack) -> Membership | No
     return RedisMembership(connection, Keys(cluster=config.cluster))
 
 
+def _process_info(config: GatewayConfig, rules: GatewayRules, http_socket: socket.socket) -> ProcessInfo:
+    """Return how this process appears in status output and membership."""
+    address = join_address(advertised_host(config.host, config.advertise_host), http_socket.getsockname()[1])
+    return ProcessInfo(process_id=rules.gateway_id, pid=os.getpid(), host=socket.gethostname(), address=address)
+
+
 @asynccontextmanager
-async def _grpc(config: GatewayConfig, service: GatewayService, admin: Admin) -> AsyncIterator[None]:
-    """The gRPC front door; a message may be as large as an HTTP body."""
-    front = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
-    server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes, tls=front)
-    server.add_inference(Inference(service, stream_buffer_bytes=config.stream_buffer_bytes))
+async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: AdminService) -> AsyncIterator[None]:
+    """Serve the gRPC API. A message may be as large as an HTTP body."""
+    tls = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
+    server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes, tls=tls)
+    server.add_inference(InferenceService(service, stream_buffer_bytes=config.stream_buffer_bytes))
     server.add_admin(admin)
     server.follow(service.health)
     port = await server.start(config.host, config.grpc_port, flag="--grpc-port")
@@ -171,11 +167,46 @@ async def _grpc(config: GatewayConfig, service: GatewayService, admin: Admin) ->
         await server.stop(CLOSE_S)
 
 
-async def _admin_port(
+def _http_server(
+    config: GatewayConfig,
+    service: GatewayService,
+    admin: AdminService,
+    registry: CollectorRegistry,
+    http_socket: socket.socket,
+) -> HttpServer:
+    """Return the server of the OpenAI API on a socket that already listens."""
+    app = HttpApp(
+        service,
+        admin,
+        max_body_bytes=config.max_body_bytes,
+        stream_buffer_bytes=config.stream_buffer_bytes,
+        unread_s=config.receive_deadline_s,
+        metrics=lambda: expose(registry),
+        created=int(time.time()),
+    )
+    return HttpServer(
+        app, http_socket, receive_deadline_s=config.receive_deadline_s, grace_s=CLOSE_S, tls=config.front_tls_pair
+    )
+
+
+async def _start_admin_port(
     config: GatewayConfig, service: GatewayService, registry: CollectorRegistry, stack: AsyncExitStack
 ) -> None:
+    """Start the server for probes and metrics, if an admin port is configured."""
     if config.admin_port is not None:
         server = AdminServer(service.health, registry)
         port = server.start(config.host, config.admin_port)
         stack.push_async_callback(server.stop)
         log.info("admin_started", address=join_address(config.host, port))
+
+
+def _announcements(config: GatewayConfig, membership: Membership, process: ProcessInfo, rng: Random) -> Announcements:
+    """Return the announcements of this gateway in membership. They only serve operators' tools."""
+    member = Member(
+        kind=MemberKind.GATEWAY,
+        member_id=process.process_id,
+        epoch=rng.getrandbits(64),
+        address=process.address,
+        info=(("pid", str(process.pid)), ("host", process.host)),
+    )
+    return Announcements(membership, member, heartbeat_s=config.heartbeat_s)

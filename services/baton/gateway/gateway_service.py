@@ -1,50 +1,45 @@
-"""The gateway as one object: takes validated calls, carries them, counts them, and drains. Knows neither HTTP
-nor gRPC."""
+"""The gateway's core, independent of HTTP and gRPC: admits validated calls, runs them, counts them, and drains."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from random import Random
 from typing import Self
 
 from baton.core.client_api import ModelInfo, Timeline, TotalUsage
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.interfaces import Membership, Network
-from baton.core.request import NO_SLO, GenerateRequest, Slo
+from baton.core.request import NO_SLO, Slo
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool, SchedulerPoolTimes
 from baton.gateway.cluster.worker_session import SessionTimes
 from baton.gateway.input.client_call import ClientCall, Identity
 from baton.gateway.input.validation import Validator
-from baton.gateway.request.delivery import Delivery
-from baton.gateway.request.gateway_spans import FINISHED, end_request_span
-from baton.gateway.request.output_builder import OutputBuilder, Receiver
-from baton.gateway.request.phase_times import PHASES, phases
-from baton.gateway.request.request_run import RelayParts, RequestRecord, RequestRun, RetryRules
-from baton.gateway.request.run_all import run_all
+from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
+from baton.gateway.request.output_builder import ChoiceSink
+from baton.gateway.request.request_run import RequestServices, RetryRules, run_concurrently
 from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics
-from baton.runtime.observability.tracing import OFF, Tracing, reason_of
+from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.process import Background
 
 log = get_logger(__name__)
 
 CLUSTER = "cluster"
-"""The part of the gateway's health that waits for workers."""
+"""Name of the health condition that the cluster can serve requests."""
 STUCK_DETECTIONS = 24
-"""A worker whose step runs for so many detection times is lost, though it talks; it ought to have seen that
-itself."""
+"""A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.
+Workers detect this earlier themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayRules:
-    """The numbers that a gateway runs by; see the settings of the same names."""
+    """Settings of a gateway. Fields have the meaning of the settings of the same name."""
 
     gateway_id: str
     model: str
@@ -59,15 +54,17 @@ class GatewayRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """How a call ended that did not fail."""
+    """Result of a call that succeeded. `timeline` has one entry per prompt, or none if it was not requested."""
 
     usage: TotalUsage
     timeline: tuple[Timeline, ...]
 
 
 class GatewayService:
-    """Use as `async with`: inside, sessions and the scheduler's Watch stream are kept; leaving ends them, and
-    calls that still run fail."""
+    """One gateway. Use as `async with`: entering starts the scheduler and worker connections, leaving closes them.
+
+    Calls that still run when it closes fail.
+    """
 
     def __init__(
         self,
@@ -82,64 +79,47 @@ class GatewayService:
         keys: KeyRing | None = None,
         tracing: Tracing = OFF,
     ) -> None:
-        """`keys`: without them everybody may do everything."""
+        """Build the gateway's parts. Without `keys`, every caller may do everything."""
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
         self.view = ClusterView(
             model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
         )
         self.schedulers = SchedulerPool(
-            network,
-            self.view,
-            addresses=schedulers,
-            membership=membership,
-            times=SchedulerPoolTimes(
-                heartbeat_s=rules.heartbeat_s, call_s=rules.detection_s, wait_s=rules.scheduler_wait_s
-            ),
-            rng=rng,
+            network, self.view, addresses=schedulers, membership=membership, times=_scheduler_times(rules), rng=rng
         )
         self.workers = WorkerSessions(
             network,
             gateway_id=rules.gateway_id,
             tokenizer_fingerprint=tokenizer.fingerprint,
-            times=SessionTimes(
-                heartbeat_s=rules.heartbeat_s,
-                detection_s=rules.detection_s,
-                stuck_s=rules.detection_s * STUCK_DETECTIONS,
-            ),
+            times=_session_times(rules),
             rng=rng,
         )
         self.validator = Validator(
             tokenizer=tokenizer,
             model=rules.model,
-            facts=lambda: self.view.facts,
+            model_limits=lambda: self.view.model_limits,
             rng=rng,
             request_timeout_s=rules.request_timeout_s,
             default_slo=rules.default_slo,
         )
-        self._parts = RelayParts(
+        self._services = RequestServices(
             schedulers=self.schedulers,
             workers=self.workers,
             view=self.view,
-            rules=RetryRules(
-                max_attempts=rules.max_attempts,
-                pause_s=rules.heartbeat_s / 20,
-                max_pause_s=rules.detection_s,
-                ask_again_s=rules.heartbeat_s,
-                dead_s=2 * rules.detection_s,
-            ),
+            rules=_retry_rules(rules),
             metrics=metrics,
             rng=rng,
             tracing=tracing,
         )
+        self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self._stack = AsyncExitStack()
         self._none_open = asyncio.Event()
         self.num_open = 0
-        self._num_arriving = 0
+        self._num_incoming = 0
 
     async def __aenter__(self) -> Self:
         self.view.on_change(self._cluster_changed)
@@ -151,79 +131,89 @@ class GatewayService:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def run(self, call: ClientCall, receiver: Receiver) -> CallOutcome:
-        """Carry a call to its end; its choices go to `receiver` as they grow. Cancelling cancels the call.
-        Raises Refused."""
-        self.admit(len(call.requests))
-        self.keys.opened(call.identity, len(call.requests))
-        self.keys.charge(call.identity, len(call.requests) - 1, asyncio.get_running_loop().time())
-        self.num_open += len(call.requests)
+    async def run(self, call: ClientCall, sink: ChoiceSink) -> CallOutcome:
+        """Run a call to its end, and pass its choices to `sink` as they grow.
+
+        Raises Refused if any of its requests fails. Cancelling this coroutine cancels the call.
+        """
+        num_requests = len(call.requests)
+        self.admit(num_requests)
+        self.keys.acquire(call.identity, num_requests)
+        self.keys.charge(call.identity, num_requests - 1, asyncio.get_running_loop().time())
+        self.num_open += num_requests
         self.metrics.open_requests.set(self.num_open)
         try:
-            carried = [
-                _Carried(request, call, self.tokenizer, receiver, index) for index, request in enumerate(call.requests)
+            requests = [
+                OpenRequest(request, call, self.tokenizer, sink, index) for index, request in enumerate(call.requests)
             ]
-            await run_all([one.run(self._parts) for one in carried])
+            await run_concurrently([request.run(self._services) for request in requests])
         finally:
-            self.num_open -= len(call.requests)
-            self.keys.closed(call.identity, len(call.requests))
+            self.num_open -= num_requests
+            self.keys.release(call.identity, num_requests)
             self.metrics.open_requests.set(self.num_open)
             if not self.num_open:
                 self._none_open.set()
         now_s = asyncio.get_running_loop().time()
-        for one in carried:
-            self._observe(one, now_s - call.received_s)
+        for request in requests:
+            self._observe(request, now_s - call.received_s)
         return CallOutcome(
             usage=TotalUsage(
-                num_prompt_tokens=sum(one.request.num_prompt_tokens for one in carried),
-                num_output_tokens=sum(one.answer.num_tokens for one in carried),
-                num_cached_tokens=sum(one.num_cached_tokens for one in carried),
+                num_prompt_tokens=sum(each.request.num_prompt_tokens for each in requests),
+                num_output_tokens=sum(each.output.num_tokens for each in requests),
+                num_cached_tokens=sum(each.num_cached_tokens for each in requests),
             ),
-            timeline=tuple(one.timeline(now_s) for one in carried) if call.shape.timeline else (),
+            timeline=tuple(each.timeline(now_s) for each in requests) if call.output_options.timeline else (),
         )
 
     def admit(self, num_requests: int = 1) -> None:
-        """Raises Refused while draining (503), or when as many requests as allowed are open (429)."""
+        """Check that new requests may start. Raises Refused while draining (503) or at `max_open_requests` (429)."""
         if self.health.is_draining:
-            message = "this gateway is about to stop; send the request again, to another one"
+            message = "this gateway is shutting down; send the request again, to another gateway"
             raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retry_after_s=1.0))
-        if self.num_open + self._num_arriving + num_requests > self.rules.max_open_requests:
-            message = f"{self.num_open} requests are open, {self.rules.max_open_requests} are allowed; retry later"
+        if self.num_open + self._num_incoming + num_requests > self.rules.max_open_requests:
+            message = (
+                f"{self.num_open} requests are open; at most {self.rules.max_open_requests} are allowed; retry later"
+            )
             raise Refused(
                 Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message=message, retry_after_s=1.0)
             )
 
-    def admitted(self, authorization: str) -> Identity:
-        """Whose call this is, before anything is done for it. Raises Refused as `admit` and the methods of
-        `KeyRing` do."""
+    def admit_caller(self, authorization: str) -> Identity:
+        """Identify a caller and admit a call of it, before the call is received.
+
+        `authorization` is the value of the header. Raises Refused as `admit` and the methods of `KeyRing` do.
+        """
         identity = self.keys.identify(authorization)
         self.admit()
         self.keys.admit(identity, asyncio.get_running_loop().time())
         return identity
 
     @contextmanager
-    def arriving(self, identity: Identity) -> Iterator[None]:
-        """While a call is received and validated it counts as one open request, so that bodies in memory are
-        bounded, too. Raises Refused where the key has too much open."""
-        self.keys.opened(identity, 1)
-        self._num_arriving += 1
+    def hold_slot(self, identity: Identity) -> Iterator[None]:
+        """Count a call as one open request while it is received and validated.
+
+        This bounds the memory of request bodies. Raises Refused if the key has too many open requests.
+        """
+        self.keys.acquire(identity, 1)
+        self._num_incoming += 1
         try:
             yield
         finally:
-            self._num_arriving -= 1
-            self.keys.closed(identity, 1)
+            self._num_incoming -= 1
+            self.keys.release(identity, 1)
 
-    def ended(self, endpoint: str, failure: Failure | None) -> None:
-        """Count how a call ended, as the client was told."""
+    def count_result(self, endpoint: str, failure: Failure | None) -> None:
+        """Count a call's result by endpoint, status and reason. `failure` None means success."""
         code, reason = (str(failure.code.http), failure.reason.value) if failure else ("200", "")
         self.metrics.requests.labels(endpoint, code, reason).inc()
 
     @property
     def models(self) -> tuple[ModelInfo, ...]:
+        """The served models. There is exactly one."""
         return (ModelInfo(model_id=self.rules.model, max_model_len=self.view.max_model_len),)
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new calls, and wait until the open ones have ended, for at most `drain_s`."""
+        """Reject new calls, and wait up to `drain_s` seconds until the open ones have ended."""
         self.health.drain()
         log.info("gateway_draining", open_requests=self.num_open)
         self._none_open.clear()
@@ -239,78 +229,46 @@ class GatewayService:
         else:
             self.health.ready(CLUSTER)
         if self.view.scheduler is not None:
-            self.workers.keep(report.worker for report in self.view.reports if report.model == self.rules.model)
+            self.workers.update_workers(
+                report.worker for report in self.view.reports if report.model == self.rules.model
+            )
 
-    def _observe(self, one: "_Carried", request_s: float) -> None:
-        metrics, progress = self.metrics, one.progress
+    def _observe(self, request: OpenRequest, request_s: float) -> None:
+        """Add an ended request to the metrics."""
+        metrics, latency, slo = self.metrics, request.delivery.latency, request.request.slo
+        ttft_s, tpot_s = latency.ttft_s(request.received_s), latency.tpot_s
         metrics.request_s.observe(request_s)
-        ttft_s, tpot_s, slo = progress.pace.ttft_s(one.received_s), progress.pace.tpot_s, one.request.slo
         if ttft_s is not None:
             metrics.ttft_s.observe(ttft_s)
         if tpot_s is not None:
             metrics.tpot_s.observe(tpot_s)
-        for term, promised_s, actual_s in (("ttft", slo.ttft_s, ttft_s), ("tpot", slo.tpot_s, tpot_s)):
-            if promised_s is not None and actual_s is not None:
-                metrics.slo_attainment.labels(term, "met" if actual_s <= promised_s else "missed").inc()
-        for phase, phase_s in phases(one.record, progress, one.received_s):
+        for term, slo_s, actual_s in (("ttft", slo.ttft_s, ttft_s), ("tpot", slo.tpot_s, tpot_s)):
+            if slo_s is not None and actual_s is not None:
+                metrics.slo_attainment.labels(term, "met" if actual_s <= slo_s else "missed").inc()
+        for phase, phase_s in phase_times(request.record, request.delivery, request.received_s):
             self._phases[phase].observe(phase_s)
-        metrics.prompt_tokens.inc(one.request.num_prompt_tokens)
-        metrics.cached_tokens.inc(one.num_cached_tokens)
-        metrics.output_tokens.inc(one.answer.num_tokens)
+        metrics.prompt_tokens.inc(request.request.num_prompt_tokens)
+        metrics.cached_tokens.inc(request.num_cached_tokens)
+        metrics.output_tokens.inc(request.output.num_tokens)
 
 
-class _Carried:
-    """One request of a call, with all that is kept of it while it runs."""
+def _scheduler_times(rules: GatewayRules) -> SchedulerPoolTimes:
+    return SchedulerPoolTimes(heartbeat_s=rules.heartbeat_s, call_s=rules.detection_s, wait_s=rules.scheduler_wait_s)
 
-    def __init__(
-        self, request: GenerateRequest, call: ClientCall, tokenizer: Tokenizer, receiver: Receiver, prompt_index: int
-    ) -> None:
-        self.request = request
-        self.received_s = call.received_s
-        self.progress = Delivery(request.sample_indices)
-        self.record = RequestRecord()
-        self.answer = OutputBuilder(request, call.shape, tokenizer, receiver, prompt_index * call.n)
 
-    async def run(self, parts: RelayParts) -> None:
-        if parts.tracing.is_on:
-            await self._run_traced(parts)
-        else:
-            await RequestRun(self.request, self.progress, self.record, self.answer, parts).run()
+def _session_times(rules: GatewayRules) -> SessionTimes:
+    return SessionTimes(
+        heartbeat_s=rules.heartbeat_s,
+        detection_s=rules.detection_s,
+        stuck_s=rules.detection_s * STUCK_DETECTIONS,
+    )
 
-    async def _run_traced(self, parts: RelayParts) -> None:
-        """Whatever is done for the request from here on is done below its span."""
-        span = self.record.span = parts.tracing.start("request", self.request.trace_context, at_s=self.received_s)
-        outcome = FINISHED
-        try:
-            await RequestRun(
-                replace(self.request, trace_context=span.context), self.progress, self.record, self.answer, parts
-            ).run()
-        except BaseException as error:
-            outcome = reason_of(error).value
-            raise
-        finally:
-            if span.is_recorded:
-                end_request_span(
-                    self.record, self.request, self.progress, outcome, num_output_tokens=self.answer.num_tokens
-                )
 
-    @property
-    def num_cached_tokens(self) -> int:
-        return min(self.request.num_prompt_tokens, self.progress.num_cached_tokens)
-
-    def timeline(self, now_s: float) -> Timeline:
-        progress, record, placement = self.progress, self.record, self.record.placement
-        return Timeline(
-            request_id=self.request.request_id.hex(),
-            attempts=record.num_attempts,
-            policy=record.policy,
-            placed_s=(now_s if record.placed_s is None else record.placed_s) - self.received_s,
-            ttft_s=progress.pace.ttft_s(self.received_s),
-            tpot_s=progress.pace.tpot_s,
-            total_s=now_s - self.received_s,
-            cached_tokens_by_tier=progress.cached_tokens_by_tier,
-            waiting_s=placement.waiting_s if placement else None,
-            predicted_ttft_s=placement.ttft_s if placement else None,
-            predicted_tpot_s=placement.tpot_s if placement else None,
-            legs=tuple(chain.from_iterable(progress.legs.values())),
-        )
+def _retry_rules(rules: GatewayRules) -> RetryRules:
+    return RetryRules(
+        max_attempts=rules.max_attempts,
+        pause_s=rules.heartbeat_s / 20,
+        max_pause_s=rules.detection_s,
+        retry_placement_s=rules.heartbeat_s,
+        dead_worker_s=2 * rules.detection_s,
+    )

@@ -10,7 +10,7 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.request import FinishReason, GenerateRequest, Sampling
 from baton.engine.kv_cache.checksum import extend, token_after
 from baton.gateway.gateway_service import GatewayService
-from baton.gateway.input.client_call import ClientCall, Endpoint, Shape
+from baton.gateway.input.client_call import ClientCall, Endpoint, OutputOptions
 from baton.sim.sim_memory import contents
 
 
@@ -41,7 +41,7 @@ class SimAnswer:
     ended_s: float = 0.0
 
     def put(self, choice: ChoiceDelta) -> None:
-        """`Receiver`: called by the gateway as the answer grows."""
+        """`ChoiceSink`: called by the gateway as the answer grows."""
         self.tokens.setdefault(choice.index, []).extend(choice.token_ids)
         if choice.finish is not None:
             if choice.index in self.finishes:
@@ -116,6 +116,6 @@ def _call(request: SimRequest, gateway: GatewayService, now_s: float) -> ClientC
             ),
         ),
         n=request.num_samples,
-        shape=Shape(stream=True, return_token_ids=True),
+        output_options=OutputOptions(stream=True, return_token_ids=True),
         received_s=now_s,
     )

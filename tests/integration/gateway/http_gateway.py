@@ -11,8 +11,8 @@ import httpx
 
 from baton.core.client_api import ProcessInfo
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.grpc.inference_service import Admin
-from baton.gateway.http.http_app import App
+from baton.gateway.grpc.inference_service import AdminService
+from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
@@ -29,7 +29,7 @@ class HttpGateway:
     port: int
     client: httpx.AsyncClient
     server: HttpServer
-    app: App
+    app: HttpApp
 
     @property
     def url(self) -> str:
@@ -109,9 +109,9 @@ async def http_gateway(
 ) -> AsyncIterator[HttpGateway]:
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **rules) as c:
         sock = listen("127.0.0.1", 0, flag="--http-port")
-        app = App(
+        app = HttpApp(
             c.gateway,
-            Admin(c.gateway, ProcessInfo(process_id="gateway-0")),
+            AdminService(c.gateway, ProcessInfo(process_id="gateway-0")),
             max_body_bytes=max_body_bytes,
             stream_buffer_bytes=stream_buffer_bytes,
             unread_s=receive_deadline_s,

@@ -10,8 +10,8 @@ import pytest
 
 from baton.core.client_api import ProcessInfo
 from baton.core.errors import Code, Reason, Refused
-from baton.gateway.auth.api_keys import KeyRing, digest_of, parse_keys
-from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.gateway.auth.api_keys import KeyRing, key_digest, parse_keys
+from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.grpc_server import GrpcServer
@@ -35,9 +35,9 @@ FOR_ADMINS = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
 
 def key_ring(**limits: int) -> KeyRing:
     entries = [
-        {"name": "alice", "tenant": "search", "sha256": digest_of(ALICE).hex(), **limits},
-        {"name": "admin", "tenant": "operators", "sha256": digest_of(ADMIN).hex(), "admin": True},
-        {"name": "eve", "tenant": "ads", "sha256": digest_of(EVE).hex()},
+        {"name": "alice", "tenant": "search", "sha256": key_digest(ALICE).hex(), **limits},
+        {"name": "admin", "tenant": "operators", "sha256": key_digest(ADMIN).hex(), "admin": True},
+        {"name": "eve", "tenant": "ads", "sha256": key_digest(EVE).hex()},
     ]
     return KeyRing(parse_keys({"salt": "ab" * 16, "keys": entries}))
 
@@ -198,8 +198,8 @@ async def test_links_are_for_admins(gateway: HttpGateway) -> None:
 async def over_grpc() -> AsyncIterator[str]:
     async with cluster(*PD, keys=key_ring()) as c:
         server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2**20)
-        server.add_inference(Inference(c.gateway, stream_buffer_bytes=2**16))
-        server.add_admin(Admin(c.gateway, ProcessInfo(process_id="gateway-0")))
+        server.add_inference(InferenceService(c.gateway, stream_buffer_bytes=2**16))
+        server.add_admin(AdminService(c.gateway, ProcessInfo(process_id="gateway-0")))
         server.follow(c.gateway.health)
         port = await server.start("127.0.0.1", 0, flag="--grpc-port")
         try:

@@ -14,7 +14,7 @@ from baton.core.client_api import ProcessInfo
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
-from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_tls import Tls
 from baton.runtime.network.tls_files import Pair
@@ -51,9 +51,9 @@ async def both_doors(
     """`tls`: the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
         server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
-        server.add_inference(Inference(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
+        server.add_inference(InferenceService(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
         if has_admin:
-            server.add_admin(Admin(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
+            server.add_admin(AdminService(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
         port = await server.start("127.0.0.1", 0)
         try:
             yield (

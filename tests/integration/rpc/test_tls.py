@@ -20,7 +20,6 @@ from baton.core.client_api import ModelInfo
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.placement import Placement
 from baton.core.errors import ConfigError, StreamBroken
-from baton.gateway.http import http_server as http_server
 from baton.rpc import channel as wire_channel
 from baton.rpc import grpc_network as wire_network
 from baton.rpc import scheduler_rpc as wire_scheduler
@@ -353,7 +352,6 @@ async def test_clients_of_the_front_door_over_grpc(ours: Authority, theirs: Auth
 
 
 async def test_clients_of_the_front_door(ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "RENEW_S", 0.02)
     pair = ours.pair("front", "localhost", "127.0.0.1", ends=PAST)
     readers: set[int] = set()
     read = Pair.context
@@ -365,7 +363,7 @@ async def test_clients_of_the_front_door(ours: Authority, theirs: Authority, mon
     monkeypatch.setattr(Pair, "context", seen)
     async with http_gateway(("p0", "prefill"), ("d0", "decode"), tls=pair) as gateway:
         readers.clear()
-        following = asyncio.create_task(gateway.server.follow_certificate())
+        following = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
         url = f"https://localhost:{gateway.port}/health"
         async with httpx.AsyncClient(verify=trusting(ours)) as client:
             with pytest.raises(httpx.ConnectError, match="expired"):

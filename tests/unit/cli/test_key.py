@@ -8,9 +8,8 @@ from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
 from baton.core.errors import BatonError, ConfigError, Refused
-from baton.gateway.auth import key_file
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.auth.key_file import follow, followed_keys, read_keys
+from baton.gateway.auth.key_file import read_keys, reload_keys, watch_key_file
 
 
 def run(*args: str) -> Result:
@@ -49,8 +48,8 @@ def test_mistakes_are_told_and_change_nothing(tmp_path: Path) -> None:
     made(file, "alice")
     before = file.read_text()
     for arguments, message in (
-        (("new", str(file), "--name", "alice"), "same name"),
-        (("new", str(file), "--name", "a b"), "`name` must be"),
+        (("new", str(file), "--name", "alice"), "same `name`"),
+        (("new", str(file), "--name", "a b"), "`name` is 'a b'; must be"),
         (("remove", str(file), "bob"), "no key called 'bob'; it has alice"),
         (("remove", str(file), "alice"), "the last key"),
         (("new", str(tmp_path / "missing" / "keys.yaml"), "--name", "x"), "cannot write"),
@@ -82,15 +81,12 @@ async def until_known(ring: KeyRing, key: str) -> None:
                 return
 
 
-async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(key_file, "LOOK_S", 0.01)
+async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_broken(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     alice = made(file, "alice")
-    followed = followed_keys(file)
+    followed = watch_key_file(file)
     ring = KeyRing(followed.value)
-    following = asyncio.create_task(follow(followed, ring))
+    following = asyncio.create_task(reload_keys(followed, ring, interval_s=0.01))
     await asyncio.sleep(0.05)
     bob = await asyncio.to_thread(made, file, "bob")
 
@@ -108,15 +104,14 @@ async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_br
     following.cancel()
 
 
-async def test_what_changed_before_it_was_followed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_changed_before_it_was_followed_is_seen(tmp_path: Path) -> None:
     """A gateway reads its keys first, and follows them when all else has started."""
-    monkeypatch.setattr(key_file, "LOOK_S", 0.01)
     file = tmp_path / "keys.yaml"
     made(file, "alice")
-    followed = followed_keys(file)
+    followed = watch_key_file(file)
     ring = KeyRing(followed.value)
     bob = made(file, "bob")
-    following = asyncio.create_task(follow(followed, ring))
+    following = asyncio.create_task(reload_keys(followed, ring, interval_s=0.01))
     await until_known(ring, bob)
     following.cancel()
 

@@ -50,7 +50,7 @@ from tests import builders
 from tests.times import TEST_TIMES
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz "
-ANYBODY = Caller()
+ANONYMOUS = Caller()
 
 
 def token_at(prompt: Sequence[int], sample: int, index: int) -> int:
@@ -295,6 +295,7 @@ class StubScheduler:
         self.workers: list[StubWorker] = []
         self.queries: list[PlacementQuery] = []
         self.actuals: list[RequestActuals] = []
+        self.num_outcomes_per_call: list[int] = []
         self.drained: list[tuple[str, bool]] = []
         self.records: tuple[DecisionRecord, ...] = ()
         self.answer: Callable[[PlacementQuery], Placement | Rejection | StillWaiting | None] = lambda _: None
@@ -345,6 +346,7 @@ class StubScheduler:
 
     async def finished(self, *actuals: RequestActuals) -> None:
         self.actuals += actuals
+        self.num_outcomes_per_call.append(len(actuals))
 
     async def watch(self) -> Source[ClusterUpdate]:
         inbox: Mailbox[ClusterUpdate] = Mailbox(1000)
@@ -379,7 +381,7 @@ def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: 
 
 @dataclass(slots=True)
 class Gathered:
-    """A receiver that keeps everything."""
+    """A sink that keeps everything."""
 
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -408,14 +410,14 @@ class Cluster:
     async def call(self, prompt: Any = "hello", **body: Any) -> ClientCall:
         received_s = asyncio.get_running_loop().time()
         return await self.gateway.validator.call(
-            Endpoint.COMPLETIONS, {"prompt": prompt, "max_tokens": 8} | body, ANYBODY, received_s=received_s
+            Endpoint.COMPLETIONS, {"prompt": prompt, "max_tokens": 8} | body, ANONYMOUS, received_s=received_s
         )
 
     async def ask(self, prompt: Any = "hello", **body: Any) -> Gathered:
         """Run one call to its end."""
-        gathered = Gathered()
-        await self.gateway.run(await self.call(prompt, **body), gathered)
-        return gathered
+        wait_for_events = Gathered()
+        await self.gateway.run(await self.call(prompt, **body), wait_for_events)
+        return wait_for_events
 
     async def timeline(self, prompt: Any = "hello", **body: Any) -> Timeline:
         """Run one call to its end, for where its time went."""

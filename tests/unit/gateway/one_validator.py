@@ -9,18 +9,18 @@ import pytest
 from baton.core.client_api import Caller
 from baton.core.errors import Code
 from baton.gateway.input.client_call import ClientCall, Endpoint, InvalidField
-from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
 
 MAX_LEN = 100
 
 
-def validator(**facts: Any) -> Validator:
-    known = ModelFacts(**({"max_model_len": MAX_LEN, "max_num_seqs": 64} | facts))
+def validator(**model_limits: Any) -> Validator:
+    known = ModelLimits(**({"max_model_len": MAX_LEN, "max_num_seqs": 64} | model_limits))
     return Validator(
         tokenizer=ByteTokenizer(vocab_size=300),
         model="demo",
-        facts=lambda: known,
+        model_limits=lambda: known,
         rng=Random(3),
         request_timeout_s=60.0,
     )
@@ -35,8 +35,8 @@ def at_once(work: Coroutine[Any, Any, ClientCall]) -> ClientCall:
     raise AssertionError("it waits")
 
 
-def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **facts: Any) -> ClientCall:
-    return at_once(validator(**facts).call(endpoint, body, Caller(), received_s=10.0))
+def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **model_limits: Any) -> ClientCall:
+    return at_once(validator(**model_limits).call(endpoint, body, Caller(), received_s=10.0))
 
 
 def completion(**body: Any) -> ClientCall:

@@ -1,4 +1,4 @@
-"""Chat templates: only the model's, in a sandbox, and never for long."""
+"""Chat templates: loading, sandbox, and limits of time and output."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ModelError, Refused
-from baton.gateway.text import chat_template
 from baton.gateway.text.chat_template import ChatTemplate
 
 USER = ({"role": "user", "content": "hi"},)
@@ -84,12 +83,10 @@ def test_expensive_templates_are_stopped(source: str) -> None:
         render(source, clock=ticking())
 
 
-def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 1000)
+def test_output_is_bounded() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, max_characters=1000)
     with pytest.raises(Refused, match="1000 characters"):
-        render(
-            "{% for m in messages %}{{ m.content }}{% endfor %}", messages=({"role": "user", "content": "x" * 300},) * 4
-        )
+        template.render(({"role": "user", "content": "x" * 300},) * 4, still)
 
 
 def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:

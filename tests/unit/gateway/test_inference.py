@@ -11,21 +11,21 @@ from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.kv.block_hash import token_ids
-from baton.gateway.grpc.inference_service import Admin, Inference
+from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
 from tests import builders
-from tests.unit.gateway.fakes import ANYBODY, Cluster, answer_to, cluster, until
+from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
 from tests.unit.gateway.virtual import virtual
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 
 
-def inference(c: Cluster, stream_buffer_bytes: int = 64 * 1024) -> Inference:
-    return Inference(c.gateway, stream_buffer_bytes=stream_buffer_bytes)
+def inference(c: Cluster, stream_buffer_bytes: int = 64 * 1024) -> InferenceService:
+    return InferenceService(c.gateway, stream_buffer_bytes=stream_buffer_bytes)
 
 
-def admin(c: Cluster) -> Admin:
-    return Admin(c.gateway, ProcessInfo(process_id="gateway-0", pid=5))
+def admin(c: Cluster) -> AdminService:
+    return AdminService(c.gateway, ProcessInfo(process_id="gateway-0", pid=5))
 
 
 async def read_into(chunks: list[GenerateChunk], generation: Generation) -> None:
@@ -43,7 +43,7 @@ async def all_of(generation: Generation) -> list[GenerateChunk]:
 async def test_a_generation_streams_and_ends_with_usage() -> None:
     async with cluster(*PD) as c:
         generation = await inference(c).generate(
-            {"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANYBODY
+            {"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANONYMOUS
         )
         chunks = await all_of(generation)
         for sample in range(2):
@@ -61,7 +61,9 @@ async def test_a_generation_streams_and_ends_with_usage() -> None:
 
 
 async def timeline_of(c: Cluster) -> Timeline:
-    chunks = await all_of(await inference(c).generate({"prompt": "hello", "max_tokens": 6, "timeline": True}, ANYBODY))
+    chunks = await all_of(
+        await inference(c).generate({"prompt": "hello", "max_tokens": 6, "timeline": True}, ANONYMOUS)
+    )
     assert chunks[-1].timeline is not None
     return chunks[-1].timeline
 
@@ -105,7 +107,7 @@ async def test_what_nobody_predicted_is_absent_from_a_timeline_not_zero() -> Non
 async def test_a_bad_request_is_refused_before_it_runs() -> None:
     async with cluster(*PD) as c:
         with pytest.raises(Refused) as refused:
-            await inference(c).generate({"prompt": ""}, ANYBODY)
+            await inference(c).generate({"prompt": ""}, ANONYMOUS)
         assert refused.value.failure.code is Code.INVALID_ARGUMENT
         assert c.scheduler.queries == []
 
@@ -127,7 +129,7 @@ async def test_a_failure_after_first_chunks_is_raised_once_they_are_read() -> No
     async with cluster(*PD) as c:
         failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
         c.scheduler.workers[1].before_token = lambda w, job, _s, index: w.fail_now(job, failure) if index == 3 else None
-        generation = await inference(c).generate({"prompt": "x", "max_tokens": 9}, ANYBODY)
+        generation = await inference(c).generate({"prompt": "x", "max_tokens": 9}, ANONYMOUS)
         chunks: list[GenerateChunk] = []
         with pytest.raises(Refused) as refused:
             await read_into(chunks, generation)
@@ -138,7 +140,7 @@ async def test_a_failure_after_first_chunks_is_raised_once_they_are_read() -> No
 @virtual
 async def test_closing_a_generation_cancels_its_request() -> None:
     async with cluster(*PD) as c:
-        generation = await inference(c).generate({"prompt": "x", "max_tokens": 500}, ANYBODY)
+        generation = await inference(c).generate({"prompt": "x", "max_tokens": 500}, ANONYMOUS)
         await generation.receive()
         await generation.aclose()
         await until(lambda: not any(w.open_jobs for w in c.scheduler.workers))
@@ -148,7 +150,9 @@ async def test_closing_a_generation_cancels_its_request() -> None:
 @virtual
 async def test_a_client_that_does_not_read_loses_its_request() -> None:
     async with cluster(*PD) as c:
-        generation = await inference(c, stream_buffer_bytes=2000).generate({"prompt": "x", "max_tokens": 500}, ANYBODY)
+        generation = await inference(c, stream_buffer_bytes=2000).generate(
+            {"prompt": "x", "max_tokens": 500}, ANONYMOUS
+        )
         await until(lambda: c.scheduler.workers[1].cancels)
         assert c.scheduler.workers[1].cancels[0].reason is Reason.SLOW_READER
         with pytest.raises(Refused) as refused:
@@ -160,42 +164,42 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
 async def test_tokens_models_and_status() -> None:
     async with cluster(*PD) as c:
         api = inference(c)
-        assert list(await api.tokenize({"prompt": "ab"}, ANYBODY)) == [97, 98]
-        assert await api.detokenize({"tokens": [97, 511]}, ANYBODY) == "a\ufffd"
+        assert list(await api.tokenize({"prompt": "ab"}, ANONYMOUS)) == [97, 98]
+        assert await api.detokenize({"tokens": [97, 511]}, ANONYMOUS) == "a\ufffd"
         with pytest.raises(Refused):
-            await api.detokenize({"tokens": list(token_ids([512]))}, ANYBODY)
+            await api.detokenize({"tokens": list(token_ids([512]))}, ANONYMOUS)
         with pytest.raises(Refused):
-            await api.tokenize({"prompt": "ab", "model": "other"}, ANYBODY)
-        (model,) = await api.models(ANYBODY)
+            await api.tokenize({"prompt": "ab", "model": "other"}, ANONYMOUS)
+        (model,) = await api.models(ANONYMOUS)
         assert (model.model_id, model.max_model_len) == ("demo", 1024)
-        status = await admin(c).status(ANYBODY)
+        status = await admin(c).status(ANONYMOUS)
         assert [worker.worker.worker_id for worker in status.workers] == ["p0", "d0"]
         assert (status.model, status.gateway.pid) == ("demo", 5)
         assert status.scheduler == ProcessInfo(process_id="stub", pid=6, host="there", address="scheduler:1")
         c.scheduler.die()
         await until(lambda: c.gateway.view.scheduler is None)
-        assert (await admin(c).status(ANYBODY)).scheduler is None
+        assert (await admin(c).status(ANONYMOUS)).scheduler is None
 
 
 @virtual
 async def test_decisions_and_drains_go_to_the_schedulers() -> None:
     async with cluster(*PD) as c:
         with pytest.raises(Refused) as refused:
-            await admin(c).explain(None, ANYBODY)
+            await admin(c).explain(None, ANONYMOUS)
         assert refused.value.failure.code is Code.NOT_FOUND
         record = DecisionRecord(
             decision_id=DecisionId("d"), scheduler_id="stub", policy="first", request_id=b"\1\2", attempt=0, query=builders.query(),
             placement=None, rejection=None,
         )  # fmt: skip
         c.scheduler.records = (record,)
-        assert await admin(c).explain("0102", ANYBODY) == (record,)
+        assert await admin(c).explain("0102", ANONYMOUS) == (record,)
         with pytest.raises(Refused):
-            await admin(c).explain("no hex", ANYBODY)
-        await admin(c).drain("d0", ANYBODY, node_shutting_down=True)
-        with pytest.raises(Refused, match="there are: p0, d0"):
-            await admin(c).drain("d7", ANYBODY)
+            await admin(c).explain("no hex", ANONYMOUS)
+        await admin(c).drain("d0", ANONYMOUS, node_shutting_down=True)
+        with pytest.raises(Refused, match="known are: p0, d0"):
+            await admin(c).drain("d7", ANONYMOUS)
         assert c.scheduler.drained == [("d0", True), ("d7", False)]
         c.scheduler.die()
         with pytest.raises(Refused) as refused:
-            await admin(c).drain("d0", ANYBODY)
+            await admin(c).drain("d0", ANONYMOUS)
         assert refused.value.failure.reason is Reason.SCHEDULER_LOST

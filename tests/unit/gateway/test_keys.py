@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Code, ConfigError, Reason, Refused
-from baton.gateway.auth.api_keys import KeyRing, digest_of, new_key, parse_keys, tenant_salt
-from baton.gateway.input.client_call import ANYBODY, Identity
+from baton.gateway.auth.api_keys import KeyRing, key_digest, new_key, parse_keys, tenant_salt
+from baton.gateway.input.client_call import ANONYMOUS, Identity
 
 SALT = "0123456789abcdef" * 2
 
 
 def entry(name: str = "alice", key: str = "secret-a", **fields: Any) -> dict[str, Any]:
-    return {"name": name, "tenant": "search", "sha256": digest_of(key).hex(), **fields}
+    return {"name": name, "tenant": "search", "sha256": key_digest(key).hex(), **fields}
 
 
 def ring(*entries: dict[str, Any], salt: str = SALT) -> KeyRing:
@@ -27,10 +27,10 @@ def refusal(*args: Any) -> Refused:
 
 
 def test_without_keys_everybody_may_do_everything() -> None:
-    assert KeyRing().identify("") == ANYBODY
-    KeyRing().check_admin(ANYBODY)
-    KeyRing().admit(ANYBODY, 0.0)
-    assert (ANYBODY.tenant, ANYBODY.cache_salt) == ("default", b"")
+    assert KeyRing().identify("") == ANONYMOUS
+    KeyRing().check_admin(ANONYMOUS)
+    KeyRing().admit(ANONYMOUS, 0.0)
+    assert (ANONYMOUS.tenant, ANONYMOUS.cache_salt) == ("default", b"")
 
 
 def test_a_key_says_who_somebody_is() -> None:
@@ -63,17 +63,17 @@ def test_a_tenant_has_one_salt_and_no_other_has_it() -> None:
 def test_so_many_at_a_time() -> None:
     keys = ring(entry(max_open_requests=3), entry("bob", "secret-b"))
     alice, bob = keys.identify("Bearer secret-a"), keys.identify("Bearer secret-b")
-    keys.opened(alice, 2)
-    assert refusal(keys.opened, alice, 2).failure.reason is Reason.TENANT_QUOTA
-    keys.opened(alice, 1)
+    keys.acquire(alice, 2)
+    assert refusal(keys.acquire, alice, 2).failure.reason is Reason.TENANT_QUOTA
+    keys.acquire(alice, 1)
     failure = refusal(keys.admit, alice, 0.0).failure
     assert (failure.code, failure.reason) == (Code.RESOURCE_EXHAUSTED, Reason.TENANT_QUOTA)
     assert failure.retry_after_s
-    keys.opened(bob, 100)
+    keys.acquire(bob, 100)
     keys.admit(bob, 0.0)
-    keys.closed(alice, 2)
+    keys.release(alice, 2)
     keys.admit(alice, 0.0)
-    keys.closed(alice, 1)
+    keys.release(alice, 1)
     assert not keys._num_open.keys() - {"bob"}, "nothing is kept of who has nothing open"
 
 
@@ -119,13 +119,13 @@ def test_a_retry_after_what_it_was_told_is_let_in() -> None:
 def test_keys_may_change_while_requests_run() -> None:
     keys = ring(entry(max_open_requests=1), entry("bob", "secret-b"))
     alice = keys.identify("Bearer secret-a")
-    keys.opened(alice, 1)
+    keys.acquire(alice, 1)
     keys.replace(parse_keys({"salt": SALT, "keys": [entry(key="new", max_open_requests=1)]}))
     refusal(keys.identify, "Bearer secret-a")
     refusal(keys.identify, "Bearer secret-b")
     again = keys.identify("Bearer new")
     refusal(keys.admit, again, 0.0)
-    keys.closed(alice, 1)
+    keys.release(alice, 1)
     keys.admit(again, 0.0)
 
 
@@ -146,20 +146,20 @@ def one(**changes: Any) -> dict[str, Any]:
         ({"salt": SALT, "keys": [], "more": 1}, "`salt` and `keys`"),
         ({"salt": "abc", "keys": [entry()]}, "32 hex digits"),
         ({"salt": 12345678901234567890123456789012, "keys": [entry()]}, "in quotes"),
-        ({"salt": SALT, "keys": []}, "leave the file out"),
+        ({"salt": SALT, "keys": []}, "omit the key file"),
         ({"salt": SALT, "keys": ["alice"]}, "key 1 must have the fields"),
-        ({"salt": SALT, "keys": [entry(), entry(key="x")]}, "two keys have the same name"),
-        ({"salt": SALT, "keys": [entry(), entry("bob")]}, "two keys have the same sha256"),
-        (one(name=...), "`name` must be"),
-        (one(name="a b"), "`name` must be"),
-        (one(tenant=""), "`tenant` must be"),
-        (one(sha256="secret-a"), "never the key itself"),
+        ({"salt": SALT, "keys": [entry(), entry(key="x")]}, "two keys have the same `name`"),
+        ({"salt": SALT, "keys": [entry(), entry("bob")]}, "two keys have the same `sha256`"),
+        (one(name=...), "`name` is None; must be"),
+        (one(name="a b"), "`name` is 'a b'; must be"),
+        (one(tenant=""), "`tenant` is ''; must be"),
+        (one(sha256="secret-a"), "not the key itself"),
         (one(sha256=...), "64 hex digits"),
-        (one(admin="yes"), "`admin` must be true or false"),
-        (one(max_open_requests=0), "`max_open_requests` must be a whole number"),
-        (one(requests_per_minute=True), "`requests_per_minute` must be a whole number"),
+        (one(admin="yes"), "`admin` is 'yes'; must be true or false"),
+        (one(max_open_requests=0), "`max_open_requests` is 0; must be an integer of at least 1"),
+        (one(requests_per_minute=True), "`requests_per_minute` is True; must be an integer of at least 1"),
         (one(key="secret"), "unknown field 'key'"),
-        (one(min_priority="high"), "`min_priority` must be a whole number"),
+        (one(min_priority="high"), "`min_priority` is 'high'; must be an integer"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused_with_what_would(content: object, message: str) -> None:

@@ -2,7 +2,7 @@
 
 from baton.core.request import LegTimeline
 from baton.gateway.request.delivery import Delivery
-from baton.gateway.request.phase_times import PHASES, phases
+from baton.gateway.request.open_request import PHASES, phase_times
 from baton.gateway.request.request_run import RequestRecord
 from tests.builders import job_id
 from tests.unit.gateway.fakes import cluster
@@ -10,15 +10,15 @@ from tests.unit.gateway.virtual import virtual
 
 
 def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
-    record, progress = RequestRecord(placed_s=10.5), Delivery((0,))
-    progress.legs = {
+    record, delivery = RequestRecord(placed_s=10.5), Delivery((0,))
+    delivery.legs = {
         job_id(attempt=0): [LegTimeline(worker_id="p0", pid=1, queue_s=0.1, compute_s=0.2)],
         job_id(attempt=1): [
             LegTimeline(worker_id="p1", pid=2, queue_s=0.3, compute_s=0.4),
             LegTimeline(worker_id="d0", pid=3, kv_wait_s=0.6, kv_exposed_s=0.01, kv_admission_s=0.02, decode_s=3.0),
         ],
     }
-    assert list(phases(record, progress, 10.0)) == [
+    assert list(phase_times(record, delivery, 10.0)) == [
         ("placement", 0.5),
         ("queue", 0.1),
         ("prefill", 0.2),

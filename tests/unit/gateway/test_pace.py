@@ -19,57 +19,57 @@ def delta(begin: int, *tokens: int, sample: int = 0, **fields: object) -> TokenD
 
 
 def test_without_two_tokens_there_is_no_pace() -> None:
-    pace = TokenLatency()
-    assert (pace.ttft_s(1.0), pace.tpot_s) == (None, None)
-    pace.took(0, 1, 3.0)
-    assert (pace.ttft_s(1.0), pace.tpot_s) == (2.0, None)
-    pace.took(0, 0, 9.0)
-    assert (pace.tpot_s, pace.last_s) == (None, 3.0)
+    latency = TokenLatency()
+    assert (latency.ttft_s(1.0), latency.tpot_s) == (None, None)
+    latency.record(0, 1, 3.0)
+    assert (latency.ttft_s(1.0), latency.tpot_s) == (2.0, None)
+    latency.record(0, 0, 9.0)
+    assert (latency.tpot_s, latency.last_s) == (None, 3.0)
 
 
 def test_the_pace_is_the_mean_gap_after_the_first_token() -> None:
-    pace = TokenLatency()
+    latency = TokenLatency()
     for num_tokens, now_s in ((1, 3.0), (1, 5.0), (2, 6.0)):
-        pace.took(0, num_tokens, now_s)
-    assert (pace.tpot_s, pace.num_tokens) == (1.0, 4)
+        latency.record(0, num_tokens, now_s)
+    assert (latency.tpot_s, latency.num_tokens) == (1.0, 4)
 
 
 def test_two_tokens_that_come_at_once_have_no_gap_between_them() -> None:
-    pace = TokenLatency()
-    pace.took(0, 2, 3.0)
-    assert pace.tpot_s == 0.0
+    latency = TokenLatency()
+    latency.record(0, 2, 3.0)
+    assert latency.tpot_s == 0.0
 
 
 def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
-    pace = TokenLatency()
+    latency = TokenLatency()
     for sample, now_s in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 5.0), (1, 6.0), (2, 50.0)):
-        pace.took(sample, 1, now_s)
-    assert pace.tpot_s == pytest.approx((1 + 5) / 3)
+        latency.record(sample, 1, now_s)
+    assert latency.tpot_s == pytest.approx((1 + 5) / 3)
 
 
 @virtual
 async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
-    progress = Delivery([0])
+    delivery = Delivery([0])
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    progress.take(delta(0, 7))
+    delivery.accept(delta(0, 7))
     await asyncio.sleep(1)
-    assert progress.take(delta(0, 7)) is None
-    assert (progress.pace.tpot_s, progress.pace.last_s) == (None, began_s)
+    assert delivery.accept(delta(0, 7)) is None
+    assert (delivery.latency.tpot_s, delivery.latency.last_s) == (None, began_s)
     await asyncio.sleep(1)
-    progress.take(delta(0, 7, 8, 9))
-    assert progress.pace.tpot_s == pytest.approx(1.0)
+    delivery.accept(delta(0, 7, 8, 9))
+    assert delivery.latency.tpot_s == pytest.approx(1.0)
 
 
 @virtual
 async def test_what_the_prefill_leg_said_and_who_decodes_repeats_counts_once() -> None:
     timeline = LegTimeline(worker_id="p0", pid=1, num_computed_tokens=5)
     usage = Usage(num_prompt_tokens=5, num_cached_tokens={"device": 4})
-    progress = Delivery([0])
+    delivery = Delivery([0])
     for _ in range(2):
-        progress.take(delta(0, 7, timeline=timeline, usage=usage))
-    assert progress.legs == {JOB: [timeline]}
-    assert (progress.num_cached_tokens, progress.num_cached_tokens_of(JobId(request_id=b"r", attempt=1))) == (4, 0)
+        delivery.accept(delta(0, 7, timeline=timeline, usage=usage))
+    assert delivery.legs == {JOB: [timeline]}
+    assert (delivery.num_cached_tokens, delivery.num_cached_tokens_of(JobId(request_id=b"r", attempt=1))) == (4, 0)
 
 
 @virtual

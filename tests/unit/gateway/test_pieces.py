@@ -1,4 +1,4 @@
-"""Text encoded by its pieces has the ids that the library gives it, or is left to the library."""
+"""The BPE cache returns the same ids as the library, or leaves the text to the library."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -56,8 +56,10 @@ TEXTS = st.lists(st.sampled_from([*SNIPPETS, *OTHERS]) | st.text(max_size=4), ma
 
 
 def tokenizer(pattern: str = QWEN2, **changes: Any) -> Tokenizer:
-    """The demo's vocabulary, cut with `pattern`; some added tokens begin or hold others, and special tokens
-    go around every text."""
+    """The demo model's tokenizer with another split pattern.
+
+    Some added tokens are a prefix of others or contain them, and every text gets special tokens around it.
+    """
     made = Tokenizer.from_str(json.dumps(json.loads(DEMO) | changes))
     if pattern == GPT2:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,8 +77,8 @@ def description_of(rust: Tokenizer) -> Mapping[str, Any]:
     return description
 
 
-def encoder_of(rust: Tokenizer) -> CachedBpeEncoder:
-    made = CachedBpeEncoder.of(rust, description_of(rust))
+def encoder_of(rust: Tokenizer, **limits: int) -> CachedBpeEncoder:
+    made = CachedBpeEncoder.of(rust, description_of(rust), **limits)
     assert made is not None
     return made
 
@@ -87,32 +89,32 @@ ENCODERS = {name: encoder_of(rust) for name, rust in RUST.items()}
 
 @pytest.mark.parametrize("name", PATTERNS)
 @given(text=TEXTS, add_special_tokens=st.booleans())
-def test_the_ids_are_those_of_the_library(name: str, text: str, add_special_tokens: bool) -> None:
+def test_ids_equal_those_of_the_library(name: str, text: str, add_special_tokens: bool) -> None:
     ids = ENCODERS[name].encode(text, add_special_tokens=add_special_tokens)
     assert ids is not None
     assert ids.tolist() == RUST[name].encode(text, add_special_tokens=add_special_tokens).ids
 
 
-def cut_by_the_library(rust: Tokenizer, text: str) -> list[str]:
+def split_by_the_library(rust: Tokenizer, text: str) -> list[str]:
     return [text[begin:end] for _, (begin, end) in rust.pre_tokenizer.pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @given(text=ASCII_TEXTS)
-def test_text_is_cut_where_the_library_cuts_it(name: str, text: str) -> None:
-    assert ENCODERS[name]._cut(text) == cut_by_the_library(RUST[name], text)
+def test_ascii_text_is_split_where_the_library_splits_it(name: str, text: str) -> None:
+    assert ENCODERS[name]._split(text) == split_by_the_library(RUST[name], text)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_every_pair_of_characters_is_cut_where_the_library_cuts_it(name: str) -> None:
+def test_every_pair_of_ascii_characters_is_split_where_the_library_splits_it(name: str) -> None:
     for pair in product(map(chr, range(128)), repeat=2):
         text = "a{}{}b".format(*pair)
-        assert ENCODERS[name]._cut(text) == cut_by_the_library(RUST[name], text)
+        assert ENCODERS[name]._split(text) == split_by_the_library(RUST[name], text)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_every_character_ends_a_word_before_a_space_if_it_is_none_itself(name: str) -> None:
-    """What `WORD` relies on, of all characters."""
+def test_a_word_ends_before_a_space_after_every_character(name: str) -> None:
+    """`WORD` relies on this property of all characters that are not space themselves."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace()][
         :: sized(16, 1)
     ]
@@ -122,46 +124,44 @@ def test_every_character_ends_a_word_before_a_space_if_it_is_none_itself(name: s
     assert [c for index, c in enumerate(characters) if 4 * index + 1 not in begins] == []
 
 
-def test_a_normalizer_composes_what_stands_in_one_word() -> None:
+def test_nfc_normalizer_composes_characters_within_a_word() -> None:
     rust = tokenizer()
     rust.normalizer = normalizers.NFC()
     text = "cafe\u0301 e\u0301e\u0301 \u0301e caf\u00e9"
     assert list(encoder_of(rust).encode(text) or ()) == rust.encode(text).ids
 
 
-def test_a_text_of_many_new_pieces_is_left_to_the_library_until_most_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe_cache, "MAX_NEW_CHARACTERS", 50)
+def test_text_with_many_uncached_pre_tokens_is_left_to_the_library_until_most_are_cached() -> None:
     rust = tokenizer()
-    encoder = encoder_of(rust)
+    encoder = encoder_of(rust, max_new_characters=50)
     text = "one two three four five six seven eight nine ten"
     assert [encoder.encode(text) is None for _ in range(4)] == [True, True, False, False]
     assert list(encoder.encode(text) or ()) == rust.encode(text).ids
 
 
 @pytest.mark.parametrize("character", ["x", "\u4e2d"])
-def test_a_long_piece_is_left_to_the_library(character: str) -> None:
+def test_long_uncached_pre_token_is_left_to_the_library(character: str) -> None:
     encoder = encoder_of(tokenizer())
     assert encoder.encode(character * bpe_cache.MAX_NEW_CHARACTERS) is None
     assert encoder.encode(character * 100) is not None
 
 
-def test_memory_is_bounded_and_added_tokens_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe_cache, "MAX_PIECES", 16)
+def test_cache_size_is_bounded_and_added_tokens_stay_cached() -> None:
     rust = tokenizer()
-    encoder = encoder_of(rust)
+    encoder = encoder_of(rust, max_pre_tokens=16)
     for number in range(100):
         text = f"<|im_start|>word{chr(97 + number % 26)} {'x' * (number % 80)}{number} two words<|im_end|>"
         assert list(encoder.encode(text) or ()) == rust.encode(text).ids
-        assert len(encoder._pieces) <= 16
+        assert len(encoder._cache) <= 16
 
 
-def test_long_pieces_are_encoded_but_not_remembered() -> None:
+def test_long_pre_tokens_are_encoded_but_not_cached() -> None:
     rust = tokenizer()
     encoder = encoder_of(rust)
-    num_known = len(encoder._pieces)
-    text = "x" * (bpe_cache.MAX_PIECE_CHARACTERS + 1)
+    num_cached = len(encoder._cache)
+    text = "x" * (bpe_cache.MAX_PRE_TOKEN_CHARACTERS + 1)
     assert list(encoder.encode(text) or ()) == rust.encode(text).ids
-    assert len(encoder._pieces) == num_known
+    assert len(encoder._cache) == num_cached
 
 
 def demo() -> Tokenizer:
@@ -178,14 +178,14 @@ def with_space_before() -> Tokenizer:
     return made
 
 
-def with_removed_pieces() -> Tokenizer:
+def with_removed_separators() -> Tokenizer:
     made = demo()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "removed"), byte_level])
     return made
 
 
-def without_cuts() -> Tokenizer:
+def without_pre_tokenizer() -> Tokenizer:
     made = demo()
     made.pre_tokenizer = None
     return made
@@ -203,7 +203,7 @@ def with_greedy_token() -> Tokenizer:
     return made
 
 
-def with_two_rounds() -> Tokenizer:
+def with_two_passes() -> Tokenizer:
     made = demo()
     made.add_tokens([AddedToken("<sep>", normalized=True)])
     return made
@@ -222,24 +222,24 @@ def with_dropout() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(description))
 
 
-UNKNOWN = (
+UNSUPPORTED = (
     with_other_pattern,
     with_space_before,
-    with_removed_pieces,
-    without_cuts,
+    with_removed_separators,
+    without_pre_tokenizer,
     with_small_letters,
     with_greedy_token,
-    with_two_rounds,
+    with_two_passes,
     with_normalized_token,
     with_dropout,
 )
 
 
-@pytest.mark.parametrize("make", UNKNOWN)
-def test_other_kinds_of_tokenizers_are_left_to_the_library(make: Callable[[], Tokenizer]) -> None:
+@pytest.mark.parametrize("make", UNSUPPORTED)
+def test_unsupported_tokenizers_are_left_to_the_library(make: Callable[[], Tokenizer]) -> None:
     rust = make()
     assert CachedBpeEncoder.of(rust, description_of(rust)) is None
 
 
-def test_the_demo_is_of_a_known_kind() -> None:
+def test_demo_tokenizer_is_supported() -> None:
     assert CachedBpeEncoder.of(demo(), description_of(demo())) is not None

@@ -143,14 +143,14 @@ async def test_a_worker_that_was_dead_before_it_had_the_job_did_not_die_of_it() 
 def test_every_suspect_of_a_death_hears_the_same_whoever_asks_first() -> None:
     w0, w1 = builders.worker_ref("w0"), builders.worker_ref("w1")
     for order in ([b"a", b"b"], [b"b", b"a"]):
-        suspects = PoisonDetector()
+        detector = PoisonDetector()
         for request_id in order:
-            suspects.enter(request_id, w0)
-        suspects.enter(b"a", w1)
+            detector.track(request_id, w0)
+        detector.track(b"a", w1)
         for request_id in order:
-            assert not suspects.was_only_one(request_id, w0)
-            suspects.leave(request_id)
-        suspects.enter(b"c", w0)  # by a scheduler that does not know of the death yet
-        assert not suspects.was_only_one(b"a", w0)
-        suspects.enter(b"a", w1)
-        assert suspects.was_only_one(b"a", w1)
+            assert not detector.was_only_suspect(request_id, w0)
+            detector.untrack(request_id)
+        detector.track(b"c", w0)  # by a scheduler that does not know of the death yet
+        assert not detector.was_only_suspect(b"a", w0)
+        detector.track(b"a", w1)
+        assert detector.was_only_suspect(b"a", w1)

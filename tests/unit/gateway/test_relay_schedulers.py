@@ -8,7 +8,7 @@ from baton.core.cluster.placement import StillWaiting
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
-from baton.gateway.cluster import scheduler_pool
+from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, answer_to, cluster, until
 from tests.unit.gateway.relaying import PROMPT, kill_at
@@ -101,20 +101,20 @@ async def test_outcomes_that_come_together_are_told_together() -> None:
 
 
 @virtual
-async def test_each_scheduler_is_told_of_its_own_decisions_in_calls_of_a_bounded_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(scheduler_pool, "MAX_TOLD", 3)
+async def test_outcomes_go_to_the_scheduler_that_decided_in_calls_of_bounded_size() -> None:
+    num_outcomes = 2 * MAX_OUTCOMES_PER_CALL + 2
     async with cluster(("h0", "hybrid")) as c:
         other = StubScheduler(c.network, "scheduler:2")
         c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])
-        for number in range(8):
+        for number in range(num_outcomes):
             decision = DecisionId(f"d{number}")
             c.gateway.schedulers._by_decision[decision] = f"scheduler:{1 + number % 2}"
             c.gateway.schedulers.finished(RequestActuals(decision_id=decision, outcome="finished"))
-        await until(lambda: len(c.scheduler.actuals) + len(other.actuals) == 8)
-        assert [a.decision_id for a in c.scheduler.actuals] == ["d0", "d2", "d4", "d6"]
-        assert [a.decision_id for a in other.actuals] == ["d1", "d3", "d5", "d7"]
+        await until(lambda: len(c.scheduler.actuals) + len(other.actuals) == num_outcomes)
+        assert [a.decision_id for a in c.scheduler.actuals] == [f"d{n}" for n in range(0, num_outcomes, 2)]
+        assert [a.decision_id for a in other.actuals] == [f"d{n}" for n in range(1, num_outcomes, 2)]
+        assert max(c.scheduler.num_outcomes_per_call) <= MAX_OUTCOMES_PER_CALL
+        assert len(c.scheduler.num_outcomes_per_call) > 1
 
 
 @virtual

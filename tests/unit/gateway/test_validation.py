@@ -12,7 +12,7 @@ from baton.core.errors import Code, Reason, Refused
 from baton.core.request_limits import Limit, ValueKind
 from baton.gateway.input import field_policy
 from baton.gateway.input.client_call import Endpoint
-from baton.gateway.input.request_body import draft_of
+from baton.gateway.input.request_body import parse_request
 from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from tests.corpus import FIELDS, LISTS, beyond, bodies, body_with
 from tests.scale import sized
@@ -58,7 +58,7 @@ def test_null_is_as_good_as_left_out(name: str) -> None:
     body = body_with(name, None)
     if name in LISTS or name == "logit_bias":
         body[name] = None
-    assert draft_of(Endpoint.COMPLETIONS, body) == draft_of(
+    assert parse_request(Endpoint.COMPLETIONS, body) == parse_request(
         Endpoint.COMPLETIONS, {key: value for key, value in body.items() if key in ("prompt", "stream")}
     )
 
@@ -120,7 +120,9 @@ def test_labels_change_nothing_but_must_be_sound() -> None:
         "prompt_cache_key": "k",
         "safety_identifier": "s",
     }
-    assert draft_of(Endpoint.COMPLETIONS, {"prompt": "x"} | labels) == draft_of(Endpoint.COMPLETIONS, {"prompt": "x"})
+    assert parse_request(Endpoint.COMPLETIONS, {"prompt": "x"} | labels) == parse_request(
+        Endpoint.COMPLETIONS, {"prompt": "x"}
+    )
     for name, value in [
         ("user", 1),
         ("user", "a\0"),

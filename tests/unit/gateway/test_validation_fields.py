@@ -9,7 +9,7 @@ from baton.core.client_api import Caller
 from baton.core.errors import Code, Reason
 from baton.core.request import Slo
 from baton.gateway.input.client_call import Endpoint
-from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.unit.gateway.one_validator import MAX_LEN, at_once, chat, completion, refusal, validator
 
@@ -32,9 +32,9 @@ def test_sampling_as_openai_and_vllm_have_it() -> None:
     assert all(
         type(getattr(sampling, name)) is float for name in ("temperature", "presence_penalty", "repetition_penalty")
     )
-    assert completion(stop="end").shape.stop == ("end",)
-    assert completion(stop=["a", "b"]).shape.stop == ("a", "b")
-    assert completion(stop=[]).shape.stop == ()
+    assert completion(stop="end").output_options.stop == ("end",)
+    assert completion(stop=["a", "b"]).output_options.stop == ("a", "b")
+    assert completion(stop=[]).output_options.stop == ()
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_logprobs_of_the_two_apis() -> None:
 
 
 def test_stream_options() -> None:
-    assert completion(stream=True, stream_options={"include_usage": True}).shape.include_usage
-    assert not completion(stream=True, stream_options={}).shape.include_usage
+    assert completion(stream=True, stream_options={"include_usage": True}).output_options.include_usage
+    assert not completion(stream=True, stream_options={}).output_options.include_usage
     completion(stream=True, stream_options={"include_obfuscation": False, "continuous_usage_stats": None})
     for options in ({"include_obfuscation": True}, {"colour": 1}, [], {"include_usage": 1}):
         refusal({"prompt": "x", "stream": True, "stream_options": options})
@@ -112,7 +112,7 @@ def test_who_asks_for_no_slo_gets_the_clusters_term_by_term() -> None:
     checked = Validator(
         tokenizer=ByteTokenizer(vocab_size=300),
         model="demo",
-        facts=lambda: ModelFacts(max_model_len=MAX_LEN, max_num_seqs=64),
+        model_limits=lambda: ModelLimits(max_model_len=MAX_LEN, max_num_seqs=64),
         rng=Random(3),
         request_timeout_s=60.0,
         default_slo=Slo(ttft_s=0.5, tpot_s=0.05),

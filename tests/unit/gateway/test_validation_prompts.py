@@ -9,7 +9,7 @@ import pytest
 from baton.core.client_api import Caller
 from baton.core.errors import Reason
 from baton.gateway.input.client_call import Endpoint, InvalidField
-from baton.gateway.input.validation import ModelFacts, Validator
+from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.unit.gateway.one_validator import MAX_LEN, at_once, call, chat, completion, refusal, validator
 
@@ -124,7 +124,7 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     checked = Validator(
         tokenizer=NeverEncodes(),
         model="demo",
-        facts=lambda: ModelFacts(max_model_len=9, max_num_seqs=1),
+        model_limits=lambda: ModelLimits(max_model_len=9, max_num_seqs=1),
         rng=Random(),
         request_timeout_s=1,
     )
@@ -149,12 +149,12 @@ def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str,
     checked = Validator(
         tokenizer=Counts(),
         model="demo",
-        facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1),
+        model_limits=lambda: ModelLimits(max_model_len=100, max_num_seqs=1),
         rng=Random(),
         request_timeout_s=1,
     )
     with pytest.raises(
-        InvalidField, match="at least 736 tokens and max_tokens is 1, together more than the model's 100"
+        InvalidField, match="at least 736 tokens and max_tokens is 1; together they must be at most 100"
     ):
         at_once(
             checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0)
@@ -173,7 +173,7 @@ def test_a_long_text_of_long_tokens_may_fit() -> None:
     checked = Validator(
         tokenizer=Halves(),
         model="demo",
-        facts=lambda: ModelFacts(max_model_len=100, max_num_seqs=1),
+        model_limits=lambda: ModelLimits(max_model_len=100, max_num_seqs=1),
         rng=Random(),
         request_timeout_s=1,
     )

@@ -19,7 +19,7 @@ def report(worker_id: str, role: str, **changes: Any) -> WorkerReport:
 
 def view(*reports: WorkerReport) -> ClusterView:
     made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
-    made.take(ClusterUpdate(scheduler_id="s", reports=reports))
+    made.update(ClusterUpdate(scheduler_id="s", reports=reports))
     return made
 
 
@@ -58,18 +58,18 @@ def test_what_is_known_stays_when_the_scheduler_is_lost() -> None:
         report("h0", "hybrid", max_model_len=300, max_num_seqs=4),
         report("h1", "hybrid", max_model_len=200, max_num_seqs=8),
     )
-    assert (seen.facts.max_model_len, seen.facts.max_num_seqs) == (200, 8)
-    seen.lose_scheduler()
+    assert (seen.model_limits.max_model_len, seen.model_limits.max_num_seqs) == (200, 8)
+    seen.scheduler_lost()
     assert seen.problem == "no scheduler answers"
     assert seen.layout == LAYOUT
     assert len(seen.reports) == 2
-    seen.take(ClusterUpdate(scheduler_id="s", reports=()))
-    assert seen.facts.max_model_len == 200  # of the workers that are away for a moment
+    seen.update(ClusterUpdate(scheduler_id="s", reports=()))
+    assert seen.model_limits.max_model_len == 200  # of the workers that are away for a moment
 
 
 def test_before_any_worker_the_models_own_length_counts() -> None:
     made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
-    assert made.facts.max_model_len == 500
+    assert made.model_limits.max_model_len == 500
     assert made.layout is None
 
 

@@ -1,1 +1,1 @@
-"""What the gateway knows of the cluster: schedulers, workers, and sessions with them."""
+"""The gateway's connections to schedulers and workers, and its view of the cluster."""

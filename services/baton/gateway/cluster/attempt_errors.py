@@ -1,11 +1,12 @@
-"""What can go wrong with one attempt at a request, as opposed to the request itself."""
+"""Errors of one attempt, after which another attempt at the request may still succeed."""
 
 from baton.core.errors import BatonError, Code, Failure, Reason
 from baton.core.ids import WorkerRef
 
 
 class WorkerLost(BatonError):
-    """A session is over. `has_died`: that life of the worker is gone for good, not just silent."""
+    """The session with a worker has ended. `has_died` is True if the incarnation is known to be gone, not just
+    silent."""
 
     def __init__(self, worker: WorkerRef, reason: Reason, message: str, *, has_died: bool) -> None:
         super().__init__(f"worker {worker} is lost: {message}")
@@ -15,7 +16,7 @@ class WorkerLost(BatonError):
 
     @property
     def failure(self) -> Failure:
-        """What a client is told if nobody else can take over."""
+        """The failure that a client gets if no other worker can continue the request."""
         return Failure(
             code=Code.UNAVAILABLE,
             reason=self.reason,
@@ -26,9 +27,14 @@ class WorkerLost(BatonError):
         )
 
 
-class LegLost(BatonError):
-    """An attempt cannot go on, but another may succeed. `dead`: a worker whose life is over; `killed`: it
-    died while running a step of this request."""
+class AttemptFailed(BatonError):
+    """An attempt failed, and another one may succeed.
+
+    failure: the failure that the client gets if no attempt follows.
+    blamed: worker that later attempts avoid.
+    dead: worker whose incarnation is gone.
+    killed: `dead` died while running a step of this request.
+    """
 
     def __init__(
         self, failure: Failure, *, blamed: WorkerRef | None = None, dead: WorkerRef | None = None, killed: bool = False
@@ -40,9 +46,10 @@ class LegLost(BatonError):
         self.killed = killed
 
 
-class Contradiction(BatonError):
-    """A worker sent tokens that do not fit what was delivered."""
+class ConflictingTokens(BatonError):
+    """A worker sent tokens that conflict with those already delivered to the client."""
 
     @property
     def failure(self) -> Failure:
+        """The failure that a client gets if no attempt follows."""
         return Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=str(self), retriable=True)

@@ -1,5 +1,7 @@
-"""The schedulers of the cluster as one. All are active and each is advice, so the next one is asked when one
-does not answer."""
+"""All schedulers of the cluster behind one interface.
+
+Every scheduler is active and can place any request, so if one does not answer, the next one is asked.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,23 +21,26 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 MAX_UNSENT_ACTUALS = 1024
-"""Outcomes that wait to be told; more are dropped, since they only serve records."""
-GATHER_S = 0.01
-"""Outcomes gather for so long before they are told together: a call each would take a fifth of a short
-request's time."""
-MAX_TOLD = 256
-"""In one call."""
+"""Outcomes that may wait to be reported. More are dropped, because they only serve decision records."""
+BATCH_INTERVAL_S = 0.01
+"""Time to collect outcomes for one call. One call per outcome would cost a fifth of a short request's time."""
+MAX_OUTCOMES_PER_CALL = 256
+"""Maximum number of outcomes in one call."""
 
-LEAST_WAIT_PART = 0.1
-"""Of `call_s`: a scheduler that says at once that a request waits is not asked again sooner."""
+MIN_POLL_FRACTION = 0.1
+"""Fraction of `call_s` that passes at least between two placement calls of one queued request."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPoolTimes:
-    """`call_s`: how long one call may take before the next scheduler is asked. `wait_s`: how long new
-    requests wait for any scheduler."""
+    """Timeouts for calls to schedulers.
+
+    heartbeat_s: interval of discovery; half of it is the pause between retries.
+    call_s: time after which a call is given up and the next scheduler is asked.
+    wait_s: time that new requests wait for any scheduler to answer.
+    """
 
     heartbeat_s: float
     call_s: float
@@ -43,8 +48,10 @@ class SchedulerPoolTimes:
 
 
 class SchedulerPool:
-    """Finds schedulers (given addresses, or those that membership lists), asks them, and keeps `view` up to
-    date from one of them."""
+    """Finds the schedulers, calls them, and keeps `view` up to date from one of them.
+
+    The schedulers are those at the given addresses, or those that membership lists if no address is given.
+    """
 
     def __init__(
         self,
@@ -62,37 +69,39 @@ class SchedulerPool:
         self._times = times
         self._rng = rng
         self._apis: dict[str, SchedulerApi] = {}
-        self._suspects: dict[str, float] = {}  # address → when it failed us
+        self._failed_at_s: dict[str, float] = {}  # address → time of its last failure, until it answers again
         self._by_decision: dict[str, str] = {}
         self._actuals: asyncio.Queue[tuple[str, RequestActuals]] = asyncio.Queue(MAX_UNSENT_ACTUALS)
-        self._found = asyncio.Event()
+        self._scheduler_found = asyncio.Event()
         self._set_addresses(addresses)
 
     @property
     def addresses(self) -> tuple[str, ...]:
+        """Addresses of the known schedulers."""
         return tuple(self._apis)
 
     async def place(
         self, make_query: Callable[[float, float], PlacementQuery], *, is_first: bool, deadline_s: float
     ) -> Placement | Rejection:
-        """Ask until one answers: a new request waits `wait_s` for that, one that is under way until its
-        deadline (loop time). While one says that the request waits there, it is asked again. `make_query`: of
-        the loop's time, and the seconds in which an answer must come.
+        """Ask schedulers until one decides.
 
-        Raises Refused (503) then.
+        `make_query` builds the query from the event loop time and the seconds within which an answer must come.
+        A first attempt waits up to `wait_s` for a scheduler, a later one until `deadline_s` (event loop time).
+        While a scheduler answers that the request is queued there, it is asked again. Raises Refused (503) if no
+        scheduler answers in that time.
         """
         loop = asyncio.get_running_loop()
-        give_up_s = self._give_up_s(is_first, deadline_s)
+        give_up_s = self._placement_deadline_s(is_first, deadline_s)
         while True:
             asked_s = loop.time()
-            answer = await self._ask(
+            answer = await self._call_first(
                 lambda api: api.place(make_query(loop.time(), self._times.call_s)), until_s=give_up_s
             )
             if answer is not None:
                 address, placement = answer
                 if isinstance(placement, StillWaiting):
-                    give_up_s = self._give_up_s(is_first, deadline_s)
-                    await asyncio.sleep(asked_s + LEAST_WAIT_PART * self._times.call_s - loop.time())
+                    give_up_s = self._placement_deadline_s(is_first, deadline_s)
+                    await asyncio.sleep(asked_s + MIN_POLL_FRACTION * self._times.call_s - loop.time())
                     continue
                 if isinstance(placement, Placement):
                     self._by_decision[placement.decision_id] = address
@@ -103,114 +112,121 @@ class SchedulerPool:
                     Failure(
                         code=Code.UNAVAILABLE,
                         reason=Reason.SCHEDULER_LOST,
-                        message=f"no scheduler has answered for {self._times.wait_s:g} s; retry",
+                        message=f"no scheduler has answered for {self._times.wait_s:g} s; retry later",
                         retry_after_s=max(1.0, self._times.heartbeat_s),
                     )
                 )
-            self._found.clear()
+            self._scheduler_found.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, self._times.heartbeat_s / 2)):
-                    await self._found.wait()
+                    await self._scheduler_found.wait()
 
-    def _give_up_s(self, is_first: bool, deadline_s: float) -> float:
+    def _placement_deadline_s(self, is_first: bool, deadline_s: float) -> float:
         return min(deadline_s, asyncio.get_running_loop().time() + self._times.wait_s) if is_first else deadline_s
 
     def finished(self, actuals: RequestActuals) -> None:
-        """Tell the scheduler that decided; later, and not at all if too many wait already."""
+        """Queue an outcome for the scheduler that made the decision. Dropped if the queue is full."""
         address = self._by_decision.pop(actuals.decision_id, None)
         if address is not None:
             with suppress(asyncio.QueueFull):
                 self._actuals.put_nowait((address, actuals))
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Decision records of a request, from whichever scheduler has them. Raises Refused (503) when none
-        answers."""
-        answers = await self._ask_all(lambda api: api.explain(request_id))
+        """Return the decision records of a request from any scheduler that has them.
+
+        `request_id` None means the last placed request. Raises Refused (503) if no scheduler answers.
+        """
+        answers = await self._call_all(lambda api: api.explain(request_id))
         return next((records for records in answers if records), ())
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
-        """Whether a scheduler has asked the worker to drain. Raises Refused (503) when none answers."""
-        return any(await self._ask_all(lambda api: api.drain(worker_id, node_shutting_down=node_shutting_down)))
+        """Ask all schedulers to drain a worker. Return True if one of them knows the worker.
+
+        Raises Refused (503) if no scheduler answers.
+        """
+        return any(await self._call_all(lambda api: api.drain(worker_id, node_shutting_down=node_shutting_down)))
 
     async def run(self) -> None:
-        """Keep finding schedulers, watching one and telling outcomes, for ever."""
+        """Discover schedulers, watch one of them and report outcomes, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(), name="scheduler-watch")
-            group.create_task(self._tell(), name="scheduler-finished")
+            group.create_task(self._report_outcomes(), name="scheduler-finished")
             if self._membership is not None:
-                group.create_task(self._find(self._membership), name="scheduler-find")
+                group.create_task(self._discover(self._membership), name="scheduler-find")
 
-    async def _ask(
+    async def _call_first(
         self, call: Callable[[SchedulerApi], Awaitable[T]], *, until_s: float | None = None
     ) -> tuple[str, T] | None:
-        """(address, answer) of the first scheduler that answers; None if none does. Raises Refused where one
-        says why not."""
-        for address in self._in_order():
+        """Return (address, answer) of the first scheduler that answers; None if none does.
+
+        Raises Refused if a scheduler refuses the call for a reason other than being unavailable.
+        """
+        for address in self._by_preference():
             api = self._apis.get(address)
-            if api is None:  # it has left while another was asked
+            if api is None:  # it was removed while another one was asked
                 continue
             due_s = asyncio.get_running_loop().time() + self._times.call_s
             try:
                 async with asyncio.timeout_at(due_s if until_s is None else min(due_s, until_s)):
                     answer = await call(api)
             except (StreamBroken, TimeoutError) as error:
-                self._suspect(address, error)
+                self._mark_failed(address, error)
             except Refused as refused:
                 if refused.failure.code is not Code.UNAVAILABLE:
                     raise
-                self._suspect(address, refused)
+                self._mark_failed(address, refused)
             else:
-                self._suspects.pop(address, None)
+                self._failed_at_s.pop(address, None)
                 return address, answer
         return None
 
-    async def _ask_all(self, call: Callable[[SchedulerApi], Awaitable[T]]) -> list[T]:
+    async def _call_all(self, call: Callable[[SchedulerApi], Awaitable[T]]) -> list[T]:
         answers: list[T] = []
-        for api, address in [(self._apis[address], address) for address in self._in_order()]:
+        for api, address in [(self._apis[address], address) for address in self._by_preference()]:
             try:
                 async with asyncio.timeout(self._times.call_s):
                     answers.append(await call(api))
             except (StreamBroken, TimeoutError) as error:
-                self._suspect(address, error)
+                self._mark_failed(address, error)
         if not answers:
             raise Refused(
                 Failure(
                     code=Code.UNAVAILABLE,
                     reason=Reason.SCHEDULER_LOST,
-                    message="no scheduler answers; retry",
+                    message="no scheduler answers; retry later",
                     retry_after_s=1.0,
                 )
             )
         return answers
 
-    def _in_order(self) -> list[str]:
-        """Those that answered last, and then those whose failure is longest ago."""
-        return sorted(self._apis, key=lambda address: self._suspects.get(address, float("-inf")))
+    def _by_preference(self) -> list[str]:
+        """Return addresses without a failure first, then those whose failure is longest ago."""
+        return sorted(self._apis, key=lambda address: self._failed_at_s.get(address, float("-inf")))
 
-    def _suspect(self, address: str, error: Exception) -> None:
-        if address not in self._suspects:
-            log.warning("scheduler_silent", address=address, problem=str(error) or type(error).__name__)
-        self._suspects[address] = asyncio.get_running_loop().time()
+    def _mark_failed(self, address: str, error: Exception) -> None:
+        if address not in self._failed_at_s:
+            log.warning("scheduler_call_failed", address=address, problem=str(error) or type(error).__name__)
+        self._failed_at_s[address] = asyncio.get_running_loop().time()
 
     def _set_addresses(self, addresses: Sequence[str]) -> None:
         new = [address for address in addresses if address not in self._apis]
-        self._rng.shuffle(new)  # so that gateways spread over schedulers
+        self._rng.shuffle(new)  # spreads the gateways over the schedulers
         kept = {address: api for address, api in self._apis.items() if address in addresses}
         self._apis = kept | {address: self._network.scheduler(address) for address in new}
-        self._suspects = {address: at_s for address, at_s in self._suspects.items() if address in self._apis}
+        self._failed_at_s = {address: at_s for address, at_s in self._failed_at_s.items() if address in self._apis}
         if new:
-            self._found.set()
+            self._scheduler_found.set()
 
-    async def _find(self, membership: Membership) -> None:
+    async def _discover(self, membership: Membership) -> None:
         while True:
-            with suppress(StoreUnavailable):  # what was known last stays
+            with suppress(StoreUnavailable):  # keep the last known addresses
                 self._set_addresses([member.address for member in await membership.members(MemberKind.SCHEDULER)])
             await asyncio.sleep(self._times.heartbeat_s)
 
     async def _watch(self) -> None:
-        """One Watch stream at a time, from the scheduler that is asked first."""
+        """Keep one Watch stream open, from the first scheduler that accepts it."""
         while True:
-            for address in self._in_order():
+            for address in self._by_preference():
                 await self._watch_one(address)
             await asyncio.sleep(self._times.heartbeat_s / 2)
 
@@ -224,27 +240,27 @@ class SchedulerPool:
                 source = await api.watch()
                 update = await source.receive()
             while True:
-                self._suspects.pop(address, None)
-                self._found.set()
-                self._view.take(update, address)
+                self._failed_at_s.pop(address, None)
+                self._scheduler_found.set()
+                self._view.update(update, address)
                 update = await source.receive()
         except (StreamBroken, TimeoutError, Refused) as error:
-            self._suspect(address, error)
+            self._mark_failed(address, error)
             if self._view.scheduler is not None:
-                self._view.lose_scheduler()
+                self._view.scheduler_lost()
         finally:
             if source is not None:
                 await source.aclose()
 
-    async def _tell(self) -> None:
+    async def _report_outcomes(self) -> None:
         while True:
-            told = [await self._actuals.get()]
-            await asyncio.sleep(GATHER_S)
-            while len(told) < MAX_TOLD and not self._actuals.empty():
-                told.append(self._actuals.get_nowait())
-            for address in dict.fromkeys(address for address, _ in told):
+            batch = [await self._actuals.get()]
+            await asyncio.sleep(BATCH_INTERVAL_S)
+            while len(batch) < MAX_OUTCOMES_PER_CALL and not self._actuals.empty():
+                batch.append(self._actuals.get_nowait())
+            for address in dict.fromkeys(address for address, _ in batch):
                 api = self._apis.get(address)
                 if api is not None:
                     with suppress(StreamBroken, TimeoutError, Refused):
                         async with asyncio.timeout(self._times.call_s):
-                            await api.finished(*(actuals for at, actuals in told if at == address))
+                            await api.finished(*(actuals for at, actuals in batch if at == address))

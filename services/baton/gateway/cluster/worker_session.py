@@ -1,9 +1,8 @@
-"""One standing session with one life of a worker: jobs go down, tokens come up, and a broken stream is
-resumed as if nothing had been.
+"""Session with one incarnation of a worker: sends jobs, receives tokens, and resumes after a broken stream.
 
-The worker is lost at once when it cannot be dialled, is another life, or no longer knows the session; and
-after `detection_s` of silence. Then every open leg is told. Messages arrive in order, numbered without gaps;
-what came before is dropped, and a gap breaks the stream.
+The worker counts as lost if it cannot be dialled, has restarted, no longer knows the session, or was silent for
+`detection_s`. The listener of every open job is then notified. Worker messages are numbered without gaps. A
+message that was received before is dropped, and a gap breaks the stream, so that the worker sends it again.
 """
 
 import asyncio
@@ -36,16 +35,21 @@ log = get_logger(__name__)
 
 Stream = Duplex[GatewayMessage, WorkerMessage]
 
-MAX_FRUITLESS_STREAMS = 3
-"""Streams in a row that break before they have brought one new message, after which the worker is lost."""
+MAX_STREAMS_WITHOUT_PROGRESS = 3
+"""Number of streams in a row that may break without a new message. After one more, the worker counts as lost."""
 ACK_EVERY = 32
-"""Worker messages after which they are acknowledged, if no heartbeat came before."""
+"""Number of worker messages after which an Ack is sent, unless a heartbeat came first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTimes:
-    """`detection_s`: silence after which a worker is lost. `stuck_s`: age of a step after which its worker is
-    lost though it still talks; workers notice earlier themselves, so this is for those that do not."""
+    """Intervals and timeouts of a session.
+
+    heartbeat_s: interval of pings.
+    detection_s: silence after which the worker counts as lost.
+    stuck_s: age of a step after which the worker counts as lost, although it still sends heartbeats. Workers
+        detect this earlier themselves, so this limit is for those that do not.
+    """
 
     heartbeat_s: float
     detection_s: float
@@ -53,24 +57,29 @@ class SessionTimes:
 
 
 class JobListener(Protocol):
-    """Who waits for a job's tokens. Nothing is called after `failed` or `lost`. `was_sent`: the worker may
-    have had the job."""
+    """Receives the events of one job. No method is called after `failed` or `lost`."""
 
-    def deliver(self, delta: TokenDelta) -> None: ...
+    def deliver(self, delta: TokenDelta) -> None:
+        """Take new tokens."""
+        ...
 
-    def failed(self, failure: Failure) -> None: ...
+    def failed(self, failure: Failure) -> None:
+        """The worker ended the job with a failure."""
+        ...
 
-    def lost(self, loss: WorkerLost, *, was_sent: bool) -> None: ...
+    def lost(self, loss: WorkerLost, *, was_sent: bool) -> None:
+        """The worker is lost. `was_sent` is True if it may have received the job."""
+        ...
 
 
 class _OpenJob:
-    """A job whose last message has not come. `leg` None: nobody waits any more, it was cancelled."""
+    """A job whose last message has not arrived. `listener` is None once the job was cancelled."""
 
-    __slots__ = ("cancels", "deadline_s", "leg", "message", "one_delta_each", "remaining", "was_sent")
+    __slots__ = ("cancels", "deadline_s", "listener", "message", "one_delta_each", "remaining", "was_sent")
 
-    def __init__(self, message: PrefillJob | DecodeJob, leg: JobListener, now_s: float) -> None:
+    def __init__(self, message: PrefillJob | DecodeJob, listener: JobListener, now_s: float) -> None:
         self.message = message
-        self.leg: JobListener | None = leg
+        self.listener: JobListener | None = listener
         self.deadline_s = now_s + message.deadline_s
         self.remaining = set(message.sample_indices)
         self.one_delta_each = isinstance(message, PrefillJob)
@@ -79,7 +88,7 @@ class _OpenJob:
 
 
 class WorkerSession:
-    """`on_end(self)` is called once, when the worker is lost or the session was closed."""
+    """Session with one incarnation of a worker. Calls `on_end(self)` once, when the session has ended."""
 
     def __init__(
         self,
@@ -103,76 +112,76 @@ class WorkerSession:
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[JobId, _OpenJob] = {}
         self._stream: Stream | None = None
-        self._was_up = False
+        self._was_connected = False
         self._last_seq = 0
         self._num_unacknowledged = 0
-        self._num_fruitless = 0
-        self._heard_s = self._loop.time()
-        self._silence_due_s = self._heard_s + times.detection_s
-        self._silence = self._loop.call_at(self._silence_due_s, self._check_silence)
-        self._tick = self._loop.call_later(times.heartbeat_s, self._ping)
+        self._num_streams_without_progress = 0
+        self._last_message_s = self._loop.time()
+        self._silence_due_s = self._last_message_s + times.detection_s
+        self._silence_timer = self._loop.call_at(self._silence_due_s, self._check_silence)
+        self._ping_timer = self._loop.call_later(times.heartbeat_s, self._ping)
         self._task = self._loop.create_task(self._run(), name=f"session-{worker.worker_id}")
 
     @property
-    def is_up(self) -> bool:
+    def is_connected(self) -> bool:
+        """True if the session has an open stream."""
         return self._stream is not None
 
     @property
     def num_jobs(self) -> int:
+        """Number of jobs whose last message has not arrived."""
         return len(self._jobs)
 
-    def open(self, job: PrefillJob | DecodeJob, leg: JobListener) -> None:
-        """Send a job, now or once the stream is there. Raises WorkerLost when the session has ended."""
+    def open(self, job: PrefillJob | DecodeJob, listener: JobListener) -> None:
+        """Send a job now, or as soon as the stream is open. Raises WorkerLost if the session has ended."""
         if self.has_ended:
             raise WorkerLost(self.worker, Reason.WORKER_LOST, "its session has ended", has_died=False)
-        self._jobs[job.job] = open_job = _OpenJob(job, leg, self._loop.time())
+        self._jobs[job.job] = open_job = _OpenJob(job, listener, self._loop.time())
         if self._stream is not None:
             open_job.was_sent = True
             self._send(job)
 
     def cancel(self, job: JobId, reason: Reason, sample_indices: tuple[int, ...] = ()) -> None:
-        """End these samples of a job, or all of it (empty). Its leg hears nothing more of them. Unknown and
-        ended jobs are ignored."""
+        """Cancel these samples of a job, or the complete job if `sample_indices` is empty.
+
+        The listener gets no further events for a cancelled job. Unknown and ended jobs are ignored.
+        """
         open_job = self._jobs.get(job)
-        if open_job is None or open_job.leg is None:
+        if open_job is None or open_job.listener is None:
             return
         cancel = Cancel(job=job, reason=reason, sample_indices=sample_indices)
         open_job.cancels.append(cancel)
         open_job.remaining.difference_update(sample_indices)
         if not sample_indices:
-            open_job.leg = None
-            if not open_job.was_sent:  # the worker never heard of it
+            open_job.listener = None
+            if not open_job.was_sent:  # the worker does not know the job
                 del self._jobs[job]
         self._send(cancel)
 
     def close(self) -> None:
-        """End the session; legs that are still open are told that the worker is lost. Its stream closes by
-        itself."""
+        """End the session. Listeners of open jobs get `lost`. The stream closes in the background."""
         self._task.cancel()
         self._end(WorkerLost(self.worker, Reason.WORKER_LOST, "the session was closed", has_died=False))
 
     async def aclose(self) -> None:
-        """As `close`, and wait for the stream."""
+        """End the session as `close` does, and wait until the stream is closed."""
         self.close()
         await asyncio.wait((self._task,))
 
     async def _run(self) -> None:
         try:
             while True:
-                up_s = self._loop.time()
+                opened_s = self._loop.time()
                 try:
                     await self._serve()
                 except StreamBroken as broken:
                     log.info("session_broken", worker=str(self.worker), problem=str(broken), last_seq=self._last_seq)
-                    self._num_fruitless += 1
-                    if self._num_fruitless > MAX_FRUITLESS_STREAMS:
-                        raise WorkerLost(
-                            self.worker, Reason.WORKER_LOST, f"breaks every stream: {broken}", has_died=False
-                        ) from broken
-                if (
-                    self._loop.time() - up_s < self._times.heartbeat_s
-                ):  # do not spin on a stream that breaks at once, again and again
-                    await asyncio.sleep(self._times.heartbeat_s / 4)
+                    self._num_streams_without_progress += 1
+                    if self._num_streams_without_progress > MAX_STREAMS_WITHOUT_PROGRESS:
+                        problem = f"{self._num_streams_without_progress} streams in a row broke: {broken}"
+                        raise WorkerLost(self.worker, Reason.WORKER_LOST, problem, has_died=False) from broken
+                if self._loop.time() - opened_s < self._times.heartbeat_s:
+                    await asyncio.sleep(self._times.heartbeat_s / 4)  # do not spin on streams that break immediately
         except WorkerLost as loss:
             self._end(loss)
         except asyncio.CancelledError:
@@ -182,7 +191,7 @@ class WorkerSession:
             self._end(WorkerLost(self.worker, Reason.INTERNAL, f"{type(error).__name__}: {error}", has_died=False))
 
     async def _serve(self) -> None:
-        """One stream, until it breaks."""
+        """Open one stream and receive from it until it breaks."""
         stream = await self._connect()
         try:
             await self._receive(stream)
@@ -191,14 +200,17 @@ class WorkerSession:
             await stream.aclose()
 
     async def _connect(self) -> Stream:
-        """Dial, agree, repeat what is open. Raises WorkerLost where nobody answers, StreamBroken where the
-        stream breaks before that."""
+        """Dial the worker, exchange hellos, and send open jobs again.
+
+        Raises WorkerLost if the worker cannot be reached or its reply does not fit, and StreamBroken if the stream
+        breaks before the reply.
+        """
         dialled_s = self._loop.time()
         try:
             stream = await self._network.open_session(self.worker.address)
         except StreamBroken as broken:
-            # A dial that nobody answers takes its time; one that is refused comes back at once: no process is
-            # there.
+            # A refused connection fails immediately and means that no process listens there. A dial to an
+            # unreachable host takes until its timeout.
             was_refused = self._loop.time() - dialled_s < self._times.detection_s / 2
             reason = broken.failure.reason if broken.failure else Reason.WORKER_LOST
             raise WorkerLost(self.worker, reason, f"cannot be reached: {broken}", has_died=was_refused) from broken
@@ -215,36 +227,37 @@ class WorkerSession:
         except BaseException:
             await stream.aclose()
             raise
-        self._was_up = True
-        self._heard_s = self._loop.time()
+        self._was_connected = True
+        self._last_message_s = self._loop.time()
         self._stream = stream
-        self._repeat()
+        self._resend_open_jobs()
         return stream
 
     def _check_reply(self, reply: WorkerMessage) -> None:
         problem = ""
         if not isinstance(reply, SessionHelloReply):
-            reason, problem = Reason.INTERNAL, f"answered a hello with {type(reply).__name__}"
+            reason, problem = Reason.INTERNAL, f"it replied to SessionHello with {type(reply).__name__}"
         elif reply.protocol_version != PROTOCOL_VERSION:
             reason, problem = (
                 Reason.PROTOCOL_VERSION,
-                f"speaks protocol version {reply.protocol_version}, this gateway {PROTOCOL_VERSION}",
+                f"its protocol version is {reply.protocol_version}, this gateway's is {PROTOCOL_VERSION}",
             )
         elif not reply.worker.is_same_incarnation(self.worker):
-            raise WorkerLost(self.worker, Reason.WRONG_EPOCH, f"{reply.worker} is there now", has_died=True)
+            raise WorkerLost(self.worker, Reason.WRONG_EPOCH, f"its address now serves {reply.worker}", has_died=True)
         elif reply.layout.tokenizer_fingerprint != self._tokenizer_fingerprint:
             reason = Reason.LAYOUT_MISMATCH
             problem = (
-                f"tokenizer_fingerprint: {reply.layout.tokenizer_fingerprint} there, {self._tokenizer_fingerprint} here"
+                f"its tokenizer_fingerprint is {reply.layout.tokenizer_fingerprint}, "
+                f"this gateway's is {self._tokenizer_fingerprint}"
             )
-        elif self._was_up and not (reply.resumed and reply.oldest_seq <= self._last_seq + 1):
+        elif self._was_connected and not (reply.resumed and reply.oldest_seq <= self._last_seq + 1):
             reason, problem = Reason.WORKER_LOST, "it no longer knows the session"
         else:
             return
         raise WorkerLost(self.worker, reason, problem, has_died=False)
 
-    def _repeat(self) -> None:
-        """Every open job and its cancels: the worker knows by the JobId what it has had already."""
+    def _resend_open_jobs(self) -> None:
+        """Send every open job and its cancels again. The worker ignores those whose JobId it already knows."""
         now_s = self._loop.time()
         for job in self._jobs.values():
             job.was_sent = True
@@ -255,15 +268,15 @@ class WorkerSession:
     async def _receive(self, stream: Stream) -> None:
         while True:
             message = await stream.receive()
-            self._heard_s = self._loop.time()
+            self._last_message_s = self._loop.time()
             if isinstance(message, SessionHelloReply):
-                raise StreamBroken("a second hello")
+                raise StreamBroken("the worker sent a second SessionHelloReply")
             if message.seq <= self._last_seq:
                 continue
             if message.seq != self._last_seq + 1:
                 raise StreamBroken(f"message {message.seq} came after {self._last_seq}")
             self._last_seq = message.seq
-            self._num_fruitless = 0
+            self._num_streams_without_progress = 0
             self._num_unacknowledged += 1
             if isinstance(message, Step):
                 self._take_step(message)
@@ -281,17 +294,17 @@ class WorkerSession:
                 job.remaining.discard(delta.sample_index)
                 if not job.remaining:
                     del self._jobs[delta.job]
-            if job.leg is not None:
-                job.leg.deliver(delta)
+            if job.listener is not None:
+                job.listener.deliver(delta)
         for failed in step.failures:
             job = self._jobs.pop(failed.job, None)
-            if job is not None and job.leg is not None:
-                job.leg.failed(failed.failure)
+            if job is not None and job.listener is not None:
+                job.listener.failed(failed.failure)
 
     def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._acknowledge()
         if heartbeat.step_age_s > self._times.stuck_s:
-            message = f"its step runs for {heartbeat.step_age_s:.1f} s"
+            message = f"its step has run for {heartbeat.step_age_s:.1f} s"
             raise WorkerLost(self.worker, Reason.WORKER_LOST, message, has_died=False)
 
     def _acknowledge(self) -> None:
@@ -299,8 +312,10 @@ class WorkerSession:
         self._send(Ack(seq=self._last_seq))
 
     def _send(self, message: GatewayMessage) -> None:
-        """Over the stream, if there is one. What a broken stream loses is repeated; who receives on it sees
-        it break."""
+        """Send a message if the stream is open. Messages that a broken stream loses are sent again later.
+
+        A broken stream is handled by the receiving side, which sees it break too.
+        """
         if self._stream is not None:
             try:
                 self._stream.send(message)
@@ -309,26 +324,24 @@ class WorkerSession:
 
     def _ping(self) -> None:
         self._send(Ping())
-        forgotten_s = self._loop.time() - self._times.detection_s
-        for job in [id_ for id_, job in self._jobs.items() if job.leg is None and job.deadline_s < forgotten_s]:
-            del self._jobs[job]  # cancelled, and the worker never said that it has ended
-        self._tick = self._loop.call_later(self._times.heartbeat_s, self._ping)
+        expired_s = self._loop.time() - self._times.detection_s
+        for job in [id_ for id_, job in self._jobs.items() if job.listener is None and job.deadline_s < expired_s]:
+            del self._jobs[job]  # it was cancelled, but the worker never confirmed its end
+        self._ping_timer = self._loop.call_later(self._times.heartbeat_s, self._ping)
 
     def _check_silence(self) -> None:
         now_s = self._loop.time()
         if now_s - self._silence_due_s > self._times.heartbeat_s:
-            # This process stood still: what the worker said meanwhile still waits to be read.
-            self._heard_s = max(self._heard_s, now_s - self._times.detection_s + self._times.heartbeat_s)
-        self._silence_due_s = self._heard_s + self._times.detection_s
+            # This process was suspended. The worker's messages from that time have not been read yet.
+            self._last_message_s = max(self._last_message_s, now_s - self._times.detection_s + self._times.heartbeat_s)
+        self._silence_due_s = self._last_message_s + self._times.detection_s
         if now_s < self._silence_due_s:
-            self._silence = self._loop.call_at(self._silence_due_s, self._check_silence)
+            self._silence_timer = self._loop.call_at(self._silence_due_s, self._check_silence)
             return
         self._task.cancel()
-        silence_s = now_s - self._heard_s
+        silence_s = now_s - self._last_message_s
         self._end(
-            WorkerLost(
-                self.worker, Reason.WORKER_LOST, f"nothing was heard of it for {silence_s:.1f} s", has_died=False
-            )
+            WorkerLost(self.worker, Reason.WORKER_LOST, f"it sent no message for {silence_s:.1f} s", has_died=False)
         )
 
     def _end(self, loss: WorkerLost) -> None:
@@ -336,12 +349,12 @@ class WorkerSession:
             return
         self.has_ended = True
         self._stream = None
-        self._silence.cancel()
-        self._tick.cancel()
+        self._silence_timer.cancel()
+        self._ping_timer.cancel()
         jobs, self._jobs = self._jobs, {}
         level = log.warning if jobs else log.info
         level("worker_session_ended", worker=str(self.worker), problem=str(loss), open_jobs=len(jobs))
         self._on_end(self)
         for job in jobs.values():
-            if job.leg is not None:
-                job.leg.lost(loss, was_sent=job.was_sent)
+            if job.listener is not None:
+                job.listener.lost(loss, was_sent=job.was_sent)

@@ -1,5 +1,7 @@
-"""The front door's methods (`core.client_api`) over a `GatewayService`: what gRPC serves, and HTTP where it
-is not on the hot path."""
+"""Implements the client and operator APIs of `core.client_api` on top of a `GatewayService`.
+
+The gRPC server uses both APIs. The HTTP application uses only the operator API.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -18,9 +20,10 @@ from baton.core.client_api import (
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
+from baton.core.request_limits import printable
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
-from baton.gateway.input.tokenize_calls import ids_of, text_of
+from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -30,33 +33,34 @@ _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 16
 
 
-class Inference:
+class InferenceService:
     """Implements `InferenceApi`."""
 
     def __init__(self, service: GatewayService, *, stream_buffer_bytes: int) -> None:
+        """Create the API. `stream_buffer_bytes` bounds the unread part of a response."""
         self._service = service
         self._stream_buffer_bytes = stream_buffer_bytes
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> "RunningCall":
         try:
-            identity = self._service.admitted(caller.authorization)
+            identity = self._service.admit_caller(caller.authorization)
             received_s = asyncio.get_running_loop().time()
-            with self._service.arriving(identity):
+            with self._service.hold_slot(identity):
                 call = await self._service.validator.call(
                     Endpoint.GRPC, body, caller, received_s=received_s, identity=identity
                 )
         except Refused as refused:
-            self._service.ended(Endpoint.GRPC.value, refused.failure)
+            self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
         return RunningCall(call, self._service, self._stream_buffer_bytes)
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
-        with self._service.arriving(self._service.admitted(caller.authorization)):
-            return await ids_of(self._service.validator, body)
+        with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
+            return await tokenize_body(self._service.validator, body)
 
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
-        with self._service.arriving(self._service.admitted(caller.authorization)):
-            return await text_of(self._service.validator, body)
+        with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
+            return await detokenize_body(self._service.validator, body)
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
         self._service.keys.identify(caller.authorization)
@@ -64,7 +68,7 @@ class Inference:
 
 
 class RunningCall:
-    """One call of `generate`. Implements `Generation`."""
+    """One running call of `generate`. Implements `Generation` and `ChoiceSink`."""
 
     def __init__(self, call: ClientCall, service: GatewayService, max_bytes: int) -> None:
         self._call = call
@@ -82,18 +86,19 @@ class RunningCall:
         return self._call.request_id.hex()
 
     def put(self, choice: ChoiceDelta) -> None:
+        """Collect new output for `receive`. Raises Refused (slow_reader) if too much is unread."""
         self._choices.append(choice)
         num_logprobs = sum(1 + len(position.top) for position in choice.logprobs)
         self._num_bytes += (
             _CHOICE_BYTES + len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROB_BYTES * num_logprobs
         )
         if self._num_bytes > self._max_bytes:
-            message = "the client has left too much of its stream unread; read faster"
+            message = f"more than {self._max_bytes} bytes of the stream are unread; read faster"
             raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message))
         self._changed.set()
 
     async def receive(self) -> GenerateChunk:
-        """What has gathered since the last time. Raises StreamBroken after the last chunk."""
+        """Wait for new output and return all of it in one chunk. Raises StreamBroken after the last chunk."""
         if self._is_over:
             raise StreamBroken("the call has ended")
         await self._changed.wait()
@@ -102,30 +107,31 @@ class RunningCall:
         if not self._run.done():
             return GenerateChunk(choices=choices)
         if choices and (self._run.cancelled() or self._run.exception() is not None):
-            self._changed.set()  # first what was made before it failed, then why it did
+            self._changed.set()  # deliver the output from before the failure first; the next call raises the failure
             return GenerateChunk(choices=choices)
         self._is_over = True
-        ending = self._run.result()  # raises what the call ended with
+        outcome = self._run.result()  # raises the error of a failed call
         return GenerateChunk(
-            choices=choices, usage=ending.usage, timeline=ending.timeline[0] if ending.timeline else None
+            choices=choices, usage=outcome.usage, timeline=outcome.timeline[0] if outcome.timeline else None
         )
 
     async def aclose(self) -> None:
+        """Cancel the call if it still runs, and wait for its end."""
         self._is_over = True
         self._run.cancel()
         await asyncio.wait((self._run,))
 
     def _ended(self, run: asyncio.Task[Any]) -> None:
         error = None if run.cancelled() else run.exception()
-        cancelled = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has left")
+        cancelled = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
         failure = error.failure if isinstance(error, Refused) else cancelled if run.cancelled() else None
         if error is not None and failure is None:
             failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=str(error))
-        self._service.ended(Endpoint.GRPC.value, failure)
+        self._service.count_result(Endpoint.GRPC.value, failure)
         self._changed.set()
 
 
-class Admin:
+class AdminService:
     """Implements `AdminApi`."""
 
     def __init__(self, service: GatewayService, process: ProcessInfo) -> None:
@@ -151,20 +157,21 @@ class Admin:
             what = (
                 "no request has been placed yet"
                 if request_id is None
-                else f"no decision for {request_id} is remembered"
+                else f"no decision is stored for request {request_id}"
             )
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=what))
         return records
 
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
-        log.info("drain_asked", worker=worker_id, node_shutting_down=node_shutting_down, key=self._check(caller).name)
+        identity = self._check(caller)
+        log.info("drain_requested", worker=worker_id, node_shutting_down=node_shutting_down, key=identity.name)
         if not await self._service.schedulers.drain(worker_id, node_shutting_down=node_shutting_down):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
-            message = f"no worker is called {worker_id!r}; there are: {known}"
+            message = f"worker {worker_id!r} is unknown; known are: {known}"
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
 
     def _check(self, caller: Caller) -> Identity:
-        """Raises Refused unless it is an admin's."""
+        """Return the caller's identity. Raises Refused unless it is an admin's."""
         identity = self._service.keys.identify(caller.authorization)
         self._service.keys.check_admin(identity)
         return identity
@@ -174,4 +181,6 @@ def _request_id(text: str) -> bytes:
     try:
         return bytes.fromhex(text)
     except ValueError as error:
-        raise InvalidField("request_id", "a request id is 32 hex digits, as in the header x-request-id") from error
+        raise InvalidField(
+            "request_id", f"request_id is {printable(text)}; must be 32 hex digits, as in the header x-request-id"
+        ) from error

@@ -1,1 +1,1 @@
-"""The OpenAI API over HTTP: what arrives, what goes out, byte for byte."""
+"""The OpenAI API over HTTP: server, routes, and the format of responses."""

@@ -1,4 +1,4 @@
-"""Small things of HTTP over ASGI: reading a request within its limits, answering with one body."""
+"""HTTP over ASGI: reads request bodies within limits, reads headers, sends responses, and detects disconnects."""
 
 import asyncio
 import json
@@ -21,19 +21,22 @@ JSON_TYPE = b"application/json"
 TIMEOUT_HEADER = "x-baton-timeout-ms"
 
 
-class ClientGone(BatonError):
-    """The client has closed the connection: nobody reads an answer."""
+class ClientDisconnected(BatonError):
+    """The client has closed the connection, so a response cannot be delivered."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The body of a JSON request. Raises Refused (415, 413) before reading what it will not use, and
-    ClientGone."""
+    """Read the body of a JSON request.
+
+    Raises Refused (415) for another media type and Refused (413) for a body of more than `max_bytes`, if possible
+    before reading it. Raises ClientDisconnected if the client leaves before the end of the body.
+    """
     headers = dict(scope["headers"])
     _check_type(headers)
     too_large = Failure(
         code=Code.BODY_TOO_LARGE,
         reason=Reason.BODY_TOO_LARGE,
-        message=f"the body is larger than {max_bytes} bytes; send a smaller one",
+        message=f"the body is larger than {max_bytes} bytes; send a smaller body",
     )
     length = headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length) > max_bytes:
@@ -42,7 +45,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone("the client left before its request had arrived")
+            raise ClientDisconnected("the client disconnected before its request had arrived")
         body += message.get("body", b"")
         if len(body) > max_bytes:
             raise Refused(too_large)
@@ -51,7 +54,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who asks, from the headers. Raises InvalidField when one that we read makes no sense."""
+    """Read the caller's metadata from the headers. Raises InvalidField if the timeout header is invalid."""
     headers = dict(scope["headers"])
     return Caller(
         authorization=headers.get(b"authorization", b"").decode("latin-1"),
@@ -81,7 +84,7 @@ async def respond(
     headers: Headers | None = None,
     close: bool = False,
 ) -> None:
-    """One whole answer."""
+    """Send a complete response. `close` asks the client to close the connection."""
     all_headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
     if close:
         all_headers.append((b"connection", b"close"))
@@ -90,12 +93,15 @@ async def respond(
 
 
 async def respond_json(send: Send, status: int, value: object, *, headers: Headers | None = None) -> None:
+    """Send a complete response with a JSON body."""
     await respond(send, status, json.dumps(value).encode(), headers=headers)
 
 
 class WhileConnected:
-    """`async with WhileConnected(receive)`: cancels its body when the client leaves, and then raises
-    ClientGone."""
+    """Cancels the body of `async with WhileConnected(receive)` if the client disconnects.
+
+    The statement then raises ClientDisconnected. Use it after the request body was received.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -115,11 +121,11 @@ class WhileConnected:
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise ClientGone("the client has left") from error
+            raise ClientDisconnected("the client has disconnected") from error
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # of a request that has arrived, nothing else comes
+            pass  # no other message is expected after the complete request
         self._scope.reschedule(asyncio.get_running_loop().time())
 
 
@@ -130,5 +136,5 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
     is_json = kind.strip() == JSON_TYPE and charset in (b"", b"utf-8", b"utf8")
     if not is_json or headers.get(b"content-encoding", b"identity") != b"identity":
         what = f"content type {printable(given.decode('latin-1'))}" if not is_json else "a content encoding"
-        message = f"{what} cannot be read; send plain JSON with the header content-type: application/json"
+        message = f"{what} is not supported; send plain JSON with the header content-type: application/json"
         raise Refused(Failure(code=Code.UNSUPPORTED_MEDIA_TYPE, reason=Reason.INVALID_REQUEST, message=message))

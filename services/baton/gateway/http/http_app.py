@@ -1,5 +1,7 @@
-"""The HTTP application (ASGI): routes, answers, errors. Hot path: one task carries the request, this one
-writes its events."""
+"""The HTTP application (ASGI): routes, responses and errors.
+
+For a streamed response, one task runs the call and a second one writes its events to the connection.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,7 +14,7 @@ from baton.core.plain_json import to_plain
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.http.asgi_io import (
-    ClientGone,
+    ClientDisconnected,
     Receive,
     Scope,
     Send,
@@ -22,29 +24,33 @@ from baton.gateway.http.asgi_io import (
     respond,
     respond_json,
 )
-from baton.gateway.http.http_protocol import HANG_UP
-from baton.gateway.http.non_streaming import NonStreamingAnswer
+from baton.gateway.http.http_protocol import CONNECTION_EXTENSION
+from baton.gateway.http.non_streaming import NonStreamingResponse
 from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
 from baton.gateway.http.sse_stream import EventStream
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
 from baton.gateway.input.strict_json import parse_object
-from baton.gateway.input.tokenize_calls import ids_of, text_of
+from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
 
 log = get_logger(__name__)
 
 Handler = Callable[["HttpExchange"], Awaitable[None]]
-_GONE = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has left")
+_CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
 INLINE_BODY_BYTES = 256 * 1024
-"""Larger bodies would hold every stream up for milliseconds."""
+"""Larger bodies are parsed in a thread, because parsing them would delay all streams by milliseconds."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
 
 @dataclass(slots=True)
 class HttpExchange:
-    """One request and where its answer goes. `request_id` is what the client may ask about."""
+    """One HTTP request and the channel for its response.
+
+    request_id: sent to the client as `x-request-id`.
+    endpoint: label of the metric that counts the response; None if none is counted, or it was counted already.
+    """
 
     scope: Scope
     receive: Receive
@@ -54,11 +60,12 @@ class HttpExchange:
 
     @property
     def id_header(self) -> Headers:
+        """The `x-request-id` header."""
         return [(b"x-request-id", self.request_id.hex().encode())]
 
 
-class App:
-    """Answers every request of the HTTP API."""
+class HttpApp:
+    """Serves every request of the HTTP API."""
 
     def __init__(
         self,
@@ -71,8 +78,14 @@ class App:
         metrics: Callable[[], bytes],
         created: int,
     ) -> None:
-        """`unread_s`: how long an answer that has ended may wait to be read. `metrics` makes the text of
-        `/metrics`. `created`: wall time, for models."""
+        """Create the application.
+
+        max_body_bytes: largest accepted request body.
+        stream_buffer_bytes: largest amount of a streamed response that a client may leave unread.
+        unread_s: time in which a client must read the rest of a response whose call has ended.
+        metrics: returns the text of `/metrics`.
+        created: Unix time reported as `created` of the model.
+        """
         self._service = service
         self._admin = admin
         self._max_body_bytes = max_body_bytes
@@ -88,32 +101,29 @@ class App:
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._expose),
+            "/metrics": ("GET", self._metrics_text),
             DECISIONS: ("GET", self._decisions),
             MODELS: ("GET", self._model),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} is served here")  # the server is told not to offer it
+            raise RuntimeError(f"scope type is {scope['type']}; must be http")  # the server offers nothing else
         exchange = HttpExchange(scope, receive, send, self._service.validator.draw_id())
         try:
             await self._handler(exchange)(exchange)
-        except ClientGone:
-            self._count(exchange, _connection(exchange.scope).get("refusal") or _GONE)
+        except ClientDisconnected:
+            self._count(exchange, _connection(exchange.scope).get("refusal") or _CLIENT_DISCONNECTED)
         except Refused as refused:
             await self._refuse(exchange, refused)
         except Exception as error:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
-            message = (
-                f"internal error ({type(error).__name__}); the gateway's log has it under {exchange.request_id.hex()}"
-            )
+            message = f"internal error ({type(error).__name__}); see the gateway's log for request {exchange.request_id.hex()}"
             await self._refuse(exchange, Refused(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)))
 
-    def refused(self, failure: Failure) -> None:
-        """The connection has answered a request whose head was not whole: for no endpoint that anybody
-        knows."""
-        self._service.ended("", failure)
+    def count_rejected(self, failure: Failure) -> None:
+        """Count a request that the connection rejected before its head was complete, so its endpoint is unknown."""
+        self._service.count_result("", failure)
 
     def _handler(self, exchange: HttpExchange) -> Handler:
         path = exchange.scope["path"]
@@ -126,7 +136,7 @@ class App:
         given = exchange.scope["method"]
         if given == method or (given == "HEAD" and method == "GET"):
             return handler
-        return _other_method(method)
+        return _method_not_allowed(method)
 
     async def _completions(self, exchange: HttpExchange) -> None:
         await self._inference(exchange, Endpoint.COMPLETIONS)
@@ -138,46 +148,50 @@ class App:
         exchange.endpoint = endpoint
         received_s = asyncio.get_running_loop().time()
         caller = caller_of(exchange.scope)
-        identity = self._service.admitted(caller.authorization)
-        with self._service.arriving(identity):
+        identity = self._service.admit_caller(caller.authorization)
+        with self._service.hold_slot(identity):
             body = await self._body(exchange)
             call = await self._service.validator.call(
                 endpoint, body, caller, received_s=received_s, request_id=exchange.request_id, identity=identity
             )
-        await (self._stream if call.shape.stream else self._whole)(exchange, call)
+        await (self._stream if call.output_options.stream else self._non_streaming)(exchange, call)
 
     async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
-        """The request's JSON object; a large one is parsed in a thread. Raises Refused."""
+        """Read and parse the request's JSON object. A large one is parsed in a thread. Raises Refused."""
         body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes)
         return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
 
-    async def _whole(self, exchange: HttpExchange, call: ClientCall) -> None:
-        answer = NonStreamingAnswer(call, self._service.tokenizer)
+    async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
+        response = NonStreamingResponse(call, self._service.tokenizer)
         async with WhileConnected(exchange.receive):
-            ending = await self._service.run(call, answer)
+            outcome = await self._service.run(call, response)
         self._count(exchange, None)
-        await respond(exchange.send, 200, answer.body(ending), headers=exchange.id_header)
+        await respond(exchange.send, 200, response.body(outcome), headers=exchange.id_header)
 
     async def _stream(self, exchange: HttpExchange, call: ClientCall) -> None:
-        """Events as they come. The response begins with the first one, so that whatever fails before has a
-        status of its own."""
+        """Send events as they are produced.
+
+        The response starts with the first event, so that a failure before it gets its own status code.
+        """
         events = EventStream(call, self._service.tokenizer, self._stream_buffer_bytes)
         async with WhileConnected(exchange.receive):
             run = asyncio.create_task(self._service.run(call, events))
             run.add_done_callback(lambda _: events.end())
-            hang_up = _HangUp(exchange.scope, self._unread_s)
-            run.add_done_callback(hang_up.watch)
+            guard = _SlowReaderGuard(exchange.scope, self._unread_s)
+            run.add_done_callback(guard.call_ended)
             try:
-                await self._pump(exchange, events, run)
+                await self._write_events(exchange, events, run)
             finally:
-                hang_up.cancel()
+                guard.cancel()
                 run.cancel()
                 await asyncio.wait((run,))
 
-    async def _pump(self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]") -> None:
+    async def _write_events(
+        self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]"
+    ) -> None:
         has_begun = False
         while True:
-            await events.gathered()
+            await events.wait_for_events()
             body = events.take()
             if run.done():
                 break
@@ -191,7 +205,7 @@ class App:
         self._count(exchange, failure)
         if not has_begun:
             await _begin_stream(exchange)
-        body += events.ending(run.result()) if failure is None else error_event(failure)
+        body += events.final_events(run.result()) if failure is None else error_event(failure)
         await exchange.send({"type": "http.response.body", "body": body})
 
     async def _models(self, exchange: HttpExchange) -> None:
@@ -214,14 +228,14 @@ class App:
         }
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
-        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
-            ids = await ids_of(self._service.validator, await self._body(exchange))
-        answer = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
-        await respond_json(exchange.send, 200, answer)
+        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
+            ids = await tokenize_body(self._service.validator, await self._body(exchange))
+        response = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
+        await respond_json(exchange.send, 200, response)
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
-        with self._service.arriving(self._service.admitted(caller_of(exchange.scope).authorization)):
-            text = await text_of(self._service.validator, await self._body(exchange))
+        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
+            text = await detokenize_body(self._service.validator, await self._body(exchange))
         await respond_json(exchange.send, 200, {"prompt": text})
 
     async def _health(self, exchange: HttpExchange) -> None:
@@ -230,23 +244,23 @@ class App:
 
     async def _ready(self, exchange: HttpExchange) -> None:
         reasons = self._service.health.reasons
-        answer = {"status": "waiting" if reasons else "ready", "reasons": reasons}
-        if self._is_admins(exchange):
-            answer["links"] = self._service.view.links
-        await respond_json(exchange.send, 503 if reasons else 200, answer)
+        response = {"status": "waiting" if reasons else "ready", "reasons": reasons}
+        if self._is_admin(exchange):
+            response["links"] = self._service.view.links
+        await respond_json(exchange.send, 503 if reasons else 200, response)
 
-    async def _expose(self, exchange: HttpExchange) -> None:
+    async def _metrics_text(self, exchange: HttpExchange) -> None:
         self._service.keys.check_admin(self._identify(exchange))
         await respond(exchange.send, 200, self._metrics(), content_type=CONTENT_TYPE.encode())
 
-    def _is_admins(self, exchange: HttpExchange) -> bool:
+    def _is_admin(self, exchange: HttpExchange) -> bool:
         try:
             return self._identify(exchange).is_admin
         except Refused:
             return False
 
     def _identify(self, exchange: HttpExchange) -> Identity:
-        """Whose request this is. Raises Refused."""
+        """Return the identity of the request's key. Raises Refused."""
         return self._service.keys.identify(caller_of(exchange.scope).authorization)
 
     async def _decisions(self, exchange: HttpExchange) -> None:
@@ -255,7 +269,7 @@ class App:
         await respond_json(exchange.send, 200, {"decisions": [to_plain(record) for record in records]})
 
     async def _refuse(self, exchange: HttpExchange, refused: Refused) -> None:
-        """Answer with an error, for a response that has not begun."""
+        """Send an error response. No part of another response may have been sent."""
         failure = refused.failure
         self._count(exchange, failure)
         await respond(
@@ -268,14 +282,16 @@ class App:
 
     def _count(self, exchange: HttpExchange, failure: Failure | None) -> None:
         if exchange.endpoint is not None:
-            self._service.ended(exchange.endpoint.value, failure)
+            self._service.count_result(exchange.endpoint.value, failure)
             exchange.endpoint = None
 
 
-class _HangUp:
-    """Aborts the connection of a client that does not read: at once when its stream was too long unread, and
-    some time after the answer's end, when it has not read the rest. A write that waits for such a client
-    would wait for ever."""
+class _SlowReaderGuard:
+    """Aborts the connection of a client that does not read its response.
+
+    It aborts immediately if the call failed because too much of its stream was unread. Otherwise it aborts if the
+    rest is still unread `unread_s` after the end of the call. Without it, a write to such a client would never end.
+    """
 
     def __init__(self, scope: Scope, unread_s: float) -> None:
         self._abort = _connection(scope).get("abort", lambda: None)
@@ -283,9 +299,12 @@ class _HangUp:
         self._timer: asyncio.TimerHandle | None = None
         self._is_cancelled = False
 
-    def watch(self, run: "asyncio.Task[CallOutcome]") -> None:
-        """The call has ended. Its answer may have left before anybody tells so here, and the connection may
-        have another request; not so where nobody reads."""
+    def call_ended(self, run: "asyncio.Task[CallOutcome]") -> None:
+        """Start the timeout when the call has ended.
+
+        If the response was already sent completely, `cancel` was called before, and the connection may serve the
+        next request. Then no timeout starts.
+        """
         failure = _failure_of(run)
         if failure is not None and failure.reason is Reason.SLOW_READER:
             self._abort()
@@ -293,21 +312,22 @@ class _HangUp:
             self._timer = asyncio.get_running_loop().call_later(self._unread_s, self._abort)
 
     def cancel(self) -> None:
+        """Stop the timeout, because the response was sent."""
         self._is_cancelled = True
         if self._timer is not None:
             self._timer.cancel()
 
 
 def _connection(scope: Scope) -> Mapping[str, Any]:
-    """What the connection says of itself, see HANG_UP."""
-    connection: Mapping[str, Any] = scope.get("extensions", {}).get(HANG_UP, {})
+    """Return the connection's extension of the scope, see CONNECTION_EXTENSION."""
+    connection: Mapping[str, Any] = scope.get("extensions", {}).get(CONNECTION_EXTENSION, {})
     return connection
 
 
 def _failure_of(run: "asyncio.Task[CallOutcome]") -> Failure | None:
-    """What an ended call failed with."""
+    """Return the failure of an ended call; None if it succeeded."""
     if run.cancelled():
-        return _GONE
+        return _CLIENT_DISCONNECTED
     error = run.exception()
     if error is None or isinstance(error, Refused):
         return None if error is None else error.failure
@@ -315,7 +335,7 @@ def _failure_of(run: "asyncio.Task[CallOutcome]") -> Failure | None:
     return Failure(
         code=Code.INTERNAL,
         reason=Reason.INTERNAL,
-        message=f"internal error ({type(error).__name__}); the gateway's log has it",
+        message=f"internal error ({type(error).__name__}); see the gateway's log",
     )
 
 
@@ -331,15 +351,17 @@ async def _begin_stream(exchange: HttpExchange) -> None:
 async def _not_found(exchange: HttpExchange) -> None:
     path = exchange.scope["path"]
     known = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics"
-    message = f"nothing is at {printable(path)}; there are {known}"
+    message = f"the path {printable(path)} does not exist; available are {known}"
     raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
 
 
-def _other_method(method: str) -> Handler:
+def _method_not_allowed(method: str) -> Handler:
     async def refuse(exchange: HttpExchange) -> None:
         given = printable(exchange.scope["method"])
         failure = Failure(
-            code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=f"use {method} here, not {given}"
+            code=Code.INVALID_ARGUMENT,
+            reason=Reason.INVALID_REQUEST,
+            message=f"the method is {given}; this path only supports {method}",
         )
         await respond(exchange.send, 405, error_body(failure), headers=[(b"allow", method.encode())])
 

@@ -1,8 +1,6 @@
-"""uvicorn's HTTP protocol with what it lacks: an overall deadline for receiving a request, a limit for its
-head, and a way to hang up.
+"""One HTTP connection: uvicorn's protocol with a receive deadline, a limit for the request head, and an abort.
 
-Only the connection's own work is here: `receive_deadline_s` and the limits are set on a subclass, since
-uvicorn makes the instances.
+uvicorn creates the instances itself, so `protocol_class` passes the settings through a subclass.
 """
 
 import asyncio
@@ -15,14 +13,16 @@ from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.openai_errors import error_body
 
-HANG_UP = "baton.hang_up"
-"""The ASGI scope's extension between connection and application: `abort` aborts the connection, unsent bytes
-and all; `refusal` is the Failure that the connection has answered with by itself, where the application has
-seen a disconnect."""
+CONNECTION_EXTENSION = "baton.connection"
+"""Name of the ASGI scope extension that the connection offers to the application.
+
+Its `abort` closes the connection and drops unsent bytes. Its `refusal` is the Failure that the connection sent by
+itself, in which case the application only sees a disconnect.
+"""
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One HTTP connection."""
 
     receive_deadline_s: ClassVar[float] = 30.0
 
@@ -49,7 +49,7 @@ class GatewayProtocol(HttpToolsProtocol):
                 self._refuse(
                     Code.BODY_TOO_LARGE,
                     Reason.BODY_TOO_LARGE,
-                    f"the request's head is larger than {MAX_HEAD_BYTES} bytes",
+                    f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes; send fewer headers",
                 )
                 return
             self._head_bytes += len(data)
@@ -58,12 +58,12 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_begun = True
-        if self._deadline is None:  # it came with the end of the request before it
+        if self._deadline is None:  # it arrived together with the end of the previous request
             self._arm()
-        self.scope["extensions"] = {HANG_UP: {"abort": self.hang_up, "refusal": None}}
+        self.scope["extensions"] = {CONNECTION_EXTENSION: {"abort": self.abort_connection, "refusal": None}}
 
     def on_headers_complete(self) -> None:
-        super().on_headers_complete()  # raises where the head makes no sense: then the application hears nothing of it
+        super().on_headers_complete()  # raises if the head is invalid; the application then never sees the request
         self._in_head = False
 
     def on_message_complete(self) -> None:
@@ -72,15 +72,15 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Code.INVALID_ARGUMENT, Reason.INVALID_REQUEST, f"this is not HTTP as it ought to be: {msg}")
+        self._refuse(Code.INVALID_ARGUMENT, Reason.INVALID_REQUEST, f"malformed HTTP request: {msg}")
 
-    def hang_up(self) -> None:
-        """Abort the connection: what is unsent is dropped."""
+    def abort_connection(self) -> None:
+        """Close the connection immediately and drop unsent bytes."""
         if not self.transport.is_closing():
             self.transport.abort()
 
     def on_refused(self, failure: Failure) -> None:
-        """Something was refused before the application has heard of it."""
+        """Handle the rejection of a request that the application has not seen. Overridden by `protocol_class`."""
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(self.receive_deadline_s, self._expired)
@@ -91,25 +91,27 @@ class GatewayProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _expired(self) -> None:
-        """The head or body of the request that is arriving took too long."""
+        """Handle a request whose head or body was not received in time."""
         self._deadline = None
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete and (self._in_head or self.pipeline)
-        if is_answering:  # an earlier request of this connection; its client may send the next one while it reads
+        if is_answering:  # a response to an earlier request is running; the client may send the next one meanwhile
             self._arm()
         elif not self._has_begun or (self.cycle is not None and self.cycle.response_started and not self._in_head):
             self.transport.close()
         else:
-            message = f"the request was not received within {self.receive_deadline_s:g} s; send it faster"
+            message = f"the request was not received within {self.receive_deadline_s:g} s; send it within that time"
             self._refuse(Code.RECEIVE_TIMEOUT, Reason.DEADLINE, message)
 
     def _refuse(self, code: Code, reason: Reason, message: str) -> None:
-        """Answer without the application, which sees a disconnect if it has seen anything of this request,
-        and close."""
+        """Send an error without the application, and close the connection.
+
+        If the application has already seen the request, it gets a disconnect.
+        """
         failure = Failure(code=code, reason=reason, message=message)
         if self._has_begun and not self._in_head:
-            self.scope["extensions"][HANG_UP]["refusal"] = failure
+            self.scope["extensions"][CONNECTION_EXTENSION]["refusal"] = failure
         else:
             self.on_refused(failure)
         body = error_body(failure)
@@ -119,6 +121,12 @@ class GatewayProtocol(HttpToolsProtocol):
 
 
 def protocol_class(receive_deadline_s: float, on_refused: Callable[[Failure], None]) -> Callable[..., GatewayProtocol]:
-    """The class that uvicorn makes a connection with."""
-    told = {"on_refused": lambda _, failure: on_refused(failure)}
-    return type("Protocol", (GatewayProtocol,), {"receive_deadline_s": receive_deadline_s, **told})
+    """Return the class of which uvicorn creates an instance for each connection.
+
+    `on_refused` is called for each request that the connection rejects before the application has seen it.
+    """
+    attributes = {
+        "receive_deadline_s": receive_deadline_s,
+        "on_refused": lambda _, failure: on_refused(failure),
+    }
+    return type("Protocol", (GatewayProtocol,), attributes)

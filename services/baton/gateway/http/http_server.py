@@ -1,4 +1,4 @@
-"""Runs the HTTP application on uvicorn, inside a loop and process that are not uvicorn's."""
+"""Runs the HTTP application with uvicorn inside an existing event loop."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,18 @@ from baton.gateway.http.http_protocol import GatewayProtocol, protocol_class
 from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair
 from baton.runtime.process.watched_files import WatchedFiles
 
-RENEW_S = 5.0
-"""Between two looks at a certificate."""
+CERTIFICATE_CHECK_S = 5.0
+"""Interval at which the certificate files are checked for changes."""
 KEEP_ALIVE_S = 75
-"""An idle connection is kept longer than most clients and proxies keep theirs, so that it is they who close
-it."""
+"""Time after which an idle connection is closed. It is longer than the timeout of most clients and proxies, so
+that these close the connection first and never send a request into a closing one."""
 
 
 class HttpServer:
-    """`async with HttpServer(app, sock, ...)`: serves inside; leaving stops accepting, gives running answers
-    `grace_s`, and closes. `app.refused` is told of requests that never reach it."""
+    """HTTP server. Use as `async with`: leaving stops accepting, waits `grace_s` for running responses, and closes.
+
+    Calls `app.count_rejected` for requests that the connection rejects before the application sees them.
+    """
 
     def __init__(
         self,
@@ -33,13 +35,16 @@ class HttpServer:
         grace_s: float = 1.0,
         tls: CertificatePair | None = None,
     ) -> None:
-        """`tls`: without it, plain text. Raises ConfigError when its files are no certificate and key."""
+        """Create a server on a listening socket. Without `tls` it serves plain text.
+
+        Raises ConfigError if the TLS files are not a valid certificate and key.
+        """
         certificate = (
             WatchedFiles(tls.context, *tls.files, event=CERTIFICATE_RELOAD_FAILED) if tls is not None else None
         )
         config = uvicorn.Config(
             app,
-            http=protocol_class(receive_deadline_s, app.refused),  # type: ignore[arg-type]
+            http=protocol_class(receive_deadline_s, app.count_rejected),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             loop="none",
@@ -50,7 +55,9 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
             backlog=2048,
-            ssl_context_factory=None if certificate is None else lambda *_: _always_newest(certificate),
+            ssl_context_factory=None
+            if certificate is None
+            else lambda *_: _context_with_newest_certificate(certificate),
         )
         self._certificate = certificate
         self._server = _UvicornServer(config)
@@ -59,20 +66,20 @@ class HttpServer:
 
     @property
     def port(self) -> int:
+        """The port that the server listens on."""
         port: int = self._sock.getsockname()[1]
         return port
 
     @property
     def connections(self) -> tuple[GatewayProtocol, ...]:
-        """Those that are open."""
+        """The open connections."""
         return tuple(c for c in self._server.server_state.connections if isinstance(c, GatewayProtocol))
 
-    async def follow_certificate(self) -> None:
-        """New connections get a certificate that was renewed, for ever. One that cannot be read changes
-        nothing."""
+    async def reload_certificate(self, interval_s: float = CERTIFICATE_CHECK_S) -> None:
+        """Use renewed certificate files for new connections, until cancelled. Unreadable files change nothing."""
         assert self._certificate is not None
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(interval_s)
             await asyncio.to_thread(self._certificate.reload_if_changed)
 
     async def __aenter__(self) -> Self:
@@ -83,7 +90,7 @@ class HttpServer:
         finally:
             listening.cancel()
         if self._task.done():
-            await self._task  # raises why
+            await self._task  # raises the error that stopped it
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -92,21 +99,23 @@ class HttpServer:
             await self._task
 
 
-def _always_newest(followed: WatchedFiles[ssl.SSLContext]) -> ssl.SSLContext:
-    """A context to listen with, which hands each connection over to the newest one there is. Files loaded
-    into the context itself would leave it, if they were replaced just then, with neither the old pair nor the
-    new one."""
+def _context_with_newest_certificate(followed: WatchedFiles[ssl.SSLContext]) -> ssl.SSLContext:
+    """Return an SSL context for listening that gives each new connection the newest certificate.
+
+    Loading new files into the listening context itself is not safe. If the files were replaced at that moment, the
+    context would have neither the old nor the new pair.
+    """
 
     def hand_over(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         connection.context = followed.value
 
     listening = followed.value
-    listening.sni_callback = hand_over  # called for each connection, whether it names a server or not
+    listening.sni_callback = hand_over  # called for each connection, even if it names no server
     return listening
 
 
 class _UvicornServer(uvicorn.Server):
-    """Signals are not its business: who runs the process has them."""
+    """uvicorn's server without its signal handlers, because the gateway process handles signals itself."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

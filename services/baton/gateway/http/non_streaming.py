@@ -1,4 +1,4 @@
-"""An answer that is not streamed: one JSON object at its end."""
+"""Builds the JSON object of a response that is not streamed."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from baton.core.client_api import ChoiceDelta
 from baton.core.request import FinishReason, TokenLogprobs
 from baton.gateway.gateway_service import CallOutcome
 from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
-from baton.gateway.http.openai_objects import Names, timeline_object, usage_object
+from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.text.tokenizer import Tokenizer
 
@@ -22,48 +22,53 @@ class _Choice:
         self.finish: FinishReason | None = None
 
 
-class NonStreamingAnswer:
-    """Implements `answer.Receiver`. Bounded by what the call may generate."""
+class NonStreamingResponse:
+    """Collects a call's choices for one JSON object. Implements `ChoiceSink`.
+
+    Its size is bounded by the number of tokens that the call may generate.
+    """
 
     def __init__(self, call: ClientCall, tokenizer: Tokenizer) -> None:
         self._call = call
         self._tokenizer = tokenizer
-        self._names = Names(call)
+        self._fields = ObjectFields(call)
         self._choices = [_Choice() for _ in range(len(call.requests) * call.n)]
 
     def put(self, choice: ChoiceDelta) -> None:
-        kept = self._choices[choice.index]
-        kept.texts.append(choice.text)
-        kept.token_ids.extend(choice.token_ids)
-        kept.logprobs.extend(choice.logprobs)
+        """Take new output of one choice."""
+        collected = self._choices[choice.index]
+        collected.texts.append(choice.text)
+        collected.token_ids.extend(choice.token_ids)
+        collected.logprobs.extend(choice.logprobs)
         if choice.finish is not None:
-            kept.finish = choice.finish
+            collected.finish = choice.finish
 
-    def body(self, ending: CallOutcome) -> bytes:
-        answer = self._names.whole()
-        answer["choices"] = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
-        answer["usage"] = usage_object(ending.usage)
-        if ending.timeline:
-            answer["baton"] = timeline_object(ending.timeline)
-        if self._call.shape.return_token_ids and self._call.endpoint.is_chat:
-            answer["prompt_token_ids"] = list(self._call.requests[0].token_ids)
-        return json.dumps(answer, ensure_ascii=False).encode()
+    def body(self, outcome: CallOutcome) -> bytes:
+        """Return the JSON object of the complete response."""
+        response = self._fields.completion()
+        response["choices"] = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        response["usage"] = usage_object(outcome.usage)
+        if outcome.timeline:
+            response["baton"] = timeline_object(outcome.timeline)
+        if self._call.output_options.return_token_ids and self._call.endpoint.is_chat:
+            response["prompt_token_ids"] = list(self._call.requests[0].token_ids)
+        return json.dumps(response, ensure_ascii=False).encode()
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
         is_chat = self._call.endpoint.is_chat
-        made: dict[str, Any] = {"index": index}
+        result: dict[str, Any] = {"index": index}
         if is_chat:
-            made["message"] = {"role": "assistant", "content": text, "refusal": None}
+            result["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            made["text"] = text
-        made["logprobs"] = self._logprobs(choice)
-        made["finish_reason"] = choice.finish.value if choice.finish else None
-        if self._call.shape.return_token_ids:
-            made["token_ids"] = choice.token_ids
+            result["text"] = text
+        result["logprobs"] = self._logprobs(choice)
+        result["finish_reason"] = choice.finish.value if choice.finish else None
+        if self._call.output_options.return_token_ids:
+            result["token_ids"] = choice.token_ids
             if not is_chat:
-                made["prompt_token_ids"] = list(self._call.requests[index // self._call.n].token_ids)
-        return made
+                result["prompt_token_ids"] = list(self._call.requests[index // self._call.n].token_ids)
+        return result
 
     def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
         if self._call.num_logprobs is None:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, over HTTP and in the middle of a stream."""
+"""Formats failures as OpenAI error objects, for HTTP responses and for streams."""
 
 import json
 import math
@@ -22,8 +22,11 @@ _TYPES: Mapping[Code, str] = {
 
 
 def error_body(failure: Failure, param: str | None = None) -> bytes:
-    """`code` is the machine-readable reason, `status` the HTTP status, which an error in mid-stream has no
-    other place for."""
+    """Return the JSON error object of a failure. `param` names the invalid request field.
+
+    In the object, `code` is the reason code. `status` is the HTTP status, because an error within a stream cannot
+    set the status of its response.
+    """
     error = {
         "message": failure.message,
         "type": _TYPES.get(failure.code, "invalid_request_error"),
@@ -35,12 +38,12 @@ def error_body(failure: Failure, param: str | None = None) -> bytes:
 
 
 def error_event(failure: Failure) -> bytes:
-    """The last event of a stream that failed."""
+    """Return the last event of a stream that failed."""
     return b"event: error\ndata: " + error_body(failure) + b"\n\n"
 
 
 def error_headers(failure: Failure) -> Headers:
-    """When to come back, in whole seconds, and what a caller has to show (RFC 6750, section 3)."""
+    """Return the headers of an error: `retry-after` in whole seconds, and `www-authenticate` (RFC 6750)."""
     challenge: Headers = [(b"www-authenticate", b"Bearer")] if failure.code is Code.UNAUTHENTICATED else []
     if failure.retry_after_s is None:
         return challenge
@@ -48,4 +51,5 @@ def error_headers(failure: Failure) -> Headers:
 
 
 def param_of(refused: Refused) -> str | None:
+    """Return the name of the invalid request field; None if the failure concerns no field."""
     return refused.param if isinstance(refused, InvalidField) else None

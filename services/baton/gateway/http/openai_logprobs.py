@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two APIs write them."""
+"""Formats logprobs for the OpenAI chat and completions APIs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,11 @@ from baton.core.request import TokenLogprobs
 from baton.gateway.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON has not."""
+"""Value written for minus infinity, which JSON cannot express."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Return the `logprobs` object of a chat choice."""
     content = []
     for token_id, position in zip(token_ids, logprobs, strict=True):
         top = [_entry(tokenizer, id_, logprob) for id_, logprob in position.top]
@@ -21,7 +22,10 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequ
 def completion_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offset: int
 ) -> tuple[dict[str, Any], int]:
-    """The object, and the offset after it. `text_offset`: characters of the choice's tokens before these."""
+    """Return (the `logprobs` object of a completion choice, text offset after these tokens).
+
+    `text_offset` is the number of characters of the choice's earlier tokens.
+    """
     tokens = [token_name(tokenizer.token_bytes(token_id)) for token_id in token_ids]
     offsets = []
     for token in tokens:
@@ -42,8 +46,7 @@ def completion_logprobs(
 
 
 def token_name(token: bytes) -> str:
-    """A token that is a part of a character is spelled in bytes, as OpenAI spells it, so that two of them
-    stay apart."""
+    """Return the text of a token. Part of a character is written as bytes, as OpenAI does, so that it is unique."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What OpenAI's clients read: objects that are common to streamed and whole answers."""
+"""JSON objects that streamed and non-streamed OpenAI responses share."""
 
 import time
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from baton.core.client_api import Timeline, TotalUsage
 from baton.gateway.input.client_call import ClientCall, Endpoint
 
 
-class Names:
-    """The fields that every object of one answer begins with."""
+class ObjectFields:
+    """Fields with which every JSON object of one response begins."""
 
     def __init__(self, call: ClientCall) -> None:
         kind = "chat.completion" if call.endpoint is Endpoint.CHAT else "text_completion"
@@ -20,14 +20,17 @@ class Names:
         self.created = int(time.time())
         self.model = call.model
 
-    def whole(self) -> dict[str, Any]:
+    def completion(self) -> dict[str, Any]:
+        """Return the fields of a non-streamed response."""
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
 
     def chunk(self) -> dict[str, Any]:
+        """Return the fields of one chunk of a streamed response."""
         return {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
 
 
 def usage_object(usage: TotalUsage) -> dict[str, Any]:
+    """Return the `usage` object."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
@@ -37,19 +40,22 @@ def usage_object(usage: TotalUsage) -> dict[str, Any]:
 
 
 _LAST_ATTEMPT = ("waiting_s", "predicted_ttft_s", "predicted_tpot_s")
-"""Of a timeline; left out where they are not known."""
+"""Optional fields of the timeline that describe the last attempt. They are omitted if unknown."""
 
 
 def timeline_object(timeline: Sequence[Timeline]) -> dict[str, Any]:
-    """The object `baton`: of the one prompt's request, or of each under `requests`."""
+    """Return the `baton` object with the timeline. A call with several prompts has one timeline each in `requests`."""
     if len(timeline) > 1:
-        return {"requests": [_request_object(one) for one in timeline]}
+        return {"requests": [_request_object(each) for each in timeline]}
     return _request_object(timeline[0])
 
 
 def _request_object(timeline: Timeline) -> dict[str, Any]:
-    """`prefill`: who computed the prompt, `decode`: who went on; `legs` has what every worker reported, also
-    of attempts that were lost."""
+    """Return the timeline of one request.
+
+    `prefill` and `decode` name the workers of the last attempt. `legs` has the reports of all workers, including
+    those of failed attempts.
+    """
     legs = timeline.legs
     prefill = next((leg for leg in reversed(legs) if leg.num_computed_tokens), None)
     decode = next((leg for leg in reversed(legs) if leg.decode_s is not None), None)

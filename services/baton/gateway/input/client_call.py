@@ -1,4 +1,4 @@
-"""One call of a client, validated: the requests that it becomes, and what its answer has to look like."""
+"""A validated call of a client: its requests, the format of its response, and the caller's identity."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +8,7 @@ from baton.core.request import GenerateRequest
 
 
 class Endpoint(Enum):
-    """The value is the metric label."""
+    """API endpoint of a call. The value is the metric label."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -16,13 +16,17 @@ class Endpoint(Enum):
 
     @property
     def is_chat(self) -> bool:
+        """True for the chat completions endpoint."""
         return self is Endpoint.CHAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a caller is, by its API key. `cache_salt`: of its tenant. Limits of None do not limit;
-    `min_priority`: lower numbers go first."""
+    """Identity and limits of a caller, from its API key. A limit of None means unlimited.
+
+    cache_salt: salt of the tenant's block hashes.
+    min_priority: lowest priority number that the caller may use; lower numbers are served first.
+    """
 
     name: str = ""
     tenant: str = "default"
@@ -33,13 +37,19 @@ class Identity:
     min_priority: int | None = None
 
 
-ANYBODY = Identity(is_admin=True)
-"""Where there are no keys."""
+ANONYMOUS = Identity(is_admin=True)
+"""The identity of every caller if the gateway has no API keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How the answer is made from tokens and written."""
+class OutputOptions:
+    """Format of a response.
+
+    stop: stop strings.
+    include_usage: add usage to the last event of a stream.
+    return_token_ids: add token ids to each choice.
+    timeline: add the request's timeline to the end of the response.
+    """
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
@@ -51,29 +61,33 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCall:
-    """`requests`: one a prompt, each with `n` samples; choice `p * n + s` of the answer is sample s of prompt
-    p. `received_s` is loop time."""
+    """A validated call.
+
+    requests: one request per prompt, each with `n` samples. Sample s of prompt p becomes choice `p * n + s`.
+    received_s: event loop time at which the call was received.
+    """
 
     endpoint: Endpoint
     model: str
     requests: tuple[GenerateRequest, ...]
     n: int
-    shape: Shape
+    output_options: OutputOptions
     received_s: float
-    identity: Identity = ANYBODY
+    identity: Identity = ANONYMOUS
 
     @property
     def request_id(self) -> bytes:
-        """What the client is told: the id of its first prompt's request."""
+        """The id that the client sees, which is that of its first prompt's request."""
         return self.requests[0].request_id
 
     @property
     def num_logprobs(self) -> int | None:
+        """Number of most likely tokens to report per position; None if no logprobs were requested."""
         return self.requests[0].sampling.num_logprobs
 
 
 class InvalidField(Refused):
-    """The client's mistake in one field; `param` is its name, as OpenAI's errors have it."""
+    """A request field is invalid. `param` is its name, as in the OpenAI API's errors."""
 
     def __init__(
         self, param: str, message: str, reason: Reason = Reason.INVALID_REQUEST, code: Code = Code.INVALID_ARGUMENT

@@ -1,5 +1,7 @@
-"""Reading a request's fields against the table of limits. Raises `InvalidField`, naming the field and what
-would be right."""
+"""Reads request fields and checks them against the table of limits.
+
+Errors are `InvalidField` with a message that names the field, its value, the rule and the remedy.
+"""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -11,16 +13,15 @@ from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import LABELS, Unimplemented
 
 
-class Reader:
-    """Reads fields of one object against the table of limits. Null means left out. `prefix` is its own name,
-    where it is nested."""
+class FieldReader:
+    """Reads the fields of one JSON object. A null field counts as omitted."""
 
     def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
         self._body = body
         self._prefix = prefix
 
     def value(self, name: str) -> Any:
-        """The checked value, or the table's default."""
+        """Return the checked value of a field, or its default if it is omitted."""
         value = self._body.get(name)
         if value is None:
             return LIMITS[self._prefix + name].default
@@ -28,27 +29,30 @@ class Reader:
         return value
 
     def items(self, name: str) -> tuple[Any, ...]:
-        """The checked items of a list; empty when it was left out."""
+        """Return the checked items of a list field; empty if it is omitted."""
         values = self._body.get(name)
         if values is None:
             return ()
         if not isinstance(values, list | tuple):
-            raise InvalidField(name, f"{name} must be a list, not {printable(values)}")
+            raise InvalidField(name, f"{name} is {printable(values)}; must be a list")
         check_count(name, len(values))
         for value in values:
             check(name, value)
         return tuple(values)
 
     def flag(self, name: str) -> bool:
-        """A field that is a boolean here, whatever the table has under its name."""
+        """Return a boolean field, even if the table of limits has another type under its name."""
         value = self._body.get(name)
         if value is not None and not isinstance(value, bool):
-            raise InvalidField(name, f"{name} must be true or false, not {printable(value)}")
+            raise InvalidField(name, f"{name} is {printable(value)}; must be true or false")
         return bool(value)
 
 
 def check(name: str, value: object, param: str | None = None) -> None:
-    """`value` against the limit called `name`; text also against what no tokenizer can read."""
+    """Check a value against the limit called `name`, and a string with `check_text` too.
+
+    `param` is the field's name in errors, if it differs. Raises InvalidField.
+    """
     try:
         LIMITS[name].check(param or name, value)
     except OutOfLimits as error:
@@ -58,6 +62,7 @@ def check(name: str, value: object, param: str | None = None) -> None:
 
 
 def check_count(name: str, count: int, param: str | None = None) -> None:
+    """Check the number of items of a list or object field. Raises InvalidField."""
     try:
         LIMITS[name].check_count(param or name, count)
     except OutOfLimits as error:
@@ -65,29 +70,32 @@ def check_count(name: str, count: int, param: str | None = None) -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """No NUL and no lone surrogate: neither is text."""
+    """Raise InvalidField if a string contains a NUL character or a lone surrogate, which are not valid text."""
     if "\0" in text:
-        raise InvalidField(name, f"{name} has a NUL character; remove it")
+        raise InvalidField(name, f"{name} contains a NUL character; remove it")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidField(
-                name, f"{name} has a lone surrogate at character {error.start}; send whole characters"
+                name, f"{name} contains a lone surrogate at character {error.start}; send complete characters"
             ) from error
 
 
-def refuse_others(
+def refuse_unknown_fields(
     body: Mapping[str, Any],
     known: Collection[str],
     unimplemented: Mapping[str, Unimplemented],
     prefix: str = "",
-    also: Callable[[str, object], bool] | None = None,
+    is_label: Callable[[str, object], bool] | None = None,
 ) -> None:
-    """Refuse each field that is neither known nor a label (`also(name, value)` is true) nor asks for
-    nothing."""
+    """Raise InvalidField for the first field of `body` that is not allowed.
+
+    Allowed are `known` fields, fields for which `is_label(name, value)` is true, and `unimplemented` fields with a
+    value that has no effect. `prefix` is prepended to names in errors.
+    """
     for name, value in body.items():
-        if name in known or (also is not None and also(name, value)):
+        if name in known or (is_label is not None and is_label(name, value)):
             continue
         full = prefix + name
         field = unimplemented.get(name)
@@ -103,6 +111,7 @@ def refuse_others(
 
 
 def as_object(name: str, value: object) -> Mapping[str, Any]:
+    """Return `value` if it is a JSON object. Raises InvalidField if not."""
     if not isinstance(value, Mapping):
-        raise InvalidField(name, f"{name} must be an object, not {printable(value)}")
+        raise InvalidField(name, f"{name} is {printable(value)}; must be an object")
     return value

@@ -1,7 +1,6 @@
-"""From the plain dict of a request to a `Draft`: everything that can be checked without tokenizer and
-cluster. Both front doors use it.
+"""Parses and checks a request body, as far as possible without the tokenizer and the cluster.
 
-Raises `InvalidField` with a message that names the field and what would be right.
+Used for HTTP and gRPC. Errors are `InvalidField` with a message that names the field, the rule and the remedy.
 """
 
 from collections.abc import Mapping
@@ -12,18 +11,29 @@ from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import NO_SLO, Slo
 from baton.core.request_limits import LIMITS, U32_MAX, printable
 from baton.gateway.input import field_policy
-from baton.gateway.input.chat_messages import messages_of
-from baton.gateway.input.client_call import Endpoint, InvalidField, Shape
-from baton.gateway.input.field_reader import Reader, as_object, check, check_count, check_text, refuse_others
+from baton.gateway.input.chat_messages import parse_messages
+from baton.gateway.input.client_call import Endpoint, InvalidField, OutputOptions
+from baton.gateway.input.field_reader import (
+    FieldReader,
+    as_object,
+    check,
+    check_count,
+    check_text,
+    refuse_unknown_fields,
+)
 from baton.gateway.text.chat_template import Message
 
 Prompt: TypeAlias = "str | TokenIds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A request that is right by itself. `max_tokens` None: the endpoint's default. Exactly one of `prompts`
-    and `messages` is not empty. `sampling`: arguments of `Sampling` other than `max_tokens` and `seed`."""
+class ParsedRequest:
+    """A request whose fields are valid by themselves.
+
+    prompts, messages: exactly one of them is not empty.
+    max_tokens: None means the endpoint's default.
+    sampling: arguments of `Sampling` other than `max_tokens` and `seed`.
+    """
 
     endpoint: Endpoint
     model: str | None
@@ -35,30 +45,36 @@ class Draft:
     sampling: Mapping[str, Any]
     priority: int
     slo: Slo
-    shape: Shape
+    output_options: OutputOptions
 
 
-def draft_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Draft:
-    """Check `body`, whose fields are those of OpenAI's completions or chat API, and ours."""
+def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedRequest:
+    """Parse a body with the fields of OpenAI's completions or chat API and Baton's additions.
+
+    Raises InvalidField if a field is unknown or invalid.
+    """
     is_chat = endpoint.is_chat
     known = field_policy.CHAT if is_chat else field_policy.COMPLETIONS
-    refuse_others(body, known, field_policy.NOT_IN_CHAT if is_chat else field_policy.NOT_IN_COMPLETIONS, also=_label)
-    read = Reader(body)
+    unimplemented = field_policy.NOT_IN_CHAT if is_chat else field_policy.NOT_IN_COMPLETIONS
+    refuse_unknown_fields(body, known, unimplemented, is_label=_is_label)
+    read = FieldReader(body)
     n = read.value("n")
     prompts = () if is_chat else _prompts(body)
     if max(1, len(prompts)) * n > (most := LIMITS["choices"].maximum or 0):
         raise InvalidField(
-            "n", f"{len(prompts)} prompts times n = {n} are more than {most:g} choices; send them in several requests"
+            "n",
+            f"{len(prompts)} prompts times n = {n} make {len(prompts) * n} choices; at most {most:g} are allowed; "
+            "send several requests",
         )
     max_tokens = _max_tokens(read)
     min_tokens = read.value("min_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidField("min_tokens", f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens})")
-    return Draft(
+        raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
+    return ParsedRequest(
         endpoint=endpoint,
         model=read.value("model"),
         prompts=prompts,
-        messages=messages_of(body) if is_chat else (),
+        messages=parse_messages(body) if is_chat else (),
         n=n,
         max_tokens=max_tokens,
         seed=read.value("seed"),
@@ -78,7 +94,7 @@ def draft_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Draft:
         },
         priority=read.value("priority"),
         slo=_slo(body.get("slo")),
-        shape=Shape(
+        output_options=OutputOptions(
             stop=(body["stop"],) if _checked_text("stop", body.get("stop")) else read.items("stop"),
             skip_special_tokens=read.value("skip_special_tokens"),
             stream=read.value("stream"),
@@ -89,18 +105,18 @@ def draft_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Draft:
     )
 
 
-def _label(name: str, value: object) -> bool:
-    """Whether this is a field that changes no answer; its value must still be sound."""
+def _is_label(name: str, value: object) -> bool:
+    """Return True if the field is accepted without effect. Raises InvalidField if its value is invalid."""
     if value is None:
         return name in field_policy.LABELS or name in ("metadata", "store")
     if name in field_policy.LABELS:
         check("label", value, name)
     elif name == "store":
         if not isinstance(value, bool):
-            raise InvalidField(name, f"store must be true or false, not {printable(value)}")
+            raise InvalidField(name, f"store is {printable(value)}; must be true or false")
     elif name == "metadata":
         if not isinstance(value, Mapping):
-            raise InvalidField(name, f"metadata must be an object, not {printable(value)}")
+            raise InvalidField(name, f"metadata is {printable(value)}; must be an object")
         check_count(name, len(value))
         for key, item in value.items():
             check("metadata", key)
@@ -111,20 +127,20 @@ def _label(name: str, value: object) -> bool:
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
-    """Text, ids, or a batch of either."""
+    """Return the prompts of a body: a string, a list of token ids, or a list of either."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return (_prompt(prompt),)
     if not isinstance(prompt, list | tuple):
-        what = "is missing" if prompt is None else f"must not be {printable(prompt)}"
-        raise InvalidField("prompt", f"prompt {what}: send a text, a list of token ids, or a list of either")
+        what = "missing" if prompt is None else printable(prompt)
+        raise InvalidField("prompt", f"prompt is {what}; must be a string, a list of token ids, or a list of either")
     if not prompt:
-        raise InvalidField("prompt", "prompt must not be an empty list")
+        raise InvalidField("prompt", "prompt is an empty list; send at least one prompt or token id")
     if isinstance(prompt[0], str | list | tuple):
         check_count("prompt", len(prompt))
         kind = str if isinstance(prompt[0], str) else (list, tuple)
         if not all(isinstance(item, kind) for item in prompt):
-            raise InvalidField("prompt", "prompt must be texts or lists of token ids, not both in one list")
+            raise InvalidField("prompt", "prompt mixes strings and lists of token ids; send only one kind in a list")
         return tuple(_prompt(item) for item in prompt)
     return (_prompt(prompt),)
 
@@ -132,11 +148,11 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
 def _prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
-            raise InvalidField("prompt", "prompt must not be empty; send at least one character")
+            raise InvalidField("prompt", "prompt is empty; send at least one character")
         check_text("prompt", prompt)
         return prompt
     if not prompt:
-        raise InvalidField("prompt", "prompt must not be empty; send at least one token id")
+        raise InvalidField("prompt", "prompt is empty; send at least one token id")
     check_count("token_ids", len(prompt), "prompt")
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > U32_MAX:
         for item in prompt:
@@ -145,29 +161,31 @@ def _prompt(prompt: Any) -> Prompt:
 
 
 def _checked_text(name: str, value: object) -> bool:
+    """Return True if the value is a string. Raises InvalidField if it is a string outside its limits."""
     if isinstance(value, str):
         check(name, value)
         return True
     return False
 
 
-def _max_tokens(read: Reader) -> int | None:
-    """`max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
+def _max_tokens(read: FieldReader) -> int | None:
+    """Return `max_tokens`, or `max_completion_tokens`, which is OpenAI's newer name for it."""
     old, new = read.value("max_tokens"), read.value("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise InvalidField(
-            "max_tokens", f"max_tokens ({old}) and max_completion_tokens ({new}) are two names of one limit; send one"
+            "max_tokens",
+            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so send only one",
         )
     return old if new is None else new
 
 
-def _num_logprobs(read: Reader, is_chat: bool) -> int | None:
-    """Completions ask with a number, chats with a flag and a number."""
+def _num_logprobs(read: FieldReader, is_chat: bool) -> int | None:
+    """Return the number of logprobs to report. Completions send a number, chats a flag and a number."""
     if not is_chat:
         return read.value("logprobs")
     wanted, top = read.flag("logprobs"), read.value("top_logprobs")
     if top and not wanted:
-        raise InvalidField("top_logprobs", "top_logprobs needs logprobs: true")
+        raise InvalidField("top_logprobs", f"top_logprobs is {top}, but logprobs is not true; set logprobs to true")
     return (top or 0) if wanted else None
 
 
@@ -176,26 +194,26 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         return ()
     if not isinstance(value, Mapping):
         raise InvalidField(
-            "logit_bias", f"logit_bias must be an object of token ids and numbers, not {printable(value)}"
+            "logit_bias", f"logit_bias is {printable(value)}; must be an object of token ids and numbers"
         )
     check_count("logit_bias", len(value))
     biases: dict[int, object] = {}
     for key, bias in value.items():
         is_id = (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10) or type(key) is int
         if not is_id or not 0 <= int(key) <= U32_MAX:
-            raise InvalidField("logit_bias", f"logit_bias has the key {printable(key)}, which is no token id")
+            raise InvalidField("logit_bias", f"logit_bias has the key {printable(key)}; keys must be token ids")
         biases[int(key)] = bias
-    for _, bias in sorted(biases.items()):  # in order: a map that came over gRPC has none
+    for _, bias in sorted(biases.items()):  # sorted, so that the same error is reported for gRPC maps without order
         check("logit_bias", bias)
-    return tuple((token_id, float(bias)) for token_id, bias in sorted(biases.items()))  # type: ignore[arg-type]  # as just checked
+    return tuple((token_id, float(bias)) for token_id, bias in sorted(biases.items()))  # type: ignore[arg-type]  # checked above
 
 
 def _slo(value: object) -> Slo:
     if value is None:
         return NO_SLO
     nested = as_object("slo", value)
-    refuse_others(nested, field_policy.SLO, {}, "slo.")
-    read = Reader(nested, "slo.")
+    refuse_unknown_fields(nested, field_policy.SLO, {}, "slo.")
+    read = FieldReader(nested, "slo.")
     ttft_ms, tpot_ms = read.value("ttft_ms"), read.value("tpot_ms")
     return Slo(ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000)
 
@@ -206,7 +224,7 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
         return False
     nested = as_object("stream_options", options)
     if not body.get("stream"):
-        raise InvalidField("stream_options", "stream_options needs stream: true")
-    refuse_others(nested, field_policy.STREAM_OPTIONS, field_policy.NOT_IN_STREAM_OPTIONS, "stream_options.")
-    wanted: bool = Reader(nested, "stream_options.").value("include_usage")
+        raise InvalidField("stream_options", "stream_options is set, but stream is not true; set stream to true")
+    refuse_unknown_fields(nested, field_policy.STREAM_OPTIONS, field_policy.NOT_IN_STREAM_OPTIONS, "stream_options.")
+    wanted: bool = FieldReader(nested, "stream_options.").value("include_usage")
     return wanted

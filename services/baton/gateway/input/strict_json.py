@@ -1,5 +1,4 @@
-"""JSON as the standard has it: one value a key, finite numbers, UTF-8, and no deeper than a request needs to
-be."""
+"""Parses request bodies as strict JSON: UTF-8, unique keys, finite numbers and a bounded nesting depth."""
 
 import json
 import re
@@ -9,20 +8,19 @@ from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_DEPTH, printable
 
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
-"""A string, or a bracket outside of one. A string without its end matches, too: otherwise each quote in it
-would be tried as a beginning, and every try would read to the end of the text."""
+"""Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise the
+search would try each later quote as a beginning and read to the end of the text every time."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` is. Raises Refused (400) saying what is wrong with it.
+    """Parse a body that must be a JSON object. Raises Refused (400) with the problem.
 
-    A lone surrogate or a NUL may stand in its strings: who reads a field checks them, as gRPC's strings are
-    checked, too.
+    Strings may contain lone surrogates and NUL. They are rejected when a field is read, for gRPC as well.
     """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not UTF-8: byte {error.start} cannot be decoded") from error
+        raise invalid(f"the body is not valid UTF-8 at byte {error.start}; send UTF-8") from error
     _check_depth(text)
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
@@ -30,16 +28,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise invalid(
             f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise invalid("the body has a number that is too long") from error
+    except ValueError as error:  # Python rejects integers of thousands of digits
+        raise invalid("the body contains a number with too many digits") from error
     if not isinstance(value, dict):
-        raise invalid(f"the body must be a JSON object, not {printable(value)}")
+        raise invalid(f"the body is {printable(value)}; must be a JSON object")
     return value
 
 
 def _check_depth(text: str) -> None:
-    """Before parsing, so that depth costs no stack. Most bodies have so few brackets that counting them is
-    enough."""
+    """Raise Refused if the body is nested too deeply. Called before parsing, so that depth cannot exhaust the stack.
+
+    Most bodies have so few brackets that counting them is enough.
+    """
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
     depth = 0
@@ -48,7 +48,7 @@ def _check_depth(text: str) -> None:
         if opens:
             depth += 1
             if depth > MAX_JSON_DEPTH:
-                raise invalid(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+                raise invalid(f"the body is nested too deeply; at most {MAX_JSON_DEPTH} levels are allowed")
         elif closes:
             depth -= 1
 
@@ -59,10 +59,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise invalid(f"the body has the key {printable(key)} twice")
+                raise invalid(f"the body has the key {printable(key)} twice; keys must be unique")
             seen.add(key)
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise invalid(f"the body has {name}, which is not JSON")
+    raise invalid(f"the body contains {name}, which is not valid JSON; numbers must be finite")

@@ -1,4 +1,4 @@
-"""Tokenizing and detokenizing for clients of both front doors, with the fields that vLLM gives them."""
+"""Implements /tokenize and /detokenize for HTTP and gRPC, with the field names of vLLM."""
 
 import asyncio
 from collections.abc import Mapping
@@ -6,35 +6,37 @@ from typing import Any
 
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import U32_MAX, printable
-from baton.gateway.input.chat_messages import messages_of
+from baton.gateway.input.chat_messages import parse_messages
 from baton.gateway.input.client_call import InvalidField
-from baton.gateway.input.field_reader import Reader, check, check_text, refuse_others
-from baton.gateway.input.validation import CHARACTERS_A_TOKEN, Validator
+from baton.gateway.input.field_reader import FieldReader, check, check_text, refuse_unknown_fields
+from baton.gateway.input.validation import MAX_CHARACTERS_PER_TOKEN, Validator
 
 _TOKENIZE = frozenset(("model", "prompt", "messages", "add_special_tokens"))
 _DETOKENIZE = frozenset(("model", "tokens"))
 MAX_CHARACTERS = 2**20
 MAX_TOKENS = 2**16
-"""What may always be converted in one call; where the model's length has more, that much may."""
-TOKENS_A_TURN = 1024
-"""Decoded before the event loop gets its turn: about a millisecond."""
+"""Limits of one call. If the model's context is longer, the context length is the limit instead."""
+TOKENS_PER_YIELD = 1024
+"""Tokens to decode before yielding to the event loop. They take about a millisecond."""
 
 
-async def ids_of(validator: Validator, body: Mapping[str, Any]) -> TokenIds:
-    """The ids of `prompt`, or of the whole prompt that `messages` make. It may be longer than the model's
-    length. Raises Refused."""
-    refuse_others(body, _TOKENIZE, {})
-    read = Reader(body)
+async def tokenize_body(validator: Validator, body: Mapping[str, Any]) -> TokenIds:
+    """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`.
+
+    The prompt may be longer than the model's context. Raises Refused if the body is invalid.
+    """
+    refuse_unknown_fields(body, _TOKENIZE, {})
+    read = FieldReader(body)
     validator.check_model(read.value("model"))
     prompt = body.get("prompt")
     if (prompt is None) == (body.get("messages") is None):
-        raise InvalidField("prompt", "send either prompt or messages")
+        raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
     if prompt is None:
-        text = validator.tokenizer.chat_text(messages_of(body))
+        text = validator.tokenizer.chat_text(parse_messages(body))
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):
-        raise InvalidField("prompt", f"prompt must be a string, not {printable(prompt)}")
+        raise InvalidField("prompt", f"prompt is {printable(prompt)}; must be a string")
     check_text("prompt", prompt)
     _check_length(validator, "prompt", prompt)
     wanted = body.get("add_special_tokens")
@@ -43,29 +45,33 @@ async def ids_of(validator: Validator, body: Mapping[str, Any]) -> TokenIds:
     )
 
 
-async def text_of(validator: Validator, body: Mapping[str, Any]) -> str:
-    """The text of `tokens`; an id without text is U+FFFD. Raises Refused."""
-    refuse_others(body, _DETOKENIZE, {})
-    validator.check_model(Reader(body).value("model"))
+async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
+    """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is invalid."""
+    refuse_unknown_fields(body, _DETOKENIZE, {})
+    validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
-        raise InvalidField("tokens", f"tokens must be a list of token ids, not {printable(tokens)}")
+        raise InvalidField("tokens", f"tokens is {printable(tokens)}; must be a list of token ids")
     most = max(MAX_TOKENS, validator.max_model_len or 0)
     if len(tokens) > most:
-        raise InvalidField("tokens", f"tokens has {len(tokens)} ids; one call takes {most}: send them in several")
+        raise InvalidField(
+            "tokens", f"tokens has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
+        )
     if not set(map(type, tokens)) <= {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= U32_MAX:
         for token in tokens:
             check("token_ids", token, "tokens")
     validator.check_vocabulary("tokens", max(tokens, default=0))
     ids, detokenizer = token_ids(tokens), validator.tokenizer.detokenizer(skip_special_tokens=False)
-    pieces: list[str] = []
-    for begin in range(0, len(ids), TOKENS_A_TURN):
-        pieces += map(detokenizer.put, ids[begin : begin + TOKENS_A_TURN])
+    texts: list[str] = []
+    for begin in range(0, len(ids), TOKENS_PER_YIELD):
+        texts += map(detokenizer.put, ids[begin : begin + TOKENS_PER_YIELD])
         await asyncio.sleep(0)
-    return "".join(pieces) + detokenizer.flush()
+    return "".join(texts) + detokenizer.flush()
 
 
 def _check_length(validator: Validator, name: str, text: str) -> None:
-    most = max(MAX_CHARACTERS, CHARACTERS_A_TOKEN * (validator.max_model_len or 0))
+    most = max(MAX_CHARACTERS, MAX_CHARACTERS_PER_TOKEN * (validator.max_model_len or 0))
     if len(text) > most:
-        raise InvalidField(name, f"{name} has {len(text)} characters; one call takes {most}: send them in several")
+        raise InvalidField(
+            name, f"{name} has {len(text)} characters; at most {most} are allowed in one call; send several calls"
+        )

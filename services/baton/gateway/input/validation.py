@@ -1,4 +1,4 @@
-"""The one validator of both front doors: from a plain dict to a `ClientCall` whose requests fit the model."""
+"""Validates and tokenizes calls for HTTP and gRPC: turns a request body into a `ClientCall` that fits the model."""
 
 from array import array
 from collections.abc import Callable, Mapping
@@ -12,57 +12,61 @@ from baton.core.ids import REQUEST_ID_BYTES
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.core.request_limits import U64_MAX, printable
-from baton.gateway.input.client_call import ANYBODY, ClientCall, Endpoint, Identity, InvalidField
-from baton.gateway.input.request_body import Draft, Prompt, draft_of
+from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField
+from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_request
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions; a chat may go on to the end of the context."""
-CHARACTERS_A_TOKEN = 8
-"""A text with more than these a token of the model's length is probably too long: natural language has about
-four."""
-CUT_TOKENS = 64
-"""By so much, and a good deal less, a beginning may have more tokens than the whole: a word that is cut is
-encoded in other pieces."""
+"""OpenAI's default of `max_tokens` for completions. The default for chats is the rest of the context."""
+MAX_CHARACTERS_PER_TOKEN = 8
+"""A text with more characters than this per token of the model's context is probably too long. Natural language
+has about four characters per token."""
+TRUNCATION_SLACK_TOKENS = 64
+"""A text that is cut off may have this many more tokens than the same part of the complete text, because the word
+at the cut is tokenized differently. The value is a generous upper bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the cluster says of the model that is served. None: not known yet, so not checked."""
+class ModelLimits:
+    """Limits of the served model, as the workers reported them. None means unknown, so it is not checked.
+
+    max_model_len: longest context, in tokens.
+    max_num_seqs: number of sequences that one worker runs at a time; it bounds `n`.
+    """
 
     max_model_len: int | None
     max_num_seqs: int | None
 
 
 class Validator:
-    """Checks requests, tokenizes them and gives them their ids and seeds."""
+    """Validates requests, tokenizes their prompts, and assigns request ids and seeds."""
 
     def __init__(
         self,
         *,
         tokenizer: Tokenizer,
         model: str,
-        facts: Callable[[], ModelFacts],
+        model_limits: Callable[[], ModelLimits],
         rng: Random,
         request_timeout_s: float,
         default_slo: Slo = NO_SLO,
     ) -> None:
-        """`facts` is asked once a call: the cluster changes."""
+        """Create a validator. `model_limits` is called for each call, because the cluster changes."""
         self.tokenizer = tokenizer
         self.model = model
-        self._facts = facts
+        self._model_limits = model_limits
         self._rng = rng
         self._request_timeout_s = request_timeout_s
         self._default_slo = default_slo
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest context; None: not known yet."""
-        return self._facts().max_model_len
+        """Longest context in tokens; None if unknown."""
+        return self._model_limits().max_model_len
 
     def draw_id(self) -> bytes:
-        """A new request's id. Ids are made inside, never taken from a client."""
+        """Return a new random request id. Ids are never taken from clients."""
         return self._rng.randbytes(REQUEST_ID_BYTES)
 
     async def call(
@@ -73,36 +77,46 @@ class Validator:
         *,
         received_s: float,
         request_id: bytes | None = None,
-        identity: Identity = ANYBODY,
+        identity: Identity = ANONYMOUS,
     ) -> ClientCall:
-        """The deadline counts from `received_s` (loop time). `request_id`: for the first prompt; the others',
-        or all, are drawn. Raises Refused: 400, or 404 for another model."""
-        draft = draft_of(endpoint, body)
-        self.check_model(draft.model)
-        if identity.min_priority is not None and draft.priority < identity.min_priority:
-            message = f"priority must be at least {identity.min_priority} with the key {identity.name!r} (lower goes first), not {draft.priority}"
+        """Validate a request body and tokenize its prompts.
+
+        received_s: event loop time from which the deadline counts.
+        request_id: id for the first prompt's request. The other ids are generated, and this one too if it is None.
+
+        Raises Refused (400) if the request is invalid, and Refused (404) if it names another model.
+        """
+        parsed = parse_request(endpoint, body)
+        self.check_model(parsed.model)
+        if identity.min_priority is not None and parsed.priority < identity.min_priority:
+            message = (
+                f"priority is {parsed.priority}; must be at least {identity.min_priority} for the key {identity.name!r} "
+                "(lower numbers are served first)"
+            )
             raise InvalidField("priority", message)
-        facts = self._facts()
-        if facts.max_num_seqs is not None and draft.n > facts.max_num_seqs:
+        model_limits = self._model_limits()
+        if model_limits.max_num_seqs is not None and parsed.n > model_limits.max_num_seqs:
             raise InvalidField(
-                "n", f"n must be at most {facts.max_num_seqs}, what one worker runs at a time, not {draft.n}"
+                "n",
+                f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, the number of sequences that one worker "
+                "runs at a time",
             )
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
         trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
-        if draft.messages:
+        if parsed.messages:
             prompts = [
                 await self.encoded(
-                    self.tokenizer.chat_text(draft.messages), facts.max_model_len, add_special_tokens=False
+                    self.tokenizer.chat_text(parsed.messages), model_limits.max_model_len, add_special_tokens=False
                 )
             ]
         else:
-            prompts = [await self.tokens_of(prompt, facts.max_model_len) for prompt in draft.prompts]
+            prompts = [await self.tokens_of(prompt, model_limits.max_model_len) for prompt in parsed.prompts]
         return ClientCall(
             endpoint=endpoint,
             model=self.model,
             requests=tuple(
                 replace(
-                    self._request(draft, tokens, facts, received_s, deadline_s),
+                    self._request(parsed, tokens, model_limits, received_s, deadline_s),
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
                     trace_context=trace_context,
                     tenant=identity.tenant,
@@ -110,89 +124,96 @@ class Validator:
                 )
                 for index, tokens in enumerate(prompts)
             ),
-            n=draft.n,
-            shape=draft.shape,
+            n=parsed.n,
+            output_options=parsed.output_options,
             received_s=received_s,
             identity=identity,
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refused (404) for a model that is not served here; None means the one that is."""
+        """Raise Refused (404) if `name` is not the served model. None stands for the served model."""
         if name is not None and name != self.model:
-            message = f"model {printable(name)} is not served here; this is {printable(self.model)}, as /v1/models says"
+            message = f"model {printable(name)} is not served; the served model is {printable(self.model)}"
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
 
     async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
-        """A prompt's ids; a text is encoded."""
+        """Return the token ids of a prompt that is a text or a list of ids. Raises Refused if it is invalid."""
         if isinstance(prompt, array):
             self.check_vocabulary("prompt", max(prompt, default=0))
             return prompt
-        assert isinstance(prompt, str)  # the only other kind of prompt
+        assert isinstance(prompt, str)  # a prompt is either ids or a text
         return await self.encoded(prompt, max_model_len)
 
     async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
-        """A text's ids. One that cannot fit is refused for its length alone, or its beginning's: encoding
-        takes a second and 90 MB of memory a megabyte."""
+        """Return the token ids of a text. Raises Refused if it is certainly longer than `max_model_len`.
+
+        A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized completely.
+        Tokenizing takes about a second and 90 MB of memory per megabyte of text.
+        """
         if max_model_len is not None:
             at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
-            beginning = text[: max_model_len * CHARACTERS_A_TOKEN]
+            beginning = text[: max_model_len * MAX_CHARACTERS_PER_TOKEN]
             if at_least <= max_model_len and len(beginning) < len(text):
                 at_least = (
-                    len(await self.tokenizer.encode(beginning, add_special_tokens=add_special_tokens)) - CUT_TOKENS
+                    len(await self.tokenizer.encode(beginning, add_special_tokens=add_special_tokens))
+                    - TRUNCATION_SLACK_TOKENS
                 )
             if at_least > max_model_len:
                 raise _too_long(f"at least {at_least}", 1, max_model_len)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _request(
-        self, draft: Draft, tokens: TokenIds, facts: ModelFacts, received_s: float, deadline_s: float
+        self, parsed: ParsedRequest, tokens: TokenIds, model_limits: ModelLimits, received_s: float, deadline_s: float
     ) -> GenerateRequest:
         if not tokens:
             raise InvalidField("prompt", "the prompt has no tokens; send at least one")
         for name in ("stop_token_ids", "logit_bias"):
-            for item in draft.sampling[name]:
+            for item in parsed.sampling[name]:
                 self.check_vocabulary(name, item if isinstance(item, int) else item[0])
-        max_tokens = self._max_tokens(draft, len(tokens), facts.max_model_len)
-        seed = self._rng.getrandbits(64) if draft.seed is None else draft.seed & U64_MAX
+        max_tokens = self._max_tokens(parsed, len(tokens), model_limits.max_model_len)
+        seed = self._rng.getrandbits(64) if parsed.seed is None else parsed.seed & U64_MAX
         return GenerateRequest(
             request_id=b"",
             model=self.model,
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            sampling=Sampling(max_tokens=max_tokens, seed=seed, **draft.sampling),
-            sample_indices=tuple(range(draft.n)),
+            sampling=Sampling(max_tokens=max_tokens, seed=seed, **parsed.sampling),
+            sample_indices=tuple(range(parsed.n)),
             received_s=received_s,
             deadline_s=deadline_s,
-            priority=draft.priority,
-            slo=draft.slo.with_defaults(self._default_slo),
+            priority=parsed.priority,
+            slo=parsed.slo.with_defaults(self._default_slo),
         )
 
-    def _max_tokens(self, draft: Draft, num_prompt_tokens: int, max_model_len: int | None) -> int:
-        """What was asked for, or the endpoint's default. Raises InvalidField with both numbers when it does
-        not fit."""
-        min_tokens: int = draft.sampling["min_tokens"]
+    def _max_tokens(self, parsed: ParsedRequest, num_prompt_tokens: int, max_model_len: int | None) -> int:
+        """Return the requested `max_tokens`, or the endpoint's default.
+
+        Raises InvalidField if prompt and `max_tokens` together exceed the context.
+        """
+        min_tokens: int = parsed.sampling["min_tokens"]
         if max_model_len is None:
-            return draft.max_tokens or max(COMPLETION_MAX_TOKENS, min_tokens)
-        room = max_model_len - num_prompt_tokens
-        wanted = draft.max_tokens or max(1, min_tokens)
-        if wanted > room:
+            return parsed.max_tokens or max(COMPLETION_MAX_TOKENS, min_tokens)
+        remaining = max_model_len - num_prompt_tokens
+        wanted = parsed.max_tokens or max(1, min_tokens)
+        if wanted > remaining:
             raise _too_long(str(num_prompt_tokens), wanted, max_model_len)
-        if draft.max_tokens is not None:
-            return draft.max_tokens
-        return room if draft.endpoint.is_chat else min(room, max(COMPLETION_MAX_TOKENS, min_tokens))
+        if parsed.max_tokens is not None:
+            return parsed.max_tokens
+        return remaining if parsed.endpoint.is_chat else min(remaining, max(COMPLETION_MAX_TOKENS, min_tokens))
 
     def check_vocabulary(self, name: str, token_id: int) -> None:
+        """Raise InvalidField for the field `name` if the token id is outside the vocabulary."""
         if token_id >= self.tokenizer.vocab_size:
             raise InvalidField(
                 name,
-                f"{name} has the token id {token_id}; the model's ids go from 0 to {self.tokenizer.vocab_size - 1}",
+                f"{name} contains the token id {token_id}; must be between 0 and {self.tokenizer.vocab_size - 1}",
             )
 
 
 def _too_long(num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:
     return InvalidField(
         "prompt",
-        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together more than the model's {max_model_len}; "
-        "shorten one of them",
+        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}; together they must be at most "
+        f"{max_model_len}; shorten the prompt or reduce max_tokens",
         Reason.CONTEXT_LENGTH_EXCEEDED,
     )

@@ -1,1 +1,1 @@
-"""Carries one request from its receipt to its last token."""
+"""Runs requests: placement, attempts, retries, and delivery of tokens. Start with `relay.py`."""

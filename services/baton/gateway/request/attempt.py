@@ -1,4 +1,4 @@
-"""One attempt at one request: what the scheduler is asked, and the two jobs that follow from its answer."""
+"""One attempt at one request: its placement query, and the jobs that follow from the placement."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -12,14 +12,20 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import GenerateRequest
 
-HASHES_A_TURN = 512
-"""Blocks hashed before the event loop gets its turn: about half a millisecond."""
+HASHES_PER_YIELD = 512
+"""Blocks to hash before yielding to the event loop. They take about half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """`request.token_ids` is the prompt and what was delivered by earlier attempts. `avoid`: workers that
-    failed the request before."""
+    """One attempt at a request.
+
+    request: its `token_ids` are the prompt and the outputs that earlier attempts delivered.
+    number: 0 for the first attempt.
+    block_hashes, hash_scheme: hashes of the full blocks of `token_ids`; empty if no KV layout is known yet.
+    model_fingerprint: if not empty, only workers with this fingerprint may run the attempt.
+    avoid: workers on which an earlier attempt failed.
+    """
 
     request: GenerateRequest
     number: int
@@ -30,14 +36,16 @@ class Attempt:
 
     @property
     def job(self) -> JobId:
+        """Id of both jobs of this attempt."""
         return JobId(request_id=self.request.request_id, attempt=self.number)
 
     @property
     def num_replayed(self) -> int:
-        """Outputs of earlier attempts that are prefilled together with the prompt."""
+        """Number of outputs of earlier attempts, which are prefilled together with the prompt."""
         return len(self.request.token_ids) - self.request.num_prompt_tokens
 
     def query(self, now_s: float, answer_within_s: float) -> PlacementQuery:
+        """Build the placement query. `now_s` is event loop time; the scheduler answers within `answer_within_s`."""
         request = self.request
         return PlacementQuery(
             request_id=request.request_id,
@@ -62,10 +70,10 @@ class Attempt:
         )
 
     def jobs(self, placement: Placement, now_s: float) -> tuple[PrefillJob | None, DecodeJob | None]:
-        """What leaves for the two sides; None for a side that the placement leaves empty."""
+        """Build the (prefill job, decode job) of a placement. A job is None if the placement names no such worker."""
         prefill, decode = placement.prefill, placement.decode
         if prefill is not None and decode is not None and prefill.is_same_incarnation(decode):
-            prefill = None  # never so in a valid placement: one worker computes the prompt where it decodes
+            prefill = None  # a valid placement names a worker once: a decode worker can compute the prompt itself
         request = self.request
         common: dict[str, Any] = {
             "job": self.job,
@@ -80,7 +88,7 @@ class Attempt:
             "trace_context": request.trace_context,
             "tpot_slo_s": request.slo.tpot_s or 0.0,
         }
-        source = placement.prefix_source  # for the side that computes the prompt
+        source = placement.prefix_source  # goes to the worker that computes the prompt
         return (
             PrefillJob(**common, reader=decode, prefix_source=source) if prefill is not None else None,
             DecodeJob(**common, owner=prefill, prefix_source=None if prefill else source)
@@ -89,11 +97,13 @@ class Attempt:
         )
 
 
-async def attempt_at(
+async def make_attempt(
     request: GenerateRequest, number: int, layout: KvLayout | None, avoid: tuple[WorkerRef, ...] = ()
 ) -> Attempt:
-    """The attempt with its prompt's blocks hashed as workers of `layout` hash them; without hashes while no
-    layout is known."""
+    """Build an attempt and hash its prompt's blocks as workers with this layout do.
+
+    Yields to the event loop during long prompts. The attempt has no hashes if `layout` is None.
+    """
     if layout is None:
         return Attempt(request=request, number=number, avoid=avoid)
     root = root_hash(
@@ -103,8 +113,8 @@ async def attempt_at(
         block_size_tokens=layout.block_size_tokens,
     )
     rest = chain(root, request.token_ids, layout.block_size_tokens)
-    hashes: list[BlockHash] = list(islice(rest, HASHES_A_TURN))
-    while len(hashes) % HASHES_A_TURN == 0 and (more := list(islice(rest, HASHES_A_TURN))):
+    hashes: list[BlockHash] = list(islice(rest, HASHES_PER_YIELD))
+    while len(hashes) % HASHES_PER_YIELD == 0 and (more := list(islice(rest, HASHES_PER_YIELD))):
         hashes += more
         await asyncio.sleep(0)
     return Attempt(
@@ -112,12 +122,16 @@ async def attempt_at(
     )
 
 
-def going_on(request: GenerateRequest, tokens: TokenIds) -> GenerateRequest:
-    """The same request with these outputs delivered. Sampling is unchanged: its counts begin at
-    `num_prompt_tokens`."""
+def continued_request(request: GenerateRequest, tokens: TokenIds) -> GenerateRequest:
+    """Return the request with `tokens` appended to its prompt as delivered outputs.
+
+    Sampling parameters stay the same, because they count from `num_prompt_tokens`.
+    """
     return replace(request, token_ids=request.token_ids[: request.num_prompt_tokens] + tokens)
 
 
-def sample_alone(request: GenerateRequest, sample_index: int, tokens: TokenIds, request_id: bytes) -> GenerateRequest:
-    """One sample of a request, as a request of its own, after its first `tokens`."""
-    return replace(going_on(request, tokens), request_id=request_id, sample_indices=(sample_index,))
+def single_sample_request(
+    request: GenerateRequest, sample_index: int, tokens: TokenIds, request_id: bytes
+) -> GenerateRequest:
+    """Return a request that continues one sample, whose `tokens` were delivered, under a new request id."""
+    return replace(continued_request(request, tokens), request_id=request_id, sample_indices=(sample_index,))

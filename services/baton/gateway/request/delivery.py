@@ -1,5 +1,7 @@
-"""What the client already has of one request. It makes lost legs, retries and doubled messages safe: each
-token goes out once, in order."""
+"""Tokens of one request that were delivered to the client.
+
+Every token is delivered once and in order, even if attempts fail, workers repeat tokens, or messages arrive twice.
+"""
 
 import asyncio
 from array import array
@@ -8,66 +10,76 @@ from collections.abc import Iterable, Mapping
 from baton.core.ids import JobId
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import LegTimeline, TokenDelta, Usage
-from baton.gateway.cluster.attempt_errors import Contradiction
+from baton.gateway.cluster.attempt_errors import ConflictingTokens
 from baton.gateway.request.latency import TokenLatency
 
 
 class Delivery:
-    """The samples of one request over all its attempts. `tokens[i]`: those of sample i that were delivered;
-    `open`: samples that go on; `legs`, `usages`: what the workers said of each attempt's job."""
+    """Delivered tokens of one request's samples, over all attempts.
 
-    __slots__ = ("legs", "open", "pace", "tokens", "usages")
+    tokens: delivered tokens by sample index.
+    open: indices of the samples that have not ended.
+    latency: delivery times of the tokens.
+    legs, usages: timelines and usage that workers reported, by job.
+    """
+
+    __slots__ = ("latency", "legs", "open", "tokens", "usages")
 
     def __init__(self, sample_indices: Iterable[int]) -> None:
         self.tokens: dict[int, TokenIds] = {index: array("I") for index in sample_indices}
         self.open: set[int] = set(self.tokens)
-        self.pace = TokenLatency()
+        self.latency = TokenLatency()
         self.legs: dict[JobId, list[LegTimeline]] = {}
         self.usages: dict[JobId, Usage] = {}
 
-    def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """The part of `delta` that is new, or None. Raises Contradiction when it neither goes on from nor
-        repeats what was delivered."""
-        self._note(delta)
+    def accept(self, delta: TokenDelta) -> TokenDelta | None:
+        """Return the part of `delta` that was not delivered before, or None if there is none.
+
+        Raises ConflictingTokens if `delta` leaves a gap or differs from tokens that were already delivered.
+        """
+        self._record_usage(delta)
         have = self.tokens.get(delta.sample_index)
         if have is None or delta.sample_index not in self.open:
             return None
         if delta.output_index != len(have):
-            delta = _rest_of(delta, have)
+            delta = _without_delivered_tokens(delta, have)
         if not delta.token_ids and delta.finish is None:
             return None
-        self.pace.took(delta.sample_index, len(delta.token_ids), asyncio.get_running_loop().time())
+        self.latency.record(delta.sample_index, len(delta.token_ids), asyncio.get_running_loop().time())
         have.extend(delta.token_ids)
         if delta.finish is not None:
             self.open.discard(delta.sample_index)
         return delta
 
     def end(self, sample_index: int) -> None:
-        """The sample has ended for a reason that only the gateway sees."""
+        """Mark a sample as ended by the gateway itself, for example at a stop string."""
         self.open.discard(sample_index)
 
-    def all_beyond(self, num_tokens: int, sample_indices: frozenset[int]) -> bool:
-        """Whether each of these samples has ended or has more tokens than that: an attempt that replays them
-        needs no prefill any more."""
+    def all_past(self, num_tokens: int, sample_indices: frozenset[int]) -> bool:
+        """True if each of these samples has ended or has more than `num_tokens` tokens.
+
+        An attempt that replays `num_tokens` outputs then no longer needs its prefill job.
+        """
         return all(len(self.tokens[index]) > num_tokens for index in self.open & sample_indices)
 
     @property
     def cached_tokens_by_tier(self) -> Mapping[str, int]:
-        """Of the prompt, at the first attempt that computed it: what the client did not wait for, by where it
-        lay."""
+        """Prompt tokens whose KV was reused, by cache tier, in the first attempt that reported it."""
         first = next(iter(self.usages.values()), None)
         return {} if first is None else first.num_cached_tokens
 
     @property
     def num_cached_tokens(self) -> int:
+        """Sum of `cached_tokens_by_tier`."""
         return sum(self.cached_tokens_by_tier.values())
 
     def num_cached_tokens_of(self, job: JobId) -> int:
+        """Number of prompt tokens whose KV was reused in one attempt."""
         usage = self.usages.get(job)
         return sum(usage.num_cached_tokens.values()) if usage else 0
 
-    def _note(self, delta: TokenDelta) -> None:
-        """Who decodes repeats what the prefill leg said of itself."""
+    def _record_usage(self, delta: TokenDelta) -> None:
+        """Store the reported timeline and usage. A decode worker repeats the report of the prefill worker."""
         if delta.timeline is not None:
             legs = self.legs.setdefault(delta.job, [])
             if delta.timeline not in legs:
@@ -76,17 +88,17 @@ class Delivery:
             self.usages.setdefault(delta.job, delta.usage)
 
 
-def _rest_of(delta: TokenDelta, have: TokenIds) -> TokenDelta:
-    """`delta` without the tokens that were delivered already."""
+def _without_delivered_tokens(delta: TokenDelta, have: TokenIds) -> TokenDelta:
+    """Return `delta` without the tokens that were delivered already."""
     begin, num_known = delta.output_index, len(have) - delta.output_index
     if num_known < 0:
-        raise Contradiction(
-            f"{delta.job}: sample {delta.sample_index} goes on at token {begin}, but {len(have)} were delivered"
+        raise ConflictingTokens(
+            f"{delta.job}: sample {delta.sample_index} continues at token {begin}, but only {len(have)} were delivered"
         )
     known = delta.token_ids[:num_known]
     if known != tuple(have[begin : begin + len(known)]):
-        raise Contradiction(
-            f"{delta.job}: sample {delta.sample_index} repeats other tokens from {begin} on than were delivered"
+        raise ConflictingTokens(
+            f"{delta.job}: sample {delta.sample_index} has other tokens from index {begin} on than were delivered"
         )
     return TokenDelta(
         job=delta.job,

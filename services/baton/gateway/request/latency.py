@@ -1,10 +1,8 @@
-"""When tokens came. TTFT and TPOT are defined here and nowhere else: timelines, decision records and metrics
-read them off a `TokenLatency`."""
+"""Definition of TTFT and TPOT. Timelines, decision records and metrics all read them from `TokenLatency`."""
 
 
 class TokenLatency:
-    """The tokens of one request, or of one attempt at it, as they were delivered. Times are the event
-    loop's."""
+    """Delivery times of the tokens of one request, or of one attempt. All times are event loop times."""
 
     __slots__ = ("_counts", "_firsts", "_lasts", "first_s", "last_s")
 
@@ -15,9 +13,11 @@ class TokenLatency:
         self._lasts: dict[int, float] = {}
         self._counts: dict[int, int] = {}
 
-    def took(self, sample_index: int, num_tokens: int, now_s: float) -> None:
-        """These tokens went to the client for the first time; one that another leg repeats does not count
-        again."""
+    def record(self, sample_index: int, num_tokens: int, now_s: float) -> None:
+        """Record that `num_tokens` new tokens of a sample were delivered at `now_s`.
+
+        The caller leaves out tokens that were delivered before, so each token counts once.
+        """
         if not num_tokens:
             return
         if self.first_s is None:
@@ -29,16 +29,19 @@ class TokenLatency:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens recorded, over all samples."""
         return sum(self._counts.values())
 
     def ttft_s(self, since_s: float) -> float | None:
-        """From `since_s` to the first token; None without one."""
+        """Seconds from `since_s` to the first token; None if there is no token."""
         return None if self.first_s is None else self.first_s - since_s
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean gap between a sample's tokens: (its last - its first) / (its tokens - 1), over all gaps of
-        all samples. None where no sample has two tokens."""
+        """Mean gap between tokens of one sample, over all samples; None if no sample has two tokens.
+
+        It is the sum of (last - first) over the samples, divided by the sum of (tokens - 1).
+        """
         num_gaps = sum(count - 1 for count in self._counts.values())
         if not num_gaps:
             return None

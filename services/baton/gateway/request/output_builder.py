@@ -1,36 +1,36 @@
-"""From tokens to what a client gets: text, stop strings, choices. One `OutputBuilder` a prompt's request."""
+"""Turns a request's tokens into choices: detokenizes them and applies stop strings."""
 
 from typing import Protocol
 
 from baton.core.client_api import ChoiceDelta
 from baton.core.request import FinishReason, GenerateRequest, TokenDelta
-from baton.gateway.input.client_call import Shape
+from baton.gateway.input.client_call import OutputOptions
 from baton.gateway.text.detokenizer import Detokenizer
 from baton.gateway.text.stop_strings import StopMatcher
 from baton.gateway.text.tokenizer import Tokenizer
 
 
-class Receiver(Protocol):
-    """Where a call's choices go: a stream of events, one JSON object, a gRPC stream."""
+class ChoiceSink(Protocol):
+    """Receives the choices of a call: a stream of events, one JSON object, or a gRPC stream."""
 
     def put(self, choice: ChoiceDelta) -> None:
-        """Never waits. Raises Refused (slow_reader) when the client has left too much unread."""
+        """Take new output without waiting. Raises Refused (slow_reader) if the client left too much unread."""
         ...
 
 
 class _Sample:
-    """One sample's text."""
+    """Builds the text of one sample."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "num_tokens")
 
-    def __init__(self, detokenizer: Detokenizer, shape: Shape, min_tokens: int) -> None:
+    def __init__(self, detokenizer: Detokenizer, output_options: OutputOptions, min_tokens: int) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(shape.stop) if shape.stop else None
+        self._stops = StopMatcher(output_options.stop) if output_options.stop else None
         self._min_tokens = min_tokens
         self.num_tokens = 0
 
     def put(self, token_id: int) -> tuple[str, bool]:
-        """(new text, whether a stop string has ended the sample)."""
+        """Return (new text, True if a stop string ended the sample)."""
         self.num_tokens += 1
         text = self._detokenizer.put(token_id)
         if self._stops is None:
@@ -40,7 +40,7 @@ class _Sample:
         return self._stops.put(text)
 
     def flush(self) -> tuple[str, bool]:
-        """The same for what was held back, at the sample's end."""
+        """Return the same for the text that was held back, at the end of the sample."""
         text = self._detokenizer.flush()
         if self._stops is None:
             return text, False
@@ -49,17 +49,22 @@ class _Sample:
 
 
 class OutputBuilder:
-    """Implements `relay.TokenSink` for one request: its sample s is choice `first_index + s`."""
+    """Implements `TokenSink` for one prompt's request. Sample s becomes choice `first_index + s`."""
 
     def __init__(
-        self, request: GenerateRequest, shape: Shape, tokenizer: Tokenizer, receiver: Receiver, first_index: int
+        self,
+        request: GenerateRequest,
+        output_options: OutputOptions,
+        tokenizer: Tokenizer,
+        sink: ChoiceSink,
+        first_index: int,
     ) -> None:
-        self._receiver = receiver
+        self._sink = sink
         self._first_index = first_index
         self._samples = {
             index: _Sample(
-                tokenizer.detokenizer(skip_special_tokens=shape.skip_special_tokens, prompt=request.token_ids),
-                shape,
+                tokenizer.detokenizer(skip_special_tokens=output_options.skip_special_tokens, prompt=request.token_ids),
+                output_options,
                 request.sampling.min_tokens,
             )
             for index in request.sample_indices
@@ -67,10 +72,11 @@ class OutputBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Delivered to the client; tokens after a stop string do not count."""
+        """Number of tokens delivered to the client. Tokens after a stop string do not count."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
     def put(self, delta: TokenDelta) -> bool:
+        """Pass the new tokens and their text on. Return True if a stop string ended the sample."""
         sample = self._samples[delta.sample_index]
         token_ids, logprobs, finish = delta.token_ids, delta.logprobs, delta.finish
         found = False
@@ -85,7 +91,7 @@ class OutputBuilder:
             rest, found = sample.flush()
             text += rest
             finish = FinishReason.STOP if found else finish
-        self._receiver.put(
+        self._sink.put(
             ChoiceDelta(
                 index=self._first_index + delta.sample_index,
                 text=text,

@@ -1,46 +1,45 @@
-"""Which requests may be what kills workers. A gateway cannot see which of the requests on a worker has killed
-it; it can see which had two such deaths in a row, and let those go on one by one where they are several."""
+"""Finds the request that kills workers.
+
+A gateway cannot see which of the requests on a worker caused its death. It can see which requests were on two
+workers that died in a row. If several requests qualify, they are run one at a time until the cause is known.
+"""
 
 import asyncio
 from collections import OrderedDict
 
-from baton.core.ids import WorkerRef
+from baton.core.ids import Incarnation, WorkerRef
 
-MAX_DEAD = 256
-"""Dead workers whose suspects are remembered: each of these asks within moments."""
-
-Life = tuple[str, int]
+MAX_DEAD_WORKERS = 256
+"""Number of dead workers to remember. The affected requests ask within moments of the death."""
 
 
 class PoisonDetector:
-    """Requests under which a worker has died and that have not gone on since, by the workers that have them
-    now. `turn` is held by one that must be the only one."""
+    """Tracks requests that were running on a worker when it died, until they make progress again.
+
+    A request that must run as the only tracked one holds `exclusive_lock`.
+    """
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
-        self._at: dict[Life, set[bytes]] = {}
-        self._at_dead: OrderedDict[Life, frozenset[bytes]] = OrderedDict()
+        self.exclusive_lock = asyncio.Lock()
+        self._tracked: dict[Incarnation, set[bytes]] = {}
+        self._tracked_at_death: OrderedDict[Incarnation, frozenset[bytes]] = OrderedDict()
 
-    def enter(self, request_id: bytes, worker: WorkerRef) -> None:
-        """The worker is given the request."""
-        self._at.setdefault(_life(worker), set()).add(request_id)
+    def track(self, request_id: bytes, worker: WorkerRef) -> None:
+        """Record that the request was placed on this worker."""
+        self._tracked.setdefault(worker.incarnation, set()).add(request_id)
 
-    def leave(self, request_id: bytes) -> None:
-        """The request has gone on, or its attempt is over."""
-        for life in [life for life, requests in self._at.items() if request_id in requests]:
-            self._at[life].discard(request_id)
-            if not self._at[life]:
-                del self._at[life]
+    def untrack(self, request_id: bytes) -> None:
+        """Forget the request, because it made progress or its attempt ended."""
+        for worker in [worker for worker, requests in self._tracked.items() if request_id in requests]:
+            self._tracked[worker].discard(request_id)
+            if not self._tracked[worker]:
+                del self._tracked[worker]
 
-    def was_only_one(self, request_id: bytes, dead: WorkerRef) -> bool:
-        """Whether no other suspect was with this worker when it died, whichever of them asks first."""
-        life = _life(dead)
-        them = self._at_dead.get(life, frozenset()) | self._at.pop(life, set())
-        self._at_dead[life] = them
-        if len(self._at_dead) > MAX_DEAD:
-            self._at_dead.popitem(last=False)
-        return not them - {request_id}
-
-
-def _life(worker: WorkerRef) -> Life:
-    return worker.worker_id, worker.worker_epoch
+    def was_only_suspect(self, request_id: bytes, dead: WorkerRef) -> bool:
+        """True if no other tracked request was on the worker when it died. The order of calls does not matter."""
+        worker = dead.incarnation
+        tracked = self._tracked_at_death.get(worker, frozenset()) | self._tracked.pop(worker, set())
+        self._tracked_at_death[worker] = tracked
+        if len(self._tracked_at_death) > MAX_DEAD_WORKERS:
+            self._tracked_at_death.popitem(last=False)
+        return not tracked - {request_id}

@@ -1,4 +1,4 @@
-"""The path of a request, in one function."""
+"""Runs one attempt of a request, from its placement to its last token, in one function."""
 
 from typing import Protocol
 
@@ -10,32 +10,33 @@ from baton.gateway.request.worker_sessions import WorkerSessions
 
 
 class TokenSink(Protocol):
-    """Where a request's tokens go: text is made there."""
+    """Receives a request's new tokens, and turns them into text."""
 
     def put(self, delta: TokenDelta) -> bool:
-        """Never waits. Whether the sample has ended with this, which only its text tells (a stop string).
-        Raises Refused when full."""
+        """Take new tokens without waiting. Return True if a stop string has ended the sample.
+
+        Raises Refused if the client has left too much of the response unread.
+        """
         ...
 
 
 class Placer(Protocol):
-    """Who says where an attempt runs."""
+    """Chooses the workers for an attempt."""
 
     async def place(self, attempt: Attempt) -> Placement:
-        """Raises Refused when nobody may or can run it."""
+        """Return the workers that run this attempt. Raises Refused if none can or may run it."""
         ...
 
 
-async def relay(
-    attempt: Attempt, progress: Delivery, scheduler: Placer, workers: WorkerSessions, out: TokenSink
-) -> None:
-    """One attempt: client → scheduler → prefill ∥ decode → out. Cancelling this coroutine cancels both legs;
-    a lost leg raises LegLost."""
-    placement = await scheduler.place(attempt)  # who prefills, who decodes, and why
-    async with workers.open(
-        attempt, placement, progress
-    ) as legs:  # both jobs leave together; leaving cancels what still runs
-        while not legs.finished:  # until every sample of the request has ended
-            delta = await legs.next()  # from either leg, each output_index once
-            if out.put(delta):  # never waits: a full sink ends the request
-                legs.end_sample(delta.sample_index)
+async def relay(attempt: Attempt, delivery: Delivery, placer: Placer, workers: WorkerSessions, out: TokenSink) -> None:
+    """Run one attempt: place it, send its jobs to the workers, and pass each new token to `out`.
+
+    Returns when every sample of the attempt has ended. Cancelling this coroutine cancels the jobs. Raises
+    AttemptFailed if another attempt may succeed, and Refused if none can.
+    """
+    placement = await placer.place(attempt)  # which workers prefill and decode
+    async with workers.open(attempt, placement, delivery) as jobs:  # sends both jobs; leaving cancels what still runs
+        while not jobs.finished:
+            delta = await jobs.next()  # from either worker; each output index is returned once
+            if out.put(delta):
+                jobs.end_sample(delta.sample_index)

@@ -1,25 +1,25 @@
-"""What happens around `relay`: attempts, one after another, until every sample of a request has ended, or the
-request cannot be helped."""
+"""Runs a request: attempts one after another, until every sample has ended or the request must fail."""
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from baton.core.cluster.placement import Placement, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import REQUEST_ID_BYTES, DecisionId, JobId, WorkerRef
+from baton.core.ids import REQUEST_ID_BYTES, DecisionId, Incarnation, JobId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
 from baton.core.state_machines import REQUEST_TRANSITIONS, Lifecycle, RequestState
-from baton.gateway.cluster.attempt_errors import LegLost
+from baton.gateway.cluster.attempt_errors import AttemptFailed
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool
-from baton.gateway.request.attempt import Attempt, attempt_at, going_on, sample_alone
+from baton.gateway.request.attempt import Attempt, continued_request, make_attempt, single_sample_request
 from baton.gateway.request.delivery import Delivery
 from baton.gateway.request.latency import TokenLatency
 from baton.gateway.request.poison_detector import PoisonDetector
 from baton.gateway.request.relay import TokenSink, relay
-from baton.gateway.request.run_all import run_all
 from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import GatewayMetrics
@@ -28,33 +28,35 @@ from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
 log = get_logger(__name__)
 
 MAX_FULL_QUEUES = 2
-"""Workers that had no place in their queue for a new request; then it is told to come back later, while it
-can still go elsewhere."""
+"""After this many workers with a full queue, a new request is rejected, so that its client can try another
+cluster in time."""
 MAX_KILLED_WORKERS = 2
-"""Workers in a row that died under a request before they had brought it further; then it is taken for the
-cause."""
-TOKENS_OF_A_STEP_EACH = 2
-"""New tokens of an attempt after which both its workers have run a step of it: the first is made by the
-prefill worker."""
+"""After this many workers in a row died under a request without progress, the request counts as the cause."""
+TOKENS_AFTER_ONE_STEP_EACH = 2
+"""New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the first."""
 _OVERLOAD = {Reason.QUEUE_FULL, Reason.TENANT_QUOTA, Reason.NO_CAPACITY, Reason.TTFT_SLO, Reason.TPOT_SLO}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRules:
-    """`pause_s`: the first pause between attempts that fail at once; it doubles up to `max_pause_s`.
-    `ask_again_s`: how often a request that is under way asks for a place while there is none. `dead_s`: how
-    long a life that is over is not believed to be back."""
+    """Limits and intervals of retries.
+
+    max_attempts: failed attempts after which the request fails.
+    pause_s: pause before the third attempt; doubles with each further one, up to `max_pause_s`.
+    retry_placement_s: interval at which a running request asks again for a placement while it gets none.
+    dead_worker_s: time during which a placement on an incarnation that died is not accepted.
+    """
 
     max_attempts: int
     pause_s: float
     max_pause_s: float
-    ask_again_s: float
-    dead_s: float
+    retry_placement_s: float
+    dead_worker_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelayParts:
-    """What every request is carried by."""
+class RequestServices:
+    """Objects that all requests of a gateway share."""
 
     schedulers: SchedulerPool
     workers: WorkerSessions
@@ -62,14 +64,19 @@ class RelayParts:
     rules: RetryRules
     metrics: GatewayMetrics
     rng: Random
-    suspects: PoisonDetector = field(default_factory=PoisonDetector)
+    poison_detector: PoisonDetector = field(default_factory=PoisonDetector)
     tracing: Tracing = OFF
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What a timeline tells of one request, besides its legs. `placed_s`, `policy`: of the first placement;
-    loop time. `placement`: the last one. `span`: what happens on the way is told there, too."""
+    """Facts about one request for its timeline and trace span.
+
+    span: the request's trace span.
+    num_attempts: attempts started, over all samples.
+    placed_s, policy: event loop time and policy of the first placement.
+    placement: the last placement.
+    """
 
     span: Span = NO_SPAN
     num_attempts: int = 0
@@ -79,66 +86,86 @@ class RequestRecord:
 
 
 @dataclass(slots=True, kw_only=True)
-class _History:
-    """What went wrong so far: workers to avoid, lives that are over (and since when). `num_killed`: workers
-    that died under the request, one after the other, without bringing it further; `must_be_alone`: others may
-    have been the cause as well. `suspect_id` is shared by the samples of one request."""
+class _FailureHistory:
+    """Failed attempts of a request so far.
 
-    suspect_id: bytes
+    original_request_id: id of the client's request; its samples share it after they continue separately.
+    num_failed: failed attempts.
+    num_killed: workers in a row that died while running the request, without progress in between.
+    needs_exclusive_run: another request may have caused the deaths too, so the next attempt runs as the only one
+        of the suspected requests.
+    avoid: workers on which an attempt failed.
+    dead: event loop time at which each dead incarnation was noticed.
+    """
+
+    original_request_id: bytes
     num_failed: int = 0
     num_killed: int = 0
-    must_be_alone: bool = False
-    avoid: dict[tuple[str, int], WorkerRef] = field(default_factory=dict)
-    dead: dict[tuple[str, int], float] = field(default_factory=dict)
+    needs_exclusive_run: bool = False
+    avoid: dict[Incarnation, WorkerRef] = field(default_factory=dict)
+    dead: dict[Incarnation, float] = field(default_factory=dict)
 
-    def copy(self) -> "_History":
+    def copy(self) -> "_FailureHistory":
         return replace(self, avoid=dict(self.avoid), dead=dict(self.dead))
 
 
 class RequestRun:
-    """One request from QUEUED to its end. Samples that go on alone after a lost leg are runs of their own,
-    over the same `progress`."""
+    """One request from QUEUED to its end. Implements `Placer` and `TokenSink` for its attempts.
+
+    After a failed attempt with several samples, each unfinished sample continues as a run of its own that shares
+    the same `Delivery`.
+    """
 
     def __init__(
         self,
         request: GenerateRequest,
-        progress: Delivery,
+        delivery: Delivery,
         record: RequestRecord,
         out: TokenSink,
-        parts: RelayParts,
-        number: int = 0,
+        services: RequestServices,
+        *,
+        attempt_number: int = 0,
+        history: _FailureHistory | None = None,
+        stalled_since_s: float | None = None,
+        delivered_layout: KvLayout | None = None,
     ) -> None:
+        """Prepare a run. The keyword arguments are the state of the run that this one continues.
+
+        stalled_since_s: event loop time of the last token before a failed attempt; None if no attempt failed.
+        delivered_layout: KV layout of the workers that produced the delivered tokens. Only workers with the same
+            model fingerprint may continue. None if no token was delivered.
+        """
         self._request = request
-        self._progress = progress
+        self._delivery = delivery
         self._record = record
         self._out = out
-        self._parts = parts
-        self._number = number
-        self._history = _History(suspect_id=request.request_id)
+        self._services = services
+        self._attempt_number = attempt_number
+        self._history = history or _FailureHistory(original_request_id=request.request_id)
+        self._stalled_since_s = stalled_since_s
+        self._delivered_layout = delivered_layout
         self._state = Lifecycle(REQUEST_TRANSITIONS, RequestState.QUEUED)
         self._decision: DecisionId | None = None
-        self._asked_s = 0.0
-        self._pace = TokenLatency()
-        """Of the present attempt."""
-        self._paused_s: float | None = None
+        self._placement_started_s = 0.0
+        self._attempt_latency = TokenLatency()
+        self._attempt_layout: KvLayout | None = None  # of the current attempt's workers; None if unknown
         self._last_problem = ""
-        self._has_turn = False
-        self._placed_with: KvLayout | None = None
-        """Of the workers of the present attempt; None: not known."""
-        self._written_with: KvLayout | None = None
-        """Of those that wrote what the client has: no others may go on with it."""
+        self._holds_exclusive_lock = False
 
     async def run(self) -> None:
-        """Returns when every sample has ended. Raises Refused; at the deadline at the latest."""
+        """Run attempts until every sample has ended. Raises Refused if the request fails or its deadline passes."""
         scope = asyncio.timeout_at(self._request.deadline_s)
         try:
             async with scope:
-                await self._attempts()
+                await self._run_attempts()
         except TimeoutError:
             self._state.move(RequestState.FAILED)
             if not scope.expired():
                 raise
-            message = f"the deadline passed after {self._num_output_tokens} tokens{self._last_problem}; allow more time, or ask for fewer"
+            message = (
+                f"the deadline passed after {self._num_output_tokens} output tokens{self._last_problem}; "
+                "allow more time or request fewer tokens"
+            )
             raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message)) from None
         except asyncio.CancelledError:
             self._state.move(RequestState.CANCELLED)
@@ -149,207 +176,249 @@ class RequestRun:
         self._state.move(RequestState.FINISHED)
 
     async def place(self, attempt: Attempt) -> Placement:
-        """Where this attempt runs. A new request that is rejected is refused; one under way asks again, until
-        its deadline."""
+        """Ask for a placement of this attempt.
+
+        Raises Refused if a first attempt is rejected. A later attempt asks again until the deadline.
+        """
         loop = asyncio.get_running_loop()
-        self._asked_s = loop.time()
+        self._placement_started_s = loop.time()
         while True:
-            answer = await self._parts.schedulers.place(
+            answer = await self._services.schedulers.place(
                 attempt.query, is_first=attempt.number == 0, deadline_s=attempt.request.deadline_s
             )
             if isinstance(answer, Placement):
                 self._decision = answer.decision_id
-                if not self._names_the_dead(answer):
-                    self._placed(answer)
+                if not self._uses_dead_worker(answer):
+                    self._accept_placement(answer)
                     return answer
-                self._tell(Reason.WORKER_LOST.value)  # the scheduler does not know yet
+                self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
             elif attempt.number == 0:
                 raise Refused(failure_of(answer))
             else:
                 self._last_problem = f" ({answer.message})"
-            await asyncio.sleep(self._parts.rules.ask_again_s * self._parts.rng.uniform(0.5, 1.0))
+            await asyncio.sleep(self._services.rules.retry_placement_s * self._services.rng.uniform(0.5, 1.0))
 
     def put(self, delta: TokenDelta) -> bool:
-        """To the client; notes when an attempt's first token is through, and when its workers have done what
-        others died of."""
+        """Pass new tokens to the client, and update state, latency and failure history."""
         num_new = (
             delta.output_index + len(delta.token_ids) - (len(self._request.token_ids) - self._request.num_prompt_tokens)
         )
-        if self._history.num_killed and num_new >= TOKENS_OF_A_STEP_EACH:
-            self._history.num_killed, self._history.must_be_alone = 0, False
-            self._no_longer_suspect()
-        if delta.token_ids and self._written_with is None:
-            self._written_with = self._placed_with
+        if self._history.num_killed and num_new >= TOKENS_AFTER_ONE_STEP_EACH:
+            # Both workers survived a step with this request, so it did not cause the earlier deaths.
+            self._history.num_killed, self._history.needs_exclusive_run = 0, False
+            self._clear_suspicion()
+        if delta.token_ids and self._delivered_layout is None:
+            self._delivered_layout = self._attempt_layout
         now_s = asyncio.get_running_loop().time()
-        self._pace.took(delta.sample_index, len(delta.token_ids), now_s)
+        self._attempt_latency.record(delta.sample_index, len(delta.token_ids), now_s)
         if self._state.state is RequestState.PREFILLING:
             self._state.move(RequestState.DECODING)
-            if self._paused_s is not None:
-                self._parts.metrics.pause_s.observe(now_s - self._paused_s)
-                self._paused_s = None
+            if self._stalled_since_s is not None:
+                self._services.metrics.pause_s.observe(now_s - self._stalled_since_s)
+                self._stalled_since_s = None
         return self._out.put(delta)
 
-    async def _attempts(self) -> None:
+    async def _run_attempts(self) -> None:
         while True:
-            layout = self._written_with or self._parts.view.layout
-            attempt = await attempt_at(self._request, self._number, layout, tuple(self._history.avoid.values()))
-            if self._written_with is not None:
-                attempt = replace(attempt, model_fingerprint=self._written_with.model_fingerprint)
+            layout = self._delivered_layout or self._services.view.layout
+            avoid = tuple(self._history.avoid.values())
+            attempt = await make_attempt(self._request, self._attempt_number, layout, avoid)
+            if self._delivered_layout is not None:
+                attempt = replace(attempt, model_fingerprint=self._delivered_layout.model_fingerprint)
             self._record.num_attempts += 1
-            self._pace = TokenLatency()
+            self._attempt_latency = TokenLatency()
             try:
-                if self._history.must_be_alone:
-                    await self._parts.suspects.turn.acquire()
-                    self._has_turn = True
-                await relay(attempt, self._progress, self, self._parts.workers, self)
-                self._tell("finished")
+                if self._history.needs_exclusive_run:
+                    await self._services.poison_detector.exclusive_lock.acquire()
+                    self._holds_exclusive_lock = True
+                await relay(attempt, self._delivery, self, self._services.workers, self)
+                self._report_outcome("finished")
                 return
-            except LegLost as lost:
-                self._tell(lost.failure.reason.value)
+            except AttemptFailed as failed:
+                self._report_outcome(failed.failure.reason.value)
                 self._state.move(RequestState.QUEUED)
-                self._count(lost)
+                self._record_failure(failed)
             except Refused as refused:
-                self._tell(refused.failure.reason.value)
+                self._report_outcome(refused.failure.reason.value)
                 raise
             except BaseException:
                 is_late = asyncio.get_running_loop().time() >= self._request.deadline_s
-                self._tell((Reason.DEADLINE if is_late else Reason.CANCELLED).value)
+                self._report_outcome((Reason.DEADLINE if is_late else Reason.CANCELLED).value)
                 raise
             finally:
-                self._no_longer_suspect()
+                self._clear_suspicion()
             if len(self._request.sample_indices) > 1 and self._num_output_tokens:
-                await self._each_alone()
+                await self._split_samples()
                 return
-            self._request = going_on(self._request, self._progress.tokens[self._request.sample_indices[0]])
-            self._number += 1
+            tokens = self._delivery.tokens[self._request.sample_indices[0]]
+            self._request = continued_request(self._request, tokens)
+            self._attempt_number += 1
             await self._pause()
 
-    async def _each_alone(self) -> None:
-        """The samples' tokens have parted: each unfinished one goes on as a request of its own."""
-        runs = []
-        for index in sorted(self._progress.open.intersection(self._request.sample_indices)):
-            alone = sample_alone(
-                self._request, index, self._progress.tokens[index], self._parts.rng.randbytes(REQUEST_ID_BYTES)
+    async def _split_samples(self) -> None:
+        """Continue each unfinished sample as a run of its own, because the samples now have different tokens."""
+        runs = [
+            RequestRun(
+                single_sample_request(
+                    self._request,
+                    index,
+                    self._delivery.tokens[index],
+                    self._services.rng.randbytes(REQUEST_ID_BYTES),
+                ),
+                self._delivery,
+                self._record,
+                self._out,
+                self._services,
+                attempt_number=self._attempt_number + 1,
+                history=self._history.copy(),
+                stalled_since_s=self._stalled_since_s,
+                delivered_layout=self._delivered_layout,
             )
-            run = RequestRun(alone, self._progress, self._record, self._out, self._parts, self._number + 1)
-            run._history = self._history.copy()
-            run._paused_s = self._paused_s
-            run._written_with = self._written_with
-            runs.append(run)
-        self._state.move(RequestState.PREFILLING)  # as its samples are, from here on
-        await run_all([run.run() for run in runs])
+            for index in sorted(self._delivery.open.intersection(self._request.sample_indices))
+        ]
+        self._state.move(RequestState.PREFILLING)  # stands for the state of the samples' runs from here on
+        await run_concurrently([run.run() for run in runs])
 
-    def _count(self, lost: LegLost) -> None:
-        """Learn from a lost leg. Raises Refused when there must be no other attempt."""
+    def _record_failure(self, failed: AttemptFailed) -> None:
+        """Update the history after a failed attempt. Raises Refused if the request must not be tried again."""
         history = self._history
-        self._last_problem = f" ({lost})"
+        now_s = asyncio.get_running_loop().time()
+        self._last_problem = f" ({failed})"
         history.num_failed += 1
-        if lost.killed and lost.dead is not None:
-            self._count_death(lost.dead)
-        for worker in filter(None, (lost.blamed, lost.dead)):
-            history.avoid[(worker.worker_id, worker.worker_epoch)] = worker
-        if lost.dead is not None:
-            history.dead[(lost.dead.worker_id, lost.dead.worker_epoch)] = asyncio.get_running_loop().time()
-        if self._paused_s is None:
-            self._paused_s = self._progress.pace.last_s
-        self._parts.metrics.attempts.labels(lost.failure.reason.value).inc()
-        if self._record.span.is_recorded:
-            attributes = {"baton.attempt": self._number, "baton.reason": lost.failure.reason.value}
-            self._record.span.event("attempt lost", asyncio.get_running_loop().time(), attributes)
-        log.warning(
-            "attempt_lost",
-            request_id=self._request.request_id,
-            attempt=self._number,
-            reason=lost.failure.reason,
-            problem=str(lost),
-            num_output_tokens=self._num_output_tokens,
-        )
+        if failed.killed and failed.dead is not None:
+            self._record_death(failed.dead)
+        for worker in filter(None, (failed.blamed, failed.dead)):
+            history.avoid[worker.incarnation] = worker
+        if failed.dead is not None:
+            history.dead[failed.dead.incarnation] = now_s
+        if self._stalled_since_s is None:
+            self._stalled_since_s = self._delivery.latency.last_s
+        self._report_failure(failed, now_s)
         if history.num_killed >= MAX_KILLED_WORKERS:
-            message = f"{history.num_killed} workers died while running this request; it is not tried again"
+            message = f"{history.num_killed} workers in a row died while running this request; it is not retried"
             raise Refused(Failure(code=Code.INTERNAL, reason=Reason.POISON, message=message))
-        is_turned_away = (
-            lost.failure.reason is Reason.QUEUE_FULL
+        all_queues_full = (
+            failed.failure.reason is Reason.QUEUE_FULL
             and history.num_failed >= MAX_FULL_QUEUES
             and not self._num_output_tokens
         )
-        if is_turned_away or history.num_failed >= self._parts.rules.max_attempts:
-            raise Refused(replace(lost.failure, retriable=False, blamed=None))
+        if all_queues_full or history.num_failed >= self._services.rules.max_attempts:
+            raise Refused(replace(failed.failure, retriable=False, blamed=None))
 
-    def _count_death(self, worker: WorkerRef) -> None:
-        """Two deaths in a row are proof only where no other request had the same two; else this one goes on
-        alone, to be told apart."""
+    def _report_failure(self, failed: AttemptFailed, now_s: float) -> None:
+        """Add a failed attempt to the metrics, the trace and the log."""
+        self._services.metrics.attempts.labels(failed.failure.reason.value).inc()
+        if self._record.span.is_recorded:
+            attributes = {"baton.attempt": self._attempt_number, "baton.reason": failed.failure.reason.value}
+            self._record.span.event("attempt lost", now_s, attributes)
+        log.warning(
+            "attempt_lost",
+            request_id=self._request.request_id,
+            attempt=self._attempt_number,
+            reason=failed.failure.reason,
+            problem=str(failed),
+            num_output_tokens=self._num_output_tokens,
+        )
+
+    def _record_death(self, worker: WorkerRef) -> None:
+        """Count a worker that died while running this request.
+
+        A second death in a row counts only if no other tracked request was on that worker. Otherwise this request
+        runs exclusively next, to find out which request is the cause.
+        """
         history = self._history
-        if history.num_killed and not self._parts.suspects.was_only_one(history.suspect_id, worker):
-            history.must_be_alone = True
+        detector = self._services.poison_detector
+        if history.num_killed and not detector.was_only_suspect(history.original_request_id, worker):
+            history.needs_exclusive_run = True
         else:
             history.num_killed += 1
 
-    def _no_longer_suspect(self) -> None:
-        """It has gone on, or its attempt is over: others may go."""
-        self._parts.suspects.leave(self._history.suspect_id)
-        if self._has_turn:
-            self._has_turn = False
-            self._parts.suspects.turn.release()
+    def _clear_suspicion(self) -> None:
+        """Stop tracking this request, and let the next exclusive run start."""
+        self._services.poison_detector.untrack(self._history.original_request_id)
+        if self._holds_exclusive_lock:
+            self._holds_exclusive_lock = False
+            self._services.poison_detector.exclusive_lock.release()
 
     async def _pause(self) -> None:
-        """None before the second attempt, then longer and longer: workers that refuse at once are not asked
-        in a tight loop."""
-        rules = self._parts.rules
+        """Wait before the third and later attempts, twice as long each time, so that a cluster that rejects
+        quickly is not asked in a tight loop."""
+        rules = self._services.rules
         if self._history.num_failed > 1:
             pause_s = min(rules.max_pause_s, rules.pause_s * 2 ** (self._history.num_failed - 2))
-            await asyncio.sleep(pause_s * self._parts.rng.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * self._services.rng.uniform(0.5, 1.0))
 
-    def _placed(self, placement: Placement) -> None:
+    def _accept_placement(self, placement: Placement) -> None:
         self._state.move(RequestState.PREFILLING)
-        self._placed_with = self._parts.view.layout_of(placement.decode or placement.prefill)
+        self._attempt_layout = self._services.view.layout_of(placement.decode or placement.prefill)
         if self._history.num_killed:
             for worker in filter(None, (placement.prefill, placement.decode)):
-                self._parts.suspects.enter(self._history.suspect_id, worker)
+                self._services.poison_detector.track(self._history.original_request_id, worker)
         self._record.placement = placement
         if self._record.placed_s is None:
             self._record.placed_s = asyncio.get_running_loop().time()
             self._record.policy = placement.policy
 
-    def _names_the_dead(self, placement: Placement) -> bool:
-        """A scheduler that still lists a dead worker does so until it notices; one that lists it much later
-        knows better."""
+    def _uses_dead_worker(self, placement: Placement) -> bool:
+        """True if the placement names a worker that this request recently saw die.
+
+        A scheduler lists a dead worker until it notices the death. If it still lists the worker after
+        `dead_worker_s`, the scheduler is right and the worker is alive.
+        """
         source = placement.prefix_source.worker if placement.prefix_source else None
-        since_s = asyncio.get_running_loop().time() - self._parts.rules.dead_s
+        since_s = asyncio.get_running_loop().time() - self._services.rules.dead_worker_s
         return any(
-            worker is not None and self._history.dead.get((worker.worker_id, worker.worker_epoch), since_s) > since_s
+            worker is not None and self._history.dead.get(worker.incarnation, since_s) > since_s
             for worker in (placement.prefill, placement.decode, source)
         )
 
-    def _tell(self, outcome: str) -> None:
-        """The scheduler, what came of its latest decision for this request."""
+    def _report_outcome(self, outcome: str) -> None:
+        """Report the outcome of the latest placement to the scheduler that decided it."""
         decision, self._decision = self._decision, None
         if decision is None:
             return
-        progress = self._progress
-        job = JobId(request_id=self._request.request_id, attempt=self._number)
-        is_first_token_ours = progress.pace.first_s is not None and progress.pace.first_s >= self._asked_s
-        self._parts.schedulers.finished(
+        delivery = self._delivery
+        job = JobId(request_id=self._request.request_id, attempt=self._attempt_number)
+        first_s = delivery.latency.first_s
+        has_first_token = first_s is not None and first_s >= self._placement_started_s
+        self._services.schedulers.finished(
             RequestActuals(
                 decision_id=decision,
                 outcome=outcome,
-                ttft_s=progress.pace.ttft_s(self._asked_s) if is_first_token_ours else None,
-                tpot_s=self._pace.tpot_s,
-                num_output_tokens=self._pace.num_tokens,
-                num_cached_tokens=progress.num_cached_tokens_of(job),
-                legs=tuple(progress.legs.get(job, ())),
+                ttft_s=delivery.latency.ttft_s(self._placement_started_s) if has_first_token else None,
+                tpot_s=self._attempt_latency.tpot_s,
+                num_output_tokens=self._attempt_latency.num_tokens,
+                num_cached_tokens=delivery.num_cached_tokens_of(job),
+                legs=tuple(delivery.legs.get(job, ())),
             )
         )
 
     @property
     def _num_output_tokens(self) -> int:
-        return sum(len(self._progress.tokens[index]) for index in self._request.sample_indices)
+        return sum(len(self._delivery.tokens[index]) for index in self._request.sample_indices)
 
 
 def failure_of(rejection: Rejection) -> Failure:
-    """What the client is told: come back later (429), nobody is there (503), or its time is over (504)."""
+    """Return the client's error for a rejected placement.
+
+    The status is 429 for overload, 404 for an unknown model, 504 for a passed deadline, and 503 otherwise.
+    """
     code = Code.RESOURCE_EXHAUSTED if rejection.reason in _OVERLOAD else Code.UNAVAILABLE
     if rejection.reason is Reason.MODEL_NOT_FOUND:
         code = Code.NOT_FOUND
     elif rejection.reason is Reason.DEADLINE:
         code = Code.DEADLINE_EXCEEDED
     return Failure(code=code, reason=rejection.reason, message=rejection.message, retry_after_s=rejection.retry_after_s)
+
+
+async def run_concurrently(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all coroutines. The first error cancels the others and is raised unchanged."""
+    if len(work) == 1:
+        await work[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in work:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

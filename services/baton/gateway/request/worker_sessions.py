@@ -1,5 +1,7 @@
-"""All standing sessions of this gateway: one a worker life, opened when first needed or seen, kept while the
-worker is there."""
+"""Sessions of this gateway with all workers, one for each worker incarnation.
+
+A session opens when the worker is first seen or needed, and stays open as long as the worker is listed.
+"""
 
 import asyncio
 import math
@@ -8,20 +10,18 @@ from random import Random
 
 from baton.core.cluster.placement import Placement
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import WorkerRef
+from baton.core.ids import Incarnation, WorkerRef
 from baton.core.interfaces import Network
 from baton.core.messages.jobs import DecodeJob, PrefillJob
-from baton.gateway.cluster.attempt_errors import LegLost
+from baton.gateway.cluster.attempt_errors import AttemptFailed
 from baton.gateway.cluster.worker_session import SessionTimes, WorkerSession
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.delivery import Delivery
 from baton.gateway.request.job_streams import JobStreams
 
-_Life = tuple[str, int]
-
 
 class WorkerSessions:
-    """Opens both jobs of an attempt at once, each over its worker's session."""
+    """Opens the jobs of attempts over the sessions with their workers."""
 
     def __init__(
         self, network: Network, *, gateway_id: str, tokenizer_fingerprint: str, times: SessionTimes, rng: Random
@@ -31,12 +31,15 @@ class WorkerSessions:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._times = times
         self._rng = rng
-        self._sessions: dict[_Life, WorkerSession] = {}
-        self._ended_s: dict[_Life, float] = {}
+        self._sessions: dict[Incarnation, WorkerSession] = {}
+        self._ended_s: dict[Incarnation, float] = {}
         self._is_closed = False
 
-    def open(self, attempt: Attempt, placement: Placement, progress: Delivery) -> JobStreams:
-        """Both legs; `async with` sends the jobs. Raises LegLost for a placement that names nobody."""
+    def open(self, attempt: Attempt, placement: Placement, delivery: Delivery) -> JobStreams:
+        """Return the streams of both jobs; `async with` sends the jobs.
+
+        Raises AttemptFailed if the placement names no worker.
+        """
         prefill, decode = attempt.jobs(placement, asyncio.get_running_loop().time())
         jobs: list[tuple[WorkerSession, PrefillJob | DecodeJob]] = []
         if prefill is not None and placement.prefill is not None:
@@ -44,58 +47,58 @@ class WorkerSessions:
         if decode is not None and placement.decode is not None:
             jobs.append((self.session(placement.decode), decode))
         if not jobs:
-            message = f"the scheduler {placement.scheduler_id} placed the request nowhere"
-            raise LegLost(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message, retriable=True))
-        return JobStreams(progress, attempt.request.deadline_s, jobs)
+            message = f"the scheduler {placement.scheduler_id} returned a placement without workers; retry"
+            raise AttemptFailed(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message, retriable=True))
+        return JobStreams(delivery, attempt.request.deadline_s, jobs)
 
     def session(self, worker: WorkerRef) -> WorkerSession:
-        """The session with this life of the worker. Raises Refused once this gateway has ended its
-        sessions."""
+        """Return the session with this incarnation, and open it if needed. Raises Refused after `aclose`."""
         if self._is_closed:
-            message = "this gateway has stopped; send the request to another one"
+            message = "this gateway has stopped; send the request to another gateway"
             raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retry_after_s=1.0))
-        life = (worker.worker_id, worker.worker_epoch)
-        session = self._sessions.get(life)
+        session = self._sessions.get(worker.incarnation)
         if session is None or session.has_ended:
-            session = self._sessions[life] = WorkerSession(
+            session = self._sessions[worker.incarnation] = WorkerSession(
                 worker,
                 self._network,
                 gateway_id=self._gateway_id,
                 session_id=self._rng.randbytes(8).hex(),
                 tokenizer_fingerprint=self._tokenizer_fingerprint,
                 times=self._times,
-                on_end=self._forget,
+                on_end=self._remove,
             )
         return session
 
-    def keep(self, lives: Iterable[WorkerRef]) -> None:
-        """The workers that are there now: new ones are dialled before a request needs them, sessions with
-        others end once idle."""
+    def update_workers(self, workers: Iterable[WorkerRef]) -> None:
+        """Set the workers that exist now.
+
+        Sessions with new workers open before a request needs them. Idle sessions with other workers end.
+        """
         if self._is_closed:
             return
         now_s = asyncio.get_running_loop().time()
-        wanted = {(worker.worker_id, worker.worker_epoch): worker for worker in lives}
-        self._ended_s = {life: ended_s for life, ended_s in self._ended_s.items() if life in wanted}
-        for life, worker in wanted.items():
-            if (
-                now_s - self._ended_s.get(life, -math.inf) >= self._times.heartbeat_s
-            ):  # not again and again while it cannot be reached
+        wanted = {worker.incarnation: worker for worker in workers}
+        self._ended_s = {key: ended_s for key, ended_s in self._ended_s.items() if key in wanted}
+        for key, worker in wanted.items():
+            # A worker that cannot be reached is dialled at most once per heartbeat.
+            if now_s - self._ended_s.get(key, -math.inf) >= self._times.heartbeat_s:
                 self.session(worker)
-        for life, session in tuple(self._sessions.items()):
-            if life not in wanted and not session.num_jobs:
+        for key, session in tuple(self._sessions.items()):
+            if key not in wanted and not session.num_jobs:
                 session.close()
 
     @property
-    def num_up(self) -> int:
-        return sum(session.is_up for session in self._sessions.values())
+    def num_connected(self) -> int:
+        """Number of sessions with an open stream."""
+        return sum(session.is_connected for session in self._sessions.values())
 
     async def aclose(self) -> None:
-        """End all sessions; workers cancel their jobs after their grace."""
+        """End all sessions. The workers cancel the jobs after their grace time."""
         self._is_closed = True
         await asyncio.gather(*(session.aclose() for session in tuple(self._sessions.values())))
 
-    def _forget(self, session: WorkerSession) -> None:
-        life = (session.worker.worker_id, session.worker.worker_epoch)
-        if self._sessions.get(life) is session:
-            del self._sessions[life]
-            self._ended_s[life] = asyncio.get_running_loop().time()
+    def _remove(self, session: WorkerSession) -> None:
+        key = session.worker.incarnation
+        if self._sessions.get(key) is session:
+            del self._sessions[key]
+            self._ended_s[key] = asyncio.get_running_loop().time()

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, detokenizer, stop strings."""
+"""Converts text to tokens and back: tokenizer, chat template, detokenizer and stop strings."""

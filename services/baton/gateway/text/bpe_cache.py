@@ -1,10 +1,10 @@
-"""Token ids of a text from its pieces, most of which were seen before.
+"""Encodes text with a cache of pre-tokens, for byte-level BPE tokenizers.
 
-A byte-level BPE tokenizer cuts text with a regular expression and encodes each piece by itself, so a piece
-has the same ids wherever it stands. Cutting with `re` and remembering the pieces takes a sixth of the time
-that `tokenizers` takes for the text. It is the same only where both understand the expression alike: that of
-a known tokenizer, on ASCII, where no version of Unicode differs from another in what a letter is. Words that
-are not ASCII are remembered, too, but cut and encoded by the library.
+A byte-level BPE tokenizer splits text into pre-tokens with a regular expression and encodes each one separately,
+so a pre-token always has the same ids. Splitting with `re` and caching the ids takes a sixth of the time that
+`tokenizers` needs. The result is equal only if `re` and the library interpret the expression in the same way.
+Therefore `re` is used only for the expressions of known tokenizers and only on ASCII, where Unicode versions do not
+differ. Words that are not ASCII are cached too, but split and encoded by the library.
 """
 
 import re
@@ -17,14 +17,15 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from baton.core.kv.block_hash import TokenIds
 
-MAX_PIECES = 32 * 1024
-MAX_PIECE_CHARACTERS = 32
-"""Longer pieces are not remembered. All that are take 4 MB as a rule, and never more than 25."""
+MAX_PRE_TOKENS = 32 * 1024
+"""Size of the cache. A full cache takes about 4 MB, and at most 25 MB."""
+MAX_PRE_TOKEN_CHARACTERS = 32
+"""Longer pre-tokens are not cached."""
 MAX_NEW_CHARACTERS = 2048
-"""Of new pieces in one text, which are encoded one by one in about a millisecond. The library is faster for a
-text that has more."""
-NEW_PIECE_CHARACTERS = 8
-"""A new piece counts as so many more than it has: what encoding it by itself costs."""
+"""Maximum number of uncached characters in one text. Encoding them takes about a millisecond. The library is faster
+for texts with more."""
+NEW_PRE_TOKEN_COST = 8
+"""Characters added to the length of an uncached pre-token, for the fixed cost of encoding it."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,29 +33,42 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-IN_ASCII: Mapping[str, str] = {
+ASCII_PATTERNS: Mapping[str, str] = {
     GPT2: r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+",
     LLAMA3: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     QWEN2: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""The expressions of known tokenizers, and what they are on ASCII, for `re`."""
+"""Expressions of known tokenizers → equivalent expressions on ASCII, for `re`."""
 
 WORD = re.compile(r"\s*+\S++(?:[^\S ]\s*+\S++)*+(?:[^\S ]\s*+)?|\s++")
-"""From one space after a word to the next one. In all these expressions a piece that has begun a word ends
-before a space, and the next one does not look back; so what stands between has the same pieces by itself."""
+"""Matches text from the space after one word up to the space after the next one.
+
+In all of the expressions above, a pre-token that contains a word ends before a space, and the next one does not
+look back. Each match therefore has the same pre-tokens when it is split alone.
+"""
 
 Description = Mapping[str, Any]
-"""A `tokenizer.json`."""
+"""Content of a `tokenizer.json`."""
 
 
 class CachedBpeEncoder:
-    """For one thread. `of` makes it."""
+    """Encoder with a cache of pre-tokens. Create it with `of`. Not safe for concurrent use by threads."""
 
-    def __init__(self, rust: RustTokenizer, pattern: str) -> None:
-        """`pattern`: how `rust` cuts ASCII, for `re`."""
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        pattern: str,
+        *,
+        max_pre_tokens: int = MAX_PRE_TOKENS,
+        max_new_characters: int = MAX_NEW_CHARACTERS,
+    ) -> None:
+        """Create an encoder. `pattern` is the expression for `re` that splits ASCII as `rust` does."""
         added = {token.content: id_ for id_, token in rust.get_added_tokens_decoder().items()}
-        self._pieces = _KnownPieces(rust, {content: _bytes_of([id_]) for content, id_ in added.items()})
-        self._cut_ascii = re.compile(pattern, re.ASCII).findall
+        self._max_new_characters = max_new_characters
+        self._cache = _PreTokenCache(
+            rust, {content: _bytes_of([id_]) for content, id_ in added.items()}, max_pre_tokens
+        )
+        self._split_ascii = re.compile(pattern, re.ASCII).findall
         self._added = (
             re.compile(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})") if added else None
         )
@@ -62,80 +76,93 @@ class CachedBpeEncoder:
         self._special = _special_tokens_around(rust)
 
     @staticmethod
-    def of(rust: RustTokenizer, description: Description) -> "CachedBpeEncoder | None":
-        """None for a tokenizer of a kind that is not known here."""
-        pattern = IN_ASCII.get(_pattern_of(description))
-        return CachedBpeEncoder(rust, pattern) if pattern is not None and _is_plain(description) else None
+    def of(
+        rust: RustTokenizer,
+        description: Description,
+        *,
+        max_pre_tokens: int = MAX_PRE_TOKENS,
+        max_new_characters: int = MAX_NEW_CHARACTERS,
+    ) -> "CachedBpeEncoder | None":
+        """Create an encoder for a tokenizer; None if its kind is not supported.
+
+        max_pre_tokens: size of the cache.
+        max_new_characters: `encode` returns None for texts with more uncached characters.
+        """
+        pattern = ASCII_PATTERNS.get(_pattern_of(description))
+        if pattern is None or not _is_plain(description):
+            return None
+        return CachedBpeEncoder(rust, pattern, max_pre_tokens=max_pre_tokens, max_new_characters=max_new_characters)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "TokenIds | None":
-        """None for a text that is better left to the library: too much of it is new."""
-        pieces = self._pieces_of(text)
-        self._pieces.allowed_characters = MAX_NEW_CHARACTERS
+        """Return the token ids of a text; None if so much of it is uncached that the library is faster."""
+        pre_tokens = self._pre_tokens(text)
+        self._cache.allowed_characters = self._max_new_characters
         try:
-            ids = b"".join(map(self._pieces.__getitem__, pieces))
-        except _TooMuchIsNew:
+            ids = b"".join(map(self._cache.__getitem__, pre_tokens))
+        except _TooManyNewPreTokens:
             return None
         before, after = self._special if add_special_tokens else (b"", b"")
-        made = array("I")
-        made.frombytes(b"".join((before, ids, after)))
-        return made
+        result = array("I")
+        result.frombytes(b"".join((before, ids, after)))
+        return result
 
-    def _pieces_of(self, text: str) -> list[str]:
-        """Added tokens are found first, wherever they stand, and then what lies between them is cut."""
+    def _pre_tokens(self, text: str) -> list[str]:
+        """Split a text into added tokens, and the pre-tokens of the text between them."""
         if self._added is None or not any(begin in text for begin in self._added_begin):
-            return self._cut(text)
-        pieces: list[str] = []
+            return self._split(text)
+        pre_tokens: list[str] = []
         for index, part in enumerate(self._added.split(text)):
-            pieces += (part,) if index % 2 else self._cut(part)
-        return pieces
+            pre_tokens += (part,) if index % 2 else self._split(part)
+        return pre_tokens
 
-    def _cut(self, text: str) -> list[str]:
+    def _split(self, text: str) -> list[str]:
+        """Split a text without added tokens: ASCII into pre-tokens, and other text into words for the library."""
         if text.isascii():
-            return self._cut_ascii(text)
-        pieces: list[str] = []
+            return self._split_ascii(text)
+        pre_tokens: list[str] = []
         for is_ascii, group in groupby(WORD.findall(text), str.isascii):
             words = list(group)
-            pieces += self._cut_ascii("".join(words)) if is_ascii else words
-        return pieces
+            pre_tokens += self._split_ascii("".join(words)) if is_ascii else words
+        return pre_tokens
 
 
-class _TooMuchIsNew(Exception):
-    """The text has more that was not seen before than is worth encoding piece by piece."""
+class _TooManyNewPreTokens(Exception):
+    """The text has more uncached characters than allowed."""
 
 
-class _KnownPieces(dict[str, bytes]):
-    """Piece → its ids as bytes; learns what it is asked for. It forgets everything when it is full, and knows
-    the usual again soon."""
+class _PreTokenCache(dict[str, bytes]):
+    """Pre-token → its ids as bytes. Encodes and adds missing entries, and starts empty again when it is full."""
 
-    def __init__(self, rust: RustTokenizer, added: Mapping[str, bytes]) -> None:
+    def __init__(self, rust: RustTokenizer, added: Mapping[str, bytes], max_pre_tokens: int) -> None:
         super().__init__(added)
+        self._max_pre_tokens = max_pre_tokens
         self._added = added
         self._rust = rust
         self._model = rust.model
         self._alphabet = byte_level_alphabet()
         self.allowed_characters = 0
-        """What may still be new; then `_TooMuchIsNew`."""
+        """Number of uncached characters that may still be encoded; then `_TooManyNewPreTokens` is raised."""
 
-    def __missing__(self, piece: str) -> bytes:
-        self.allowed_characters -= NEW_PIECE_CHARACTERS + len(piece)
+    def __missing__(self, pre_token: str) -> bytes:
+        self.allowed_characters -= NEW_PRE_TOKEN_COST + len(pre_token)
         if self.allowed_characters < 0:
-            raise _TooMuchIsNew
-        ids = self._encoded(piece)
-        if len(piece) <= MAX_PIECE_CHARACTERS:
-            if len(self) >= MAX_PIECES:
+            raise _TooManyNewPreTokens
+        ids = self._encode(pre_token)
+        if len(pre_token) <= MAX_PRE_TOKEN_CHARACTERS:
+            if len(self) >= self._max_pre_tokens:
                 self.clear()
                 self.update(self._added)
-            self[piece] = ids
+            self[pre_token] = ids
         return ids
 
-    def _encoded(self, piece: str) -> bytes:
-        if piece.isascii():
-            return _bytes_of([token.id for token in self._model.tokenize(piece.translate(self._alphabet))])
-        return _bytes_of(self._rust.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
+    def _encode(self, pre_token: str) -> bytes:
+        if pre_token.isascii():
+            return _bytes_of([token.id for token in self._model.tokenize(pre_token.translate(self._alphabet))])
+        return _bytes_of(self._rust.encode_batch_fast([pre_token], add_special_tokens=False)[0].ids)
 
 
 def byte_level_alphabet() -> dict[int, str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
+    """Return byte → character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -146,7 +173,7 @@ def _bytes_of(ids: list[int]) -> bytes:
 
 
 def _pattern_of(description: Description) -> str:
-    """The expression that a byte-level tokenizer cuts text with; empty for any other."""
+    """Return the expression with which a byte-level tokenizer splits text; empty for other tokenizers."""
     match description["pre_tokenizer"]:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2
@@ -162,8 +189,11 @@ def _pattern_of(description: Description) -> str:
 
 
 def _is_plain(description: Description) -> bool:
-    """Nothing moves what `WORD` goes by, a piece's ids are always the same, and added tokens are found in one
-    round, by themselves."""
+    """True if caching pre-tokens gives the same ids as the library.
+
+    No normalizer may change word boundaries, BPE must be deterministic, and all added tokens must be found in one
+    pass without consuming the space around them.
+    """
     normalizer, model, added = description["normalizer"], description["model"], description["added_tokens"]
     return (
         (normalizer is None or (normalizer["type"] == "NFC" and not any(token["normalized"] for token in added)))
@@ -174,7 +204,7 @@ def _is_plain(description: Description) -> bool:
 
 
 def _special_tokens_around(rust: RustTokenizer) -> tuple[bytes, bytes]:
-    """What the tokenizer puts before and after every text."""
-    plain, whole = (rust.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
-    begin = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-    return _bytes_of(whole[:begin]), _bytes_of(whole[begin + len(plain) :])
+    """Return the ids of the special tokens that the tokenizer adds before and after every text."""
+    plain, full = (rust.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
+    begin = next(at for at in range(len(full)) if full[at : at + len(plain)] == plain)
+    return _bytes_of(full[:begin]), _bytes_of(full[begin + len(plain) :])

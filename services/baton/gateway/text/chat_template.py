@@ -1,8 +1,7 @@
-"""A model's chat template, rendered in a sandbox. It comes from the model's directory only, never from a
-request.
+"""Renders a model's chat template in a sandbox. Templates come from the model's directory, never from a request.
 
-The sandbox bounds what a template can cost: characters it may make, and seconds it may take, looked at
-whenever it looks at something.
+The sandbox bounds the size of the output and the rendering time. Both are checked at every lookup, call and
+operation of the template.
 """
 
 import json
@@ -23,35 +22,46 @@ CONFIG_FILE = "tokenizer_config.json"
 MAX_RENDERED_CHARACTERS = 64 * 2**20
 MAX_RENDER_S = 0.5
 MAX_RANGE_TOTAL = 100_000
-"""Numbers that all `range` calls of one rendering may give together."""
+"""Maximum number of items that all `range` calls of one rendering may produce together."""
+
+Clock = Callable[[], float]
+"""Returns the time in seconds."""
 
 Message = Mapping[str, str]
 
 
 class TemplateTooExpensive(BatonError):
-    """A chat template ran longer or made more than it may."""
+    """A chat template exceeded its limit of time or output."""
 
 
 class ChatTemplate:
-    """Turns messages into the prompt that the model was trained on. One thread at a time may render."""
+    """A compiled chat template, which turns messages into a prompt. Not safe for concurrent use by threads."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelError when the template cannot be compiled."""
-        self._environment = _Environment()
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, max_characters: int = MAX_RENDERED_CHARACTERS
+    ) -> None:
+        """Compile a template. Raises ModelError if its syntax is invalid.
+
+        special_tokens: values of variables such as `bos_token`.
+        max_characters: limit of the output.
+        """
+        self._environment = _Environment(max_characters)
         self._special_tokens = special_tokens
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelError(f"the model's chat template cannot be used: {error}") from error
+            raise ModelError(f"the model's chat template is invalid: {error}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate | None":
-        """From `chat_template.jinja`, or else from `tokenizer_config.json`; None when the model has none.
-        Raises ModelError."""
+        """Load the template from `chat_template.jinja`, or else from `tokenizer_config.json`.
+
+        Returns None if the model has no chat template. Raises ModelError if a file or the template is invalid.
+        """
         config = read_json(model_dir / CONFIG_FILE)
         file = model_dir / TEMPLATE_FILE
         source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates; the others are for tools and retrieval
+        if isinstance(source, list):  # named templates; those other than "default" are for tools and retrieval
             source = next(
                 (t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None
             )
@@ -60,11 +70,11 @@ class ChatTemplate:
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
         return cls(source, {name: _token_text(config[name]) for name in names if config.get(name) is not None})
 
-    def render(
-        self, messages: Sequence[Message], clock: Callable[[], float], *, add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt. `clock` gives seconds. Raises Refused (400) when the template does not accept the
-        messages or passes its limits."""
+    def render(self, messages: Sequence[Message], clock: Clock, *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt for these messages.
+
+        Raises Refused (400) if the template rejects the messages or exceeds its limits.
+        """
         self._environment.begin(clock)
         values = {
             "messages": messages,
@@ -72,77 +82,79 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
-        pieces: list[str] = []
+        texts: list[str] = []
         num_characters = 0
         try:
-            for piece in self._template.generate(**values, **self._special_tokens):
-                pieces.append(piece)
-                num_characters += len(piece)
-                self._environment.spend(num_characters)
+            for text in self._template.generate(**values, **self._special_tokens):
+                texts.append(text)
+                num_characters += len(text)
+                self._environment.check_limits(num_characters)
         except TemplateTooExpensive as error:
             raise invalid(f"{error} for these messages; send fewer or shorter ones") from error
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:  # a template is a program and can raise any error
             raise invalid(
                 f"the model's chat template does not accept these messages: {printable(str(error))}"
             ) from error
-        return "".join(pieces)
+        return "".join(texts)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """As transformers sets it up, with limits at every point where a template looks something up, calls or
-    computes."""
+    """Jinja environment with the settings of transformers, and limits checked at every lookup, call and operation."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
-    def __init__(self) -> None:
+    def __init__(self, max_characters: int) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
+        self._max_characters = max_characters
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _refuse
         self.globals["range"] = self._range
-        self._clock: Callable[[], float] = float
+        self._clock: Clock = float
         self._deadline_s = 0.0
         self._range_left = 0
 
-    def begin(self, clock: Callable[[], float]) -> None:
+    def begin(self, clock: Clock) -> None:
+        """Reset the limits for a new rendering."""
         self._clock = clock
         self._deadline_s = clock() + MAX_RENDER_S
         self._range_left = MAX_RANGE_TOTAL
 
-    def spend(self, num_characters: int = 0) -> None:
-        """Raises TemplateTooExpensive when the rendering is out of time or makes more than
-        `MAX_RENDERED_CHARACTERS`."""
-        if num_characters > MAX_RENDERED_CHARACTERS:
-            raise TemplateTooExpensive(f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters")
+    def check_limits(self, num_characters: int = 0) -> None:
+        """Raise TemplateTooExpensive if the time is up or `num_characters` is above the limit."""
+        if num_characters > self._max_characters:
+            raise TemplateTooExpensive(f"the chat template produces more than {self._max_characters} characters")
         if self._clock() > self._deadline_s:
             raise TemplateTooExpensive(f"the chat template runs longer than {MAX_RENDER_S:g} s")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self.spend()
+        self.check_limits()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self.spend()
+        self.check_limits()
         return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        self.spend()
+        self.check_limits()
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.spend(_size_of(operator, left, right))
+        self.check_limits(_result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
         self._range_left -= len(numbers)
         if self._range_left < 0:
-            raise TemplateTooExpensive(f"the chat template counts further than {MAX_RANGE_TOTAL}")
+            raise TemplateTooExpensive(f"the chat template loops over more than {MAX_RANGE_TOTAL} numbers")
         return numbers
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An optional file of the model's directory; empty when it is not there. Raises ModelError when it is no
-    JSON object."""
+    """Read an optional JSON file of the model's directory; empty if the file does not exist.
+
+    Raises ModelError if it is not a readable JSON object.
+    """
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -154,8 +166,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Characters, items or digits of the result, before it is made."""
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Return an upper bound for the characters, items or bits of an operation's result, before computing it."""
     sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
     if operator == "+":
         return sum(size or 0 for size in sizes)
@@ -168,12 +180,12 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def _token_text(token: Any) -> str:
-    """Special tokens are strings or objects that describe one."""
+    """Return the text of a special token, which is a string or an object with its `content`."""
     return token["content"] if isinstance(token, dict) else str(token)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Without the HTML escapes of jinja2's own filter, as models were trained."""
+    """Format JSON without the HTML escapes of jinja2's own filter, because models were trained without them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,11 +1,10 @@
-"""Stop strings, seen where text is made. What may be the beginning of one is held back until it is known not
-to be."""
+"""Finds stop strings in generated text. Text that may be the beginning of a stop string is held back."""
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one sample's text for the first of several strings to occur."""
+    """Searches one sample's text for the first occurrence of any of several stop strings."""
 
     __slots__ = ("_firsts", "_held", "_longest", "_prefixes", "_stops")
 
@@ -17,11 +16,10 @@ class StopMatcher:
         self._held = ""
 
     def put(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown now, whether a stop string has been found). Once found, the shown text ends
-        before it.
+        """Add text. Return (text that can be delivered now, True if a stop string was found).
 
-        Of several stop strings the one that is complete first counts, so that the answer does not depend on
-        how the text was cut.
+        The delivered text ends before the stop string. If there are several, the one that ends first counts, so the
+        result does not depend on how the text was divided into calls.
         """
         if not self._stops:
             return text, False
@@ -35,17 +33,20 @@ class StopMatcher:
         return text[:begin], False
 
     def pass_through(self, text: str) -> str:
-        """Text in which no stop string counts yet (`min_tokens`)."""
+        """Add text in which stop strings do not count yet, because of `min_tokens`. Return the text to deliver."""
         text, self._held = self._held + text, ""
         return text
 
     def flush(self) -> str:
-        """What was held back: no more text will come."""
+        """Return the text that was held back, at the end of the sample."""
         text, self._held = self._held, ""
         return text
 
     def _held_from(self, text: str) -> int:
-        """Where the longest end of `text` that begins a stop string begins; `len(text)` if there is none."""
+        """Return the index of the longest suffix of `text` that is the beginning of a stop string.
+
+        Returns `len(text)` if there is no such suffix.
+        """
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._firsts and text[begin:] in self._prefixes:
                 return begin

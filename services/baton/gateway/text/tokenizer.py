@@ -1,5 +1,7 @@
-"""Text to token ids and back. `HfTokenizer` reads a model's `tokenizer.json`; `ByteTokenizer` is its twin for
-tests and the simulator."""
+"""Converts text to token ids and back.
+
+`HfTokenizer` reads a model's `tokenizer.json`. `ByteTokenizer` has the same interface, for tests and the simulator.
+"""
 
 import asyncio
 import json
@@ -19,66 +21,69 @@ from baton.gateway.text.chat_template import ChatTemplate, Message, read_json
 from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
 
 INLINE_CHARACTERS = 16 * 1024
-"""Longer texts are encoded in a thread: this many take about 3 ms, which every open stream would wait for."""
-PIECES_CHARACTERS = 64 * 1024
-"""The same for texts whose pieces are known."""
+"""Longer texts are encoded in a thread. This length takes about 3 ms, which delays every open stream."""
+INLINE_CACHED_CHARACTERS = 64 * 1024
+"""The same limit for texts that the BPE cache encodes."""
 PROMPT_TAIL_TOKENS = 6
-"""Prompt ids that decide how the first new token is written."""
+"""Number of prompt ids on which the text of the first output token depends."""
 
 
 class Tokenizer(Protocol):
-    """A model's vocabulary and chat format. `fingerprint` is what workers must share."""
+    """A model's vocabulary and chat template."""
 
     fingerprint: str
+    """Fingerprint of the vocabulary, which must equal that of the workers."""
     vocab_size: int
-    """Ids from 0 to below this may stand in a prompt; some of them may have no text."""
+    """Prompts may contain ids below this. Some of them may have no text."""
     max_model_len: int | None
-    """The longest context that the model itself allows, where its files say so."""
+    """Longest context of the model; None if its files do not say."""
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Ids of a text; a long one does not block the event loop."""
+        """Return the token ids of a text. A long text does not block the event loop."""
         ...
 
     def chat_text(self, messages: Sequence[Message]) -> str:
-        """The prompt that the chat template makes of `messages`, special tokens and all. Raises Refused (400)
-        when there is no template, or it refuses."""
+        """Return the prompt that the chat template makes of `messages`, including special tokens.
+
+        Raises Refused (400) if the model has no template, or if the template rejects the messages.
+        """
         ...
 
     async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
-        """Ids of that prompt."""
+        """Return the token ids of the prompt that the chat template makes of `messages`."""
         return await self.encode(self.chat_text(messages), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """All of it at once; an id without text is U+FFFD."""
+        """Return the text of these ids. An id without text becomes U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token on its own, for logprobs: perhaps only a part of a character."""
+        """Return the bytes of a single token, for logprobs. They may be only a part of a character."""
         ...
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
-        """For one sample's output after `prompt`."""
+        """Return an incremental detokenizer for one sample's output after `prompt`."""
         ...
 
     def min_tokens_of(self, num_bytes: int) -> int:
-        """A number of tokens that a text of `num_bytes` of UTF-8 has at least."""
+        """Return a lower bound for the number of tokens of a text of `num_bytes` bytes of UTF-8."""
         ...
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop the tokenizer's threads."""
         ...
 
 
 class HfTokenizer(Tokenizer):
-    """Over the `tokenizers` library."""
+    """Tokenizer that uses the `tokenizers` library."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises ModelError when the directory has no usable fast tokenizer."""
+        """Load the tokenizer of a model directory. Raises ModelError if there is no usable fast tokenizer."""
         self.fingerprint = tokenizer_fingerprint(model_dir)
         try:
             self._rust = RustTokenizer.from_file(str(model_dir / TOKENIZER_FILE))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ModelError(f"{model_dir / TOKENIZER_FILE} cannot be used: {error}") from error
+        except Exception as error:  # the library raises plain Exceptions
+            raise ModelError(f"{model_dir / TOKENIZER_FILE} is not a valid tokenizer: {error}") from error
         self._rust.no_truncation()
         self._rust.no_padding()
         self._chat_template = ChatTemplate.load(model_dir)
@@ -89,7 +94,7 @@ class HfTokenizer(Tokenizer):
         self.max_model_len = int(length) if length else None
         self._special = {id_ for id_, token in self._rust.get_added_tokens_decoder().items() if token.special}
         description: Description = json.loads(self._rust.to_str())
-        self._pieces = CachedBpeEncoder.of(self._rust, description)
+        self._bpe_cache = CachedBpeEncoder.of(self._rust, description)
         self._table = _bytes_table(self._rust, description)
         self._plain_table = self._table and [
             b"" if id_ in self._special else token for id_, token in enumerate(self._table)
@@ -98,8 +103,8 @@ class HfTokenizer(Tokenizer):
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        if self._pieces is not None and len(text) <= PIECES_CHARACTERS:
-            ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
+        if self._bpe_cache is not None and len(text) <= INLINE_CACHED_CHARACTERS:
+            ids = self._bpe_cache.encode(text, add_special_tokens=add_special_tokens)
             if ids is not None:
                 return ids
         if len(text) <= INLINE_CHARACTERS:
@@ -108,9 +113,7 @@ class HfTokenizer(Tokenizer):
 
     def chat_text(self, messages: Sequence[Message]) -> str:
         if self._chat_template is None:
-            raise invalid(
-                "this model has no chat template; use /v1/completions with the prompt as the model expects it"
-            )
+            raise invalid("this model has no chat template; use /v1/completions with a prompt in the model's format")
         return self._chat_template.render(messages, asyncio.get_running_loop().time)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -124,7 +127,7 @@ class HfTokenizer(Tokenizer):
         text = self._rust.id_to_token(token_id)
         if text is None:
             return REPLACEMENT.encode()
-        if len(text) == 6 and text.startswith("<0x"):  # a byte that the vocabulary falls back to
+        if len(text) == 6 and text.startswith("<0x"):  # a token for a single byte, used as fallback
             return bytes([int(text[3:5], 16)])
         return text.replace("\u2581", " ").encode()
 
@@ -147,7 +150,7 @@ class HfTokenizer(Tokenizer):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> TokenIds:
-        # encode() holds the interpreter's lock all the time, encode_batch_fast() does not.
+        # encode() holds the GIL all the time; encode_batch_fast() releases it.
         return array("I", self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _has_text(self, token_id: int) -> bool:
@@ -155,8 +158,7 @@ class HfTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a byte; an id above 255 is written `<id>`, but for the last of the vocabulary, which has no
-    text."""
+    """Tokenizer with one token per byte. An id above 255 has the text `<id>`, except the last one, which has none."""
 
     def __init__(self, *, vocab_size: int = 512, max_model_len: int | None = 4096) -> None:
         self.fingerprint = "bytes"
@@ -165,7 +167,7 @@ class ByteTokenizer(Tokenizer):
         self._table = [bytes((id_,)) if id_ < 256 else f"<{id_}>".encode() for id_ in range(vocab_size - 1)]
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        return array("I", list(text.encode()))  # array() would take bytes for the memory of its items
+        return array("I", list(text.encode()))  # array() would interpret bytes as the memory of its items
 
     def chat_text(self, messages: Sequence[Message]) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
@@ -188,8 +190,10 @@ class ByteTokenizer(Tokenizer):
 
 
 def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | None] | None:
-    """Each id's bytes where the tokenizer is byte-level, so that a token's text does not depend on its
-    neighbours; else None."""
+    """Return the bytes of each token id if the tokenizer is byte-level; None otherwise.
+
+    In a byte-level tokenizer, a token's text does not depend on its neighbors.
+    """
     decoder = description["decoder"]
     if not decoder or decoder["type"] != "ByteLevel":
         return None
@@ -199,7 +203,7 @@ def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | 
 
 
 def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:
-    """A token with any character that stands for no byte (an added token) is its own text."""
+    """Return the bytes of a byte-level token. An added token contains other characters and is its own text."""
     try:
         return bytes([byte_of[character] for character in name])
     except KeyError:
@@ -207,7 +211,7 @@ def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:
 
 
 def _max_token_bytes(description: Description, table: Sequence[bytes | None] | None) -> int:
-    """The longest token, where text cannot shrink before it is cut into tokens; else 0."""
+    """Return the length of the longest token; 0 if a normalizer can shorten text before it is tokenized."""
     if table is None or description["normalizer"] is not None:
         return 0
     return max(len(token) for token in table if token is not None)
