@@ -240,7 +240,7 @@ class Both:
         self.following = KvEventFollowing(
             feed=followed,
             index=self.index,
-            ask_snapshot=lambda worker: self.publisher.ask_snapshot(),
+            request_snapshot=lambda worker: self.publisher.request_snapshot(),
             on_degraded=self.degraded.append,
             rng=Random(2),
         )

@@ -1,1 +1,1 @@
-"""How KV blocks get from the worker that owns them to the worker that reads them: pulled, leased, proven."""
+"""KV transfer between workers: the reader pulls blocks under a lease and validates each read."""

@@ -1,8 +1,7 @@
-"""A worker that too much quarantine has worn out: it asks to be let go, and serves on until a scheduler says
-that it is its turn.
+"""Decides when a worker with too many quarantined blocks asks to be replaced, and when it drains without an answer.
 
-Else a peer that stands still for a moment could send every worker of a role away at once. Where nobody
-answers for long, it goes by itself.
+A scheduler replaces such workers one at a time. A peer that pauses for a moment could otherwise make all workers of a
+role drain together. If no scheduler answers for a long time, the worker drains on its own.
 """
 
 from random import Random
@@ -11,33 +10,32 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
-PATIENCE_DRAINS = 10
-"""A worn-out worker waits so many drain times for its turn, and up to as many again by chance: workers that
-nobody answers do not all leave at once either."""
+REPLACEMENT_WAIT_DRAINS = 10
+"""The wait for a scheduler is this many drain times, plus up to as many again at random, so that workers without an
+answer do not drain together."""
 
 
 class QuarantineLimit:
-    """`asks`: it wants to be let go."""
+    """The replacement request of one worker. `needs_replacement` is True while the worker asks to be replaced."""
 
     def __init__(self, *, drain_s: float, rng: Random) -> None:
         self._drain_s = drain_s
         self._rng = rng
-        self._leaves_s: float | None = None
+        self._drain_at_s: float | None = None
 
     @property
-    def asks(self) -> bool:
-        return self._leaves_s is not None
+    def needs_replacement(self) -> bool:
+        return self._drain_at_s is not None
 
-    def look(self, *, needs_replacement: bool, num_blocks: int, now_s: float) -> bool:
-        """To be called again and again; whether it must leave now without having been told. `num_blocks`: how
-        many are quarantined."""
-        if not needs_replacement:
-            if self._leaves_s is not None:
-                log.info("needs_replacement_no_more", num_blocks=num_blocks)
-            self._leaves_s = None
+    def update(self, *, is_over_limit: bool, num_quarantined_blocks: int, now_s: float) -> bool:
+        """Record the current state; call it at every check. Returns True if the worker must drain now, unasked."""
+        if not is_over_limit:
+            if self._drain_at_s is not None:
+                log.info("replacement_withdrawn", num_blocks=num_quarantined_blocks)
+            self._drain_at_s = None
             return False
-        if self._leaves_s is None:
-            patience_s = PATIENCE_DRAINS * self._drain_s * self._rng.uniform(1.0, 2.0)
-            self._leaves_s = now_s + patience_s
-            log.error("needs_replacement", num_blocks=num_blocks, patience_s=patience_s)
-        return now_s >= self._leaves_s
+        if self._drain_at_s is None:
+            wait_s = REPLACEMENT_WAIT_DRAINS * self._drain_s * self._rng.uniform(1.0, 2.0)
+            self._drain_at_s = now_s + wait_s
+            log.error("replacement_requested", num_blocks=num_quarantined_blocks, wait_s=wait_s)
+        return now_s >= self._drain_at_s

@@ -1,5 +1,8 @@
-"""One life of a worker: the state it is in, and what moves it on: a drain, wear, a step that does not end, a
-failure."""
+"""The lifecycle of a worker: its state, and the events that change it.
+
+States: STARTING -> READY -> DRAINING -> end of `run`, or UNHEALTHY from any of them. A drain command, too many
+quarantined blocks, a step that exceeds its limit, or an internal failure changes the state.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,33 +17,35 @@ from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
+from baton.worker.background_tasks import FirstFailure
 from baton.worker.jobs.job_table import JobTable
 from baton.worker.quarantine_limit import QuarantineLimit
 from baton.worker.sessions.gateway_sessions import Sessions
 
 log = get_logger(__name__)
 
-LAST_WORDS_S = 1.0
-"""How long an unhealthy worker stays to say so."""
-LOOKS_A_HEARTBEAT = 10
-"""How often a worker looks after itself: whether its step is stuck, whether its drain is done."""
+UNHEALTHY_REPORT_S = 1.0
+"""How long an unhealthy worker keeps its report streams open, so that schedulers receive the state."""
+CHECKS_PER_HEARTBEAT = 10
+"""How often a worker checks for a stuck step, its quarantine, and the end of its drain."""
 
 
 class WorkerUnhealthy(BatonError):
-    """The worker must not serve any more: its device or its own code is at fault. The process exits, and is
-    started anew."""
+    """The worker must not serve any more, because its device or its code has failed. The process exits and is
+    restarted."""
 
 
 class WorkerNeedsReplacement(WorkerUnhealthy):
-    """It has drained by itself, and lost nothing, but only a new process has all of its memory again."""
+    """The worker drained and lost no request, but only a new process gets all of its memory back."""
 
 
 class WorkerLifecycle:
-    """`state` changes here only; `on_change` is called after each change of what a report says of it.
-    `failed` gets the first failure.
+    """State machine of one worker. Only this class changes `state`.
 
-    `is_to_be_replaced`: it leaves because it is worn out, not because nobody wants it any more.
-    `node_shutting_down`: its machine is about to end.
+    failure: the first error that makes the worker unhealthy
+    on_change: called after each change of a reported field
+    is_to_be_replaced: the worker drains because of its quarantined blocks, so another one must take its place
+    node_shutting_down: the worker drains because its machine is shutting down
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class WorkerLifecycle:
         worker: WorkerRef,
         config: WorkerConfig,
         *,
+        failure: FirstFailure,
         health: Health,
         jobs: JobTable,
         sessions: Sessions,
@@ -60,9 +66,9 @@ class WorkerLifecycle:
         self.state = WorkerState.STARTING
         self.is_to_be_replaced = False
         self.node_shutting_down = False
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._worker = worker
         self._config = config
+        self._failure = failure
         self._health = health
         self._jobs = jobs
         self._sessions = sessions
@@ -76,26 +82,22 @@ class WorkerLifecycle:
 
     @property
     def needs_replacement(self) -> bool:
-        """It asks to be let go."""
-        return self._quarantine_limit.asks
+        """True while the worker asks the schedulers to replace it."""
+        return self._quarantine_limit.needs_replacement
 
-    def become(self, state: WorkerState) -> None:
+    def move_to(self, state: WorkerState) -> None:
+        """Set the state and report it."""
         self.state = state
         self._on_change()
 
-    def fail(self, error: BaseException) -> None:
-        """The first failure decides."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-
     def drain(self, *, node_shutting_down: bool = False) -> None:
-        """See `Worker.drain`."""
-        if node_shutting_down:  # said of one that leaves already, too: nobody shall replace it there
+        """Stop taking jobs and begin to drain. See `Worker.drain`. Does nothing if the worker drains already."""
+        if node_shutting_down:  # also for a worker that drains already: its replacement must not start on this node
             self.node_shutting_down, self.is_to_be_replaced = True, False
         if self.state not in (WorkerState.STARTING, WorkerState.READY):
             return
         log.info(
-            "worker_drains",
+            "drain_started",
             worker=str(self._worker),
             open_jobs=self._jobs.num_open,
             open_leases=self._owner.open_leases,
@@ -103,15 +105,15 @@ class WorkerLifecycle:
         self._drain_until_s = asyncio.get_running_loop().time() + self._config.drain_s
         self._jobs.refuse(draining(self._config.drain_s))
         self._health.drain()
-        self.become(WorkerState.DRAINING)
+        self.move_to(WorkerState.DRAINING)
 
-    def let_go(self) -> None:
-        """It is its turn to leave, if it is still worn out: its memory may have come back meanwhile."""
-        if self._quarantine_limit.asks:
-            self._leave()
+    def accept_replacement(self) -> None:
+        """Drain if the worker still needs replacement. Its quarantined blocks may have been freed meanwhile."""
+        if self._quarantine_limit.needs_replacement:
+            self._drain_to_be_replaced()
 
-    async def say_unhealthy(self, problem: BaseException) -> None:
-        """No healthy zombies: streams end, so that gateways go elsewhere at once, and schedulers hear why."""
+    async def shut_down_unhealthy(self, problem: BaseException) -> None:
+        """Report UNHEALTHY and end all gateway sessions, so that gateways place their requests elsewhere now."""
         log.critical(
             "worker_unhealthy",
             worker=str(self._worker),
@@ -119,26 +121,25 @@ class WorkerLifecycle:
             exc_info=problem,
         )
         self._health.fail(str(problem))
-        self.become(WorkerState.UNHEALTHY)
+        self.move_to(WorkerState.UNHEALTHY)
         self._sessions.close()
-        await asyncio.sleep(min(LAST_WORDS_S, self._config.heartbeat_s))
+        await asyncio.sleep(min(UNHEALTHY_REPORT_S, self._config.heartbeat_s))
 
-    async def look_after(self) -> None:
-        """Heartbeats, and what a worker must notice by itself: a step that does not end, too much quarantine,
-        the end of its drain."""
+    async def run(self) -> None:
+        """Send heartbeats, and check for a stuck step, too much quarantine, and the end of a drain. Never returns."""
         loop, heartbeat_s = asyncio.get_running_loop(), self._config.heartbeat_s
-        next_beat_s = loop.time()
+        next_heartbeat_s = loop.time()
         while True:
             step_age_s = self._engine_loop.step_age_s()
-            if loop.time() >= next_beat_s:
-                next_beat_s = loop.time() + heartbeat_s
+            if loop.time() >= next_heartbeat_s:
+                next_heartbeat_s = loop.time() + heartbeat_s
                 self._sessions.heartbeat(
                     steps_done=self._engine_loop.steps_done,
                     step_age_s=step_age_s,
                     draining=self.state is WorkerState.DRAINING,
                 )
             if step_age_s > self._config.step_limit_s:
-                self.fail(
+                self._failure.set(
                     WorkerUnhealthy(
                         f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"
                     )
@@ -146,25 +147,27 @@ class WorkerLifecycle:
             if self.state is WorkerState.READY:
                 self._check_quarantine(loop.time())
             if self.state is WorkerState.DRAINING:
-                self._go_on_draining(loop.time())
-            await asyncio.sleep(heartbeat_s / LOOKS_A_HEARTBEAT)
+                self._check_drain(loop.time())
+            await asyncio.sleep(heartbeat_s / CHECKS_PER_HEARTBEAT)
 
     def _check_quarantine(self, now_s: float) -> None:
-        asked = self._quarantine_limit.asks
-        if self._quarantine_limit.look(
-            needs_replacement=self._reader.must_drain, num_blocks=self._reader.quarantined_blocks, now_s=now_s
+        needed_replacement = self._quarantine_limit.needs_replacement
+        if self._quarantine_limit.update(
+            is_over_limit=self._reader.is_over_quarantine_limit,
+            num_quarantined_blocks=self._reader.quarantined_blocks,
+            now_s=now_s,
         ):
-            self._leave()
-        if self._quarantine_limit.asks != asked:
+            self._drain_to_be_replaced()
+        if self._quarantine_limit.needs_replacement != needed_replacement:
             self._on_change()
 
-    def _leave(self) -> None:
-        """Drain for its own sake: whoever looks after this worker starts another one."""
+    def _drain_to_be_replaced(self) -> None:
         if self.state is WorkerState.READY:
             self.is_to_be_replaced = True
             self.drain()
 
-    def _go_on_draining(self, now_s: float) -> None:
+    def _check_drain(self, now_s: float) -> None:
+        """Stop open jobs at the drain deadline; end the engine loop once no peer or gateway needs this worker."""
         if self._jobs.num_open:
             if self._drain_until_s is not None and now_s >= self._drain_until_s:
                 self._jobs.stop_all(draining(0.0))
@@ -177,10 +180,11 @@ class WorkerLifecycle:
 
 
 def draining(retry_after_s: float) -> Failure:
+    """Return the failure for a job that a draining worker does not take or finish."""
     return Failure(
         code=Code.UNAVAILABLE,
         reason=Reason.DRAINING,
-        message="this worker is leaving; another one has to take the request",
+        message="this worker is draining; place the request on another worker",
         retry_after_s=retry_after_s or None,
         retriable=True,
     )

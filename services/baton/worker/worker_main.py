@@ -1,5 +1,7 @@
-"""`baton worker`: one worker as a process, or in a thread of a Ray actor: device, gRPC, Redis and admin port
-joined around the service."""
+"""`baton worker`: runs one worker as a process, or in a thread of a Ray actor.
+
+Opens the device, the gRPC server, Redis and the admin port, and builds the `Worker` on them.
+"""
 
 import asyncio
 import logging
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -32,6 +35,7 @@ from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import ProcessMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
+from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.drain_socket import DrainSocket
 from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap, watch_loop_lag
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
@@ -40,7 +44,7 @@ from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.store.redis.redis_membership import RedisMembership
-from baton.worker.costs.calibrate import measure_costs, turn, turn_path
+from baton.worker.costs.calibrate import calibration_lock, calibration_lock_path, measure_costs
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
@@ -49,15 +53,17 @@ from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerPa
 
 log = get_logger(__name__)
 
-STREAMS_GRACE_S = 1.0
-"""Time for streams that have been closed to take leave of their other ends."""
+STREAM_CLOSE_GRACE_S = 1.0
+"""Time that the gRPC server gives closed streams to end cleanly."""
 UNHEALTHY_EXIT_CODE = 70
-"""`EX_SOFTWARE`: whoever looks after this process starts another one."""
+"""`EX_SOFTWARE`: tells the supervisor to start a new process."""
+
+OpenDevice = Callable[[WorkerConfig, WorkerRef], Device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """What a started worker says of itself. `start_s`: how long that took."""
+    """Describes a started worker. `summary` is one line about its device; `start_s` is how long the start took."""
 
     worker: WorkerRef
     host: str
@@ -66,8 +72,7 @@ class WorkerReady:
 
 
 class StartupGate:
-    """Implements `WorkerService` from the moment the port is bound: until the worker is there, whoever comes
-    is sent away."""
+    """Implements `WorkerService` from the moment the port is bound. Closes every stream until `worker` is set."""
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
@@ -80,18 +85,20 @@ class StartupGate:
 
 
 async def serve(
-    config: WorkerConfig, stop: Stop, on_ready: Callable[[str], None], exit_now: Callable[[int], None] = os._exit
+    config: WorkerConfig,
+    stop: Stop,
+    on_ready: Callable[[str], None],
+    exit_now: Callable[[int], None] = os._exit,
+    open_device: OpenDevice = open_device,
 ) -> None:
-    """Serve as a process's own work, until a drain that `stop` asks for is done; `on_ready` gets the worker's
-    address.
+    """Run a worker as the only work of this process, then end the process.
 
-    Ends the process by `exit_now`: with nothing left to close, an interpreter that has loaded torch would
-    still take a second or more to clear itself; and the thread of a device at fault may be stuck, which would
-    keep the process alive.
+    `on_ready` gets the worker's address. The process ends through `exit_now`, without interpreter shutdown: after
+    torch is loaded, that takes a second or more, and the thread of a failed device may be stuck for ever.
     """
     code = 0
     try:
-        await run_worker(config, stop, lambda ready: on_ready(ready.worker.address))
+        await run_worker(config, stop, lambda ready: on_ready(ready.worker.address), open_device)
     except WorkerUnhealthy:
         code = UNHEALTHY_EXIT_CODE
     logging.shutdown()
@@ -100,131 +107,84 @@ async def serve(
     exit_now(code)
 
 
-async def run_worker(config: WorkerConfig, stop: Stop, on_ready: Callable[[WorkerReady], None]) -> bool:
-    """Serve until drained; whether that was because its machine is about to end. Raises ConfigError or
-    ModelError when it cannot start, WorkerUnhealthy when it must not go on: then the device is left as it is,
-    since it may never answer."""
+async def run_worker(
+    config: WorkerConfig,
+    stop: Stop,
+    on_ready: Callable[[WorkerReady], None],
+    open_device: OpenDevice = open_device,
+) -> bool:
+    """Start a worker and serve until it is drained. Returns True if its machine is shutting down.
+
+    Raises ConfigError or ModelError if it cannot start, WorkerUnhealthy if it must not go on. An unhealthy device is
+    not closed, because it may never answer.
+    """
     if config.redis_url is None and not config.schedulers:
         raise ConfigError(
-            "no way to find a scheduler: give --schedulers HOST:PORT,... or the --redis-url that they announce themselves in"
+            "the worker has no scheduler to report to: set --schedulers HOST:PORT,... or --redis-url, where schedulers "
+            "announce themselves"
         )
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    started_s = asyncio.get_running_loop().time()
     rng = Random()
     worker_id = config.worker_id or f"worker-{rng.getrandbits(32):08x}"
     failpoints.identify(worker=worker_id, role=config.role)
-    registry, health, doorway = process_registry("worker"), Health("model"), StartupGate()
-    metrics, process_metrics = WorkerMetrics(registry), ProcessMetrics(registry)
+    observed, gate = _Observability.create(), StartupGate()
     async with AsyncExitStack() as stack:
-        drain_socket = _drain_socket(config, worker_id, doorway)
+        drain_socket = _drain_socket(config, worker_id, gate)
         if drain_socket is not None:
-            stack.push_async_callback(
-                drain_socket.stop
-            )  # last of all: who waits there hears that this process has no more to do
-        server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
-        server.add_worker(doorway)
-        server.follow(health)
-        port = await server.start(config.host, config.rpc_port)
-        stack.push_async_callback(server.stop, STREAMS_GRACE_S)
-        hanging_up: list[asyncio.Task[None]] = []
-
-        def hang_up(changed: Health) -> None:
-            """Whoever dials an unhealthy worker is refused, as where no process is: gateways then know that
-            it died, and of what."""
-            if not changed.is_alive and not hanging_up:
-                hanging_up.append(loop.create_task(server.stop(0.0), name="hang-up"))
-
-        health.on_change(hang_up)
-        await _admin_port(config, health, registry, metrics, doorway, stack)
+            # Stopped last: a client that waits at the socket must not be released before the worker has ended.
+            stack.push_async_callback(drain_socket.stop)
+        port = await _start_grpc_server(config, gate, observed.health, stack)
+        await _start_admin_server(config, observed, gate, stack)
         ref = WorkerRef(
             worker_id=worker_id,
             worker_epoch=rng.getrandbits(64),
             address=join_address(advertised_host(config.host, config.advertise_host), port),
         )
-        metrics.identify(ref, config.role)
-        tracing = open_tracing(
-            config,
-            process_metrics,
-            "worker",
-            worker_id,
-            {"baton.role": config.role, "baton.worker_epoch": f"{ref.worker_epoch:016x}"},
-        )
-        stack.push_async_callback(tracing.aclose)
+        observed.metrics.identify(ref, config.role)
+        tracing = _open_tracing(config, ref, observed, stack)
         device = await asyncio.to_thread(open_device, config, ref)
-        stack.push_async_callback(_close_answering, device, health)
-        network = GrpcNetwork(heartbeat_s=config.heartbeat_s, tls=between_services(config))
-        stack.push_async_callback(network.aclose)
-        stores = _stores(config, stack)
-        costs = await _costs(device, stores.costs, health)
-        worker = Worker(
-            WorkerParts(
-                worker=ref,
-                config=config,
-                engine_config=device.engine_config,
-                pool=device.pool,
-                executor=MeteredExecutor(device.executor, metrics.engine),
-                backend=device.backend,
-                network=network,
-                membership=stores.membership,
-                health=health,
-                rng=rng,
-                observer=metrics.pulls,
-                feed=stores.feed,
-                costs=costs,
-                cost_store=stores.costs,
-                costs_key=device.costs_key,
-                tracing=tracing,
-            )
-        )
-        doorway.worker = worker
+        stack.push_async_callback(_close_healthy_device, device, observed.health)
+        worker = await _build_worker(config, ref, device, observed, tracing, rng, stack)
+        gate.worker = worker
         if drain_socket is not None:
             await drain_socket.start()
-        ready = WorkerReady(
-            worker=ref, host=socket.gethostname(), summary=device.summary, start_s=loop.time() - began_s
-        )
-        log.info(
-            "worker_started",
-            worker=str(ref),
-            address=ref.address,
-            role=config.role,
-            device=ready.summary,
-            start_s=ready.start_s,
-        )
+        ready = _ready(ref, device, config, started_s)
         stack.enter_context(frozen_heap())
-        health.ready("model")
-        unhealthy: WorkerUnhealthy | None = None
-        async with Background(watch_loop_lag(process_metrics.observe_loop), _drain_when_asked(stop, worker)):
-            on_ready(ready)
-            try:
-                await worker.run()
-            except WorkerUnhealthy as error:
-                unhealthy = error
-        if unhealthy is not None:
-            raise unhealthy
+        observed.health.ready("model")
+        await _run_until_drained(worker, stop, observed, lambda: on_ready(ready))
         return worker.node_shutting_down
 
 
 class WorkerThread:
-    """A worker inside somebody else's process, such as a Ray actor: in a thread with a loop of its own and no
-    signal handlers. Any thread may call. One that became unhealthy ends the whole process by `exit_now`; one
-    that is worn out lives to say so."""
+    """A worker in a thread of another process, such as a Ray actor.
 
-    def __init__(self, config: WorkerConfig, exit_now: Callable[[int], None] = os._exit) -> None:
+    The thread has its own event loop and no signal handlers. All methods are thread-safe. A worker that becomes
+    unhealthy ends the whole process through `exit_now`; one that needs replacement does not.
+
+    node_shutting_down: after the end, True if the worker was drained because its machine is shutting down
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        exit_now: Callable[[int], None] = os._exit,
+        open_device: OpenDevice = open_device,
+    ) -> None:
         self._config = config
         self._exit_now = exit_now
+        self._open_device = open_device
         self._starting = threading.Lock()
         self._is_started = False
         self._is_ready = threading.Event()
         self._ready: WorkerReady | None = None
         self.node_shutting_down = False
-        """Once it has ended: it was drained because its machine is about to end."""
         self._thread = ServiceThread(self._main, name="worker")
 
     def start(self) -> WorkerReady:
-        """Load the model and serve; returns when the worker is ready. Raises what made it fail.
+        """Load the model and start to serve. Blocks until the worker is ready.
 
-        Asked again, by whom else it may concern, it says the same of the same worker; of one that has ended
-        since, that it has.
+        Further calls return the same result. Raises the error that made the start fail, or BatonError if the worker
+        has ended since.
         """
         with self._starting:
             if not self._is_started:
@@ -242,24 +202,26 @@ class WorkerThread:
         return self._ready
 
     def wait(self, limit_s: float | None = None) -> str | None:
-        """Block until the worker has ended; why it did, empty for a drain or stop that was asked for, None
-        when it has not in `limit_s`."""
+        """Block until the worker has ended, at most `limit_s` seconds.
+
+        Returns the error text, an empty string after a requested drain or stop, or None if the worker still runs.
+        """
         if not self._thread.join(limit_s):
             return None
         error = self._thread.error
         return "" if error is None or isinstance(error, StoppedNow) else f"{type(error).__name__}: {error}"
 
     def drain(self) -> None:
-        """Finish what runs, take nothing new, then end."""
+        """Finish running jobs, take no new ones, then end."""
         self._thread.request_stop()
 
     def stop(self) -> None:
-        """End now."""
+        """End immediately."""
         self._thread.request_stop_now()
 
     async def _main(self, stop: Stop) -> None:
         try:
-            self.node_shutting_down = await run_worker(self._config, stop, self._on_ready)
+            self.node_shutting_down = await run_worker(self._config, stop, self._on_ready, self._open_device)
         except WorkerNeedsReplacement:
             raise
         except WorkerUnhealthy:
@@ -273,37 +235,146 @@ class WorkerThread:
         self._is_ready.set()
 
 
-def _drain_socket(config: WorkerConfig, worker_id: str, doorway: StartupGate) -> DrainSocket | None:
-    def drain() -> None:
-        if doorway.worker is not None:
-            doorway.worker.drain(node_shutting_down=True)
+async def initial_step_costs(
+    device: Device, store: CostStore, health: Health, lock_path: Path | None = None
+) -> StepCostModel | None:
+    """Return the step costs that a worker starts with, or None if they are unknown.
 
-    return None if config.drain_socket is None else DrainSocket(config.drain_socket, worker_id, drain)
+    Known costs of the device come first, then costs that an earlier worker of the same kind stored. Otherwise they are
+    measured now, while no other worker of this host measures. Raises WorkerUnhealthy if the device fails.
+    """
+    if device.costs is not None or not device.costs_key:
+        return device.costs
+
+    async def measure_exclusively() -> StepCostModel | None:
+        async with calibration_lock(lock_path or calibration_lock_path()):
+            # A worker of the same kind may have measured and stored costs while this one waited for the lock.
+            return await known_or_measured(store, device.costs_key, measure)
+
+    def measure() -> Awaitable[StepCostModel | None]:
+        return measure_costs(device.executor, device.engine_config, device.pool)
+
+    try:
+        return await known_or_measured(store, device.costs_key, measure_exclusively)
+    except DeviceFault as error:
+        health.fail(str(error))
+        raise WorkerUnhealthy(f"the device failed while step costs were measured: {error}") from error
 
 
-async def _drain_when_asked(stop: Stop, worker: Worker) -> None:
-    await stop.drain.wait()
-    worker.drain()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Observability:
+    """Health and metrics of the worker process."""
 
+    registry: CollectorRegistry
+    health: Health
+    metrics: WorkerMetrics
+    process_metrics: ProcessMetrics
 
-async def _close_answering(device: Device, health: Health) -> None:
-    """A device that is at fault may never answer: it ends with the process."""
-    if health.is_alive:
-        await device.aclose()
+    @classmethod
+    def create(cls) -> "_Observability":
+        registry = process_registry("worker")
+        return cls(
+            registry=registry,
+            health=Health("model"),
+            metrics=WorkerMetrics(registry),
+            process_metrics=ProcessMetrics(registry),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stores:
-    """What processes share."""
+    """Stores that processes share. `feed` is None without Redis."""
 
     membership: Membership
     feed: KvEventFeed | None
     costs: CostStore
 
 
-def _stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
-    """In Redis, or without a URL in this process alone: then the schedulers' addresses are given, and nobody
-    asks what it holds."""
+async def _start_grpc_server(config: WorkerConfig, gate: StartupGate, health: Health, stack: AsyncExitStack) -> int:
+    """Start the gRPC server and return its port. It stops as soon as the worker is unhealthy.
+
+    Gateways that dial an unhealthy worker are then refused, as if the process had died, and place elsewhere.
+    """
+    server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+    server.add_worker(gate)
+    server.follow(health)
+    port = await server.start(config.host, config.rpc_port)
+    stack.push_async_callback(server.stop, STREAM_CLOSE_GRACE_S)
+    stopping: list[asyncio.Task[None]] = []
+
+    def stop_if_unhealthy(changed: Health) -> None:
+        if not changed.is_alive and not stopping:
+            stopping.append(asyncio.get_running_loop().create_task(server.stop(0.0), name="stop-grpc"))
+
+    health.on_change(stop_if_unhealthy)
+    return port
+
+
+async def _start_admin_server(
+    config: WorkerConfig, observed: _Observability, gate: StartupGate, stack: AsyncExitStack
+) -> None:
+    """Serve metrics and health over HTTP if `admin_port` is set."""
+    if config.admin_port is None:
+        return
+
+    def refresh() -> None:
+        if gate.worker is not None:
+            observed.metrics.refresh(gate.worker)
+
+    server = AdminServer(observed.health, observed.registry, refresh)
+    port = server.start(config.host, config.admin_port)
+    stack.push_async_callback(server.stop)
+    log.info("admin_started", address=join_address(config.host, port))
+
+
+def _open_tracing(config: WorkerConfig, ref: WorkerRef, observed: _Observability, stack: AsyncExitStack) -> Tracing:
+    tracing = open_tracing(
+        config,
+        observed.process_metrics,
+        "worker",
+        ref.worker_id,
+        {"baton.role": config.role, "baton.worker_epoch": f"{ref.worker_epoch:016x}"},
+    )
+    stack.push_async_callback(tracing.aclose)
+    return tracing
+
+
+async def _build_worker(
+    config: WorkerConfig,
+    ref: WorkerRef,
+    device: Device,
+    observed: _Observability,
+    tracing: Tracing,
+    rng: Random,
+    stack: AsyncExitStack,
+) -> Worker:
+    network = GrpcNetwork(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+    stack.push_async_callback(network.aclose)
+    stores = _open_stores(config, stack)
+    return Worker(
+        WorkerParts(
+            worker=ref,
+            config=config,
+            engine_config=device.engine_config,
+            pool=device.pool,
+            executor=MeteredExecutor(device.executor, observed.metrics.engine),
+            backend=device.backend,
+            network=network,
+            membership=stores.membership,
+            health=observed.health,
+            rng=rng,
+            observer=observed.metrics.pulls,
+            feed=stores.feed,
+            costs=await initial_step_costs(device, stores.costs, observed.health),
+            cost_store=stores.costs,
+            costs_key=device.costs_key,
+            tracing=tracing,
+        )
+    )
+
+
+def _open_stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
+    """Open the stores in Redis, or in memory if there is no Redis URL: then no KV events are published."""
     if config.redis_url is None:
         return _Stores(membership=MemoryMembership(), feed=None, costs=MemoryCostStore())
     connection, keys = RedisConnection(config.redis_url), Keys(cluster=config.cluster)
@@ -315,42 +386,50 @@ def _stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
     )
 
 
-async def _costs(device: Device, store: CostStore, health: Health) -> StepCostModel | None:
-    """What the device says of itself, or else an earlier worker of its kind; or what is measured now, while
-    no other worker of this host measures. Raises WorkerUnhealthy where the device is at fault."""
-    if device.costs is not None or not device.costs_key:
-        return device.costs
-
-    async def alone() -> StepCostModel | None:
-        async with turn(turn_path()):  # whoever had it before us may have been of our kind
-            return await known_or_measured(store, device.costs_key, measured)
-
-    def measured() -> Awaitable[StepCostModel | None]:
-        return measure_costs(device.executor, device.engine_config, device.pool)
-
-    try:
-        return await known_or_measured(store, device.costs_key, alone)
-    except DeviceFault as error:
-        health.fail(str(error))
-        raise WorkerUnhealthy(f"the device failed while its steps were measured: {error}") from error
+def _ready(ref: WorkerRef, device: Device, config: WorkerConfig, started_s: float) -> WorkerReady:
+    """Log that the worker has started and describe it."""
+    start_s = asyncio.get_running_loop().time() - started_s
+    ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=device.summary, start_s=start_s)
+    log.info(
+        "worker_started",
+        worker=str(ref),
+        address=ref.address,
+        role=config.role,
+        device=ready.summary,
+        start_s=ready.start_s,
+    )
+    return ready
 
 
-async def _admin_port(
-    config: WorkerConfig,
-    health: Health,
-    registry: CollectorRegistry,
-    metrics: WorkerMetrics,
-    doorway: StartupGate,
-    stack: AsyncExitStack,
+async def _run_until_drained(
+    worker: Worker, stop: Stop, observed: _Observability, on_ready: Callable[[], None]
 ) -> None:
-    if config.admin_port is None:
-        return
+    """Run the worker. Raises WorkerUnhealthy after the background tasks have been stopped."""
+    unhealthy: WorkerUnhealthy | None = None
+    async with Background(watch_loop_lag(observed.process_metrics.observe_loop), _drain_on_stop(stop, worker)):
+        on_ready()
+        try:
+            await worker.run()
+        except WorkerUnhealthy as error:
+            unhealthy = error
+    if unhealthy is not None:
+        raise unhealthy
 
-    def refresh() -> None:
-        if doorway.worker is not None:
-            metrics.refresh(doorway.worker)
 
-    server = AdminServer(health, registry, refresh)
-    port = server.start(config.host, config.admin_port)
-    stack.push_async_callback(server.stop)
-    log.info("admin_started", address=join_address(config.host, port))
+async def _drain_on_stop(stop: Stop, worker: Worker) -> None:
+    await stop.drain.wait()
+    worker.drain()
+
+
+def _drain_socket(config: WorkerConfig, worker_id: str, gate: StartupGate) -> DrainSocket | None:
+    def drain() -> None:
+        if gate.worker is not None:
+            gate.worker.drain(node_shutting_down=True)
+
+    return None if config.drain_socket is None else DrainSocket(config.drain_socket, worker_id, drain)
+
+
+async def _close_healthy_device(device: Device, health: Health) -> None:
+    """Close the device, unless it has failed: a failed device may never answer and ends with the process."""
+    if health.is_alive:
+        await device.aclose()

@@ -1,5 +1,4 @@
-"""A worker's metrics: gauges read when they are asked for, counters by difference, steps and transfers as
-they end."""
+"""The metrics of a worker: gauges and counters refreshed at each scrape, steps and transfers recorded as they end."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MeteredExecutor:
-    """An `Executor` whose steps are timed."""
+    """Implements `Executor`: forwards to `inner` and records the duration and the tokens of each step."""
 
     def __init__(self, inner: Executor, metrics: EngineMetrics) -> None:
         self._inner = inner
@@ -37,10 +36,10 @@ class MeteredExecutor:
 
     async def execute(self, plan: StepPlan) -> StepResult:
         loop = asyncio.get_running_loop()
-        asked_s = loop.time()
+        requested_s = loop.time()
         result = await self._inner.execute(plan)
-        before_s, self._ended_s = self._ended_s, loop.time()
-        self._metrics.step_s.observe(self._ended_s - max(asked_s, before_s))
+        previous_end_s, self._ended_s = self._ended_s, loop.time()
+        self._metrics.step_s.observe(self._ended_s - max(requested_s, previous_end_s))
         self._metrics.step_tokens.inc(plan.num_tokens)
         return result
 
@@ -52,14 +51,13 @@ class MeteredExecutor:
 
 
 class PullMetrics:
-    """Implements `TransferObserver`."""
+    """Implements `TransferObserver`: records pulls and the state of links."""
 
     def __init__(self, metrics: TransferMetrics) -> None:
         self._metrics = metrics
         self._transports: dict[WorkerRef, str] = {}
-        self._shown: dict[
-            str, tuple[WorkerRef, str]
-        ] = {}  # by the peer's name: which life's speed its one series says, by which transport
+        # By worker_id: the incarnation and transport of its bandwidth series. Each peer has only one series.
+        self._shown: dict[str, tuple[WorkerRef, str]] = {}
         self._broken: set[WorkerRef] = set()
 
     def pull_ended(
@@ -75,8 +73,8 @@ class PullMetrics:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         self._metrics.validation_failures.labels(what).inc()
 
-    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
-        """Seen as quarantined blocks and as a broken link."""
+    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
+        """Record nothing: quarantined blocks and broken links have gauges of their own."""
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
         self._hide(owner.worker_id, unless=transport)
@@ -87,8 +85,7 @@ class PullMetrics:
         self._metrics.broken_links.set(len(self._broken))
 
     def forget_gone(self, known: set[WorkerRef]) -> None:
-        """Links of workers that have left, and of earlier lives of those that have not, count for nothing any
-        more."""
+        """Remove links to workers that have left, and to earlier incarnations of workers."""
         self._broken &= known
         for worker_id in [worker_id for worker_id, (owner, _) in self._shown.items() if owner not in known]:
             self._hide(worker_id)
@@ -96,7 +93,7 @@ class PullMetrics:
         self._metrics.broken_links.set(len(self._broken))
 
     def _hide(self, worker_id: str, *, unless: str | None = None) -> None:
-        """Take the peer's series away; `unless`: it is of this transport."""
+        """Remove the series of a peer, unless its transport is `unless`."""
         shown = self._shown.get(worker_id)
         if shown is not None and shown[1] != unless:
             del self._shown[worker_id]
@@ -113,10 +110,11 @@ class WorkerMetrics:
         self._seen: dict[Counter, float] = {}
 
     def identify(self, worker: WorkerRef, role: str) -> None:
-        """Whose metrics these are; one series a process, so that queries can tell roles and lives apart."""
+        """Set the info series of this process, so that queries can join on worker, role and epoch."""
         self.engine.info.labels(worker.worker_id, role, f"{worker.worker_epoch:016x}").set(1)
 
     def refresh(self, worker: Worker) -> None:
+        """Read the current values from `worker`. Called before each scrape."""
         counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
         for state in ("free", "used", "cached", "receiving", "quarantined"):
             self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
@@ -124,25 +122,25 @@ class WorkerMetrics:
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)
         self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
-        self._to(self.engine.preemptions, engine.counters.preemptions)
+        self._raise_to(self.engine.preemptions, engine.counters.preemptions)
         if worker.publisher is None:
             self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
-        else:  # what the pool tells is told once, and to the publisher
-            self._to(self.engine.evictions, worker.publisher.num_evicted)
-            self._to(self.engine.kv_resets, worker.publisher.num_resets)
+        else:  # the pool returns each event only once, to the publisher
+            self._raise_to(self.engine.evictions, worker.publisher.num_evicted)
+            self._raise_to(self.engine.kv_resets, worker.publisher.num_resets)
             self.engine.kv_publisher_behind.set(worker.publisher.is_behind)
         self.transfer.open_leases.set(worker.owner.open_leases)
         for outcome, number in (
             ("released", owner.released),
             ("abandoned", owner.abandoned),
             ("expired", owner.leases_ended),
-            ("never_claimed", owner.never_claimed),
+            ("unclaimed", owner.unclaimed),
         ):
-            self._to(self.transfer.leases_ended.labels(outcome), number)
+            self._raise_to(self.transfer.leases_ended.labels(outcome), number)
         for kind in ("dropped_notices", "early_follows", "refused_follows"):
-            self._to(self.transfer.unexpected_messages.labels(kind), getattr(owner, kind))
+            self._raise_to(self.transfer.unexpected_messages.labels(kind), getattr(owner, kind))
         self.pulls.forget_gone({link.peer for link in worker.reader.links()})
 
-    def _to(self, counter: Counter, total: float) -> None:
+    def _raise_to(self, counter: Counter, total: float) -> None:
         counter.inc(total - self._seen.get(counter, 0))
         self._seen[counter] = total

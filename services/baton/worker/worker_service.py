@@ -1,12 +1,12 @@
-"""One worker: an engine, its pool, leases, transfers, sessions and reports, joined. The same over GPUs, on a
-CPU and in the simulator.
+"""One worker: connects the engine, block pool, KV transfers, gateway sessions and reports.
 
-Everything that meets a device, the network, a store or chance is given to it.
+The same code runs on GPUs, on a CPU and in the simulator. Device, network, stores and randomness are passed in.
 """
 
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -34,14 +34,15 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
-from baton.worker.background_tasks import BackgroundTasks
+from baton.worker.background_tasks import BackgroundTasks, FirstFailure
 from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.jobs.job_table import JobTable
 from baton.worker.jobs.leg import LegParts
 from baton.worker.jobs.prefix_puller import PrefixPuller
-from baton.worker.pull_watch import PullWatch
+from baton.worker.jobs.running_legs import RunningLegs
+from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
-from baton.worker.reporting.worker_reporter import Reporter
+from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 
@@ -49,15 +50,17 @@ log = get_logger(__name__)
 
 KV_EVENTS_TTL_S = 30.0
 KV_EVENTS_TTL_HEARTBEATS = 10
-"""What this worker held is told for the longer of the two after it has gone: nobody asks for it, and
-schedulers that start need not read what is long over."""
+"""The KV events of a worker outlive it by the longer of these two. After that, no scheduler needs them any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker is built from: its leaves, and the engine that was sized for them. `feed` None: nobody is
-    told what it holds. `costs` None: it does not know what its steps cost; else these, corrected by its
-    steps, are kept in `cost_store` as `costs_key`."""
+    """Everything that a worker is built from.
+
+    engine_config, pool, executor, backend: the opened device
+    feed: where KV events are published; None: nowhere
+    costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at `costs_key`.
+    """
 
     worker: WorkerRef
     config: WorkerConfig
@@ -78,19 +81,24 @@ class WorkerParts:
 
 
 class Worker:
-    """Implements `core.interfaces.WorkerService`. `run` serves until a drain is done; cancelling it stops at
-    once. Its leaves are closed by who gave them."""
+    """One worker. Implements `core.interfaces.WorkerService`.
+
+    `run` serves until a drain has finished; cancelling `run` stops the worker immediately. The caller closes the
+    objects in `WorkerParts` afterwards.
+    """
 
     def __init__(self, parts: WorkerParts) -> None:
-        config = parts.config
+        """Build all parts in dependency order. Requires a running event loop."""
         self.worker = parts.worker
-        self.role = WorkerRole(config.role)
+        self.role = WorkerRole(parts.config.role)
         self.pool = parts.pool
         self._parts = parts
-        self._config = config
+        self._config = parts.config
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
-        self.tasks = BackgroundTasks(lambda error: self._life.fail(error))
+        self._failure = FirstFailure()
+        self._notifier = ChangeNotifier()
+        self.tasks = BackgroundTasks(self._failure.set)
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
         self.engine = Engine(
             parts.engine_config,
@@ -98,36 +106,31 @@ class Worker:
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        self.publisher = _build_publisher(parts)
+        self.owner = _build_owner(parts)
+        self.reader = _build_reader(parts, on_pull_end=self._publish_kv_events)
+        self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._costs.observe)
-        self.publisher = self._new_publisher()
-        self.owner = OwnerService(
-            worker=parts.worker,
-            layout=self._layout,
-            backend=parts.backend,
-            pins=parts.pool,
-            lookup=parts.pool.lookup,
-            lease_s=config.lease_s,
-            claim_s=config.kv_claim_timeout_s,
-            early_s=config.transfer_reorder_window_s,
-            tracing=parts.tracing,
+        self.jobs = JobTable(
+            self._build_leg_parts(),
+            self.legs,
+            max_following=parts.config.max_queued_jobs,
+            on_counted=self._notifier.counted,
         )
-        self.reader = KvReader(
-            worker=parts.worker,
-            layout=self._layout,
-            backend=parts.backend,
-            network=parts.network,
-            pool=parts.pool,
-            rng=parts.rng,
-            times=ReaderTimes(
-                lease_s=config.lease_s,
-                renew_s=min(config.heartbeat_s, config.lease_s / 3),
-                deadline_min_s=config.transfer_deadline_min_s,
-                deadline_max_s=config.transfer_deadline_max_s,
-            ),
-            observer=PullWatch(parts.observer or NoObserver(), self._blocks_changed),
-            tracing=parts.tracing,
+        self.sessions = Sessions(
+            parts.worker,
+            self._layout,
+            self.jobs,
+            self.tasks,
+            grace_s=parts.config.session_grace_s,
+            buffer_bytes=parts.config.session_buffer_bytes,
         )
-        leg_parts = LegParts(
+        self._lifecycle = self._build_lifecycle()
+        self._reporter = self._build_reporter()
+
+    def _build_leg_parts(self) -> LegParts:
+        parts = self._parts
+        return LegParts(
             worker=parts.worker,
             pid=os.getpid(),
             engine=self.engine_loop,
@@ -139,102 +142,102 @@ class Worker:
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,
             block_size_tokens=self._layout.block_size_tokens,
-            handoff_wait_s=config.pull_wait_s,
+            pull_wait_s=parts.config.pull_wait_s,
             tracing=parts.tracing,
         )
-        self.jobs = JobTable(
-            leg_parts,
-            max_following=config.max_queued_jobs,
-            on_counted=lambda decision: self._reporter.counted(decision),
-        )
-        self.sessions = Sessions(
-            parts.worker,
-            self._layout,
-            self.jobs,
-            self.tasks,
-            grace_s=config.session_grace_s,
-            buffer_bytes=config.session_buffer_bytes,
-        )
-        self._reporter = Reporter(
-            network=parts.network,
-            membership=parts.membership,
-            schedulers=config.schedulers,
-            build=self.report,
-            open_decisions=self.jobs.counted_decisions,
-            on_command=self._obey,
-            heartbeat_s=config.heartbeat_s,
-            rng=parts.rng,
-            tasks=self.tasks,
-        )
-        self._life = WorkerLifecycle(
-            parts.worker,
-            config,
-            health=parts.health,
+
+    def _build_lifecycle(self) -> WorkerLifecycle:
+        return WorkerLifecycle(
+            self.worker,
+            self._config,
+            failure=self._failure,
+            health=self._parts.health,
             jobs=self.jobs,
             sessions=self.sessions,
             owner=self.owner,
             reader=self.reader,
             engine_loop=self.engine_loop,
-            rng=parts.rng,
-            on_change=self._reporter.changed,
+            rng=self._parts.rng,
+            on_change=self._notifier.changed,
+        )
+
+    def _build_reporter(self) -> Reporter:
+        return Reporter(
+            network=self._parts.network,
+            membership=self._parts.membership,
+            schedulers=self._config.schedulers,
+            build=self.report,
+            notifier=self._notifier,
+            open_decisions=self.jobs.counted_decisions,
+            on_command=self._handle_command,
+            heartbeat_s=self._config.heartbeat_s,
+            rng=self._parts.rng,
+            tasks=self.tasks,
         )
 
     @property
     def state(self) -> WorkerState:
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def node_shutting_down(self) -> bool:
-        """It was drained because its machine is about to end."""
-        return self._life.node_shutting_down
+        """True if the worker drains because its machine is shutting down."""
+        return self._lifecycle.node_shutting_down
 
-    # -- what others call ----------------------------------------------------------------------------------------------------------------
+    # -- calls from servers and the process ---------------------------------------------------------------------
 
     async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        """Serve the session stream of one gateway until it ends."""
         await self.sessions.serve(stream)
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        """Serve the stream of one peer that reads KV from here. An unhealthy worker closes it immediately."""
         if self.state is WorkerState.UNHEALTHY:
             await stream.aclose()
             return
         await self.owner.serve(stream)
 
     def drain(self, *, node_shutting_down: bool = False) -> None:
-        """Take no new job; `run` returns when those that run have ended, or been handed back after `drain_s`,
-        and nobody needs this worker's KV any more, at most `lease_s` or `claim_s` later.
-        `node_shutting_down`: because its machine is about to end."""
-        self._life.drain(node_shutting_down=node_shutting_down)
+        """Take no new jobs; `run` returns once the running ones have ended and no peer needs this worker's KV.
+
+        Jobs that still run after `drain_s` are stopped with a retriable failure. Leases delay the end by at most
+        `lease_s` or `kv_claim_timeout_s`. `node_shutting_down`: the machine is shutting down, so no replacement starts on it.
+        """
+        self._lifecycle.drain(node_shutting_down=node_shutting_down)
 
     async def run(self) -> None:
-        """Serve until drained. Raises WorkerUnhealthy, after it has said so to whom it could; WorkerNeedsReplacement
-        after it has left worn out."""
+        """Serve until drained.
+
+        Raises WorkerUnhealthy after reporting the failure, WorkerNeedsReplacement after a drain that was caused by too
+        many quarantined blocks.
+        """
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
-        for work in (self._reporter.run, self._announce, self._life.look_after):
-            self.tasks.start(work(), name=f"worker-{work.__name__}")
-        self.tasks.start(self._costs.run(), name="worker-costs")
-        if self.publisher is not None:
-            self.tasks.start(self.publisher.run(), name="worker-kv-events")
+        self._start_tasks()
         if self.state is WorkerState.STARTING:
-            self._life.become(WorkerState.READY)
+            self._lifecycle.move_to(WorkerState.READY)
+        failed = self._failure.future
         problem: BaseException | None = None
         try:
-            await asyncio.wait((engine, self._life.failed), return_when=asyncio.FIRST_COMPLETED)
-            problem = self._life.failed.exception() if self._life.failed.done() else engine.exception()
+            await asyncio.wait((engine, failed), return_when=asyncio.FIRST_COMPLETED)
+            problem = failed.exception() if failed.done() else engine.exception()
             if problem is not None:
-                await self._life.say_unhealthy(problem)
+                await self._lifecycle.shut_down_unhealthy(problem)
         finally:
             await self._close(engine)
-        if self._life.is_to_be_replaced:
-            raise WorkerNeedsReplacement("too many blocks were quarantined: only a new process has that memory back")
+        if self._lifecycle.is_to_be_replaced:
+            raise WorkerNeedsReplacement(
+                "too many blocks were quarantined; restart the worker process to get the memory back"
+            )
         if isinstance(problem, WorkerUnhealthy):
             raise problem
         if problem is not None:
             raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
 
-    # -- what people and tests ask -------------------------------------------------------------------------------------------------------
+    # -- introspection --------------------------------------------------------------------------------------------
 
     def report(self, report_seq: int, counted: tuple[DecisionId, ...]) -> WorkerReport:
-        engine = self.engine
+        """Build the report for a scheduler. `counted`: decisions that the numbers contain since the last report."""
+        engine, engine_loop = self.engine, self.engine_loop
         return WorkerReport(
             worker=self.worker,
             report_seq=report_seq,
@@ -248,24 +251,24 @@ class Worker:
             pid=os.getpid(),
             host=self._host,
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
-            waiting_prefill_tokens=engine.waiting_prefill_tokens + self.engine_loop.inbox_prefill_tokens,
+            waiting_prefill_tokens=engine.waiting_prefill_tokens + engine_loop.inbox_prefill_tokens,
             waiting_prefill_attended_tokens=engine.waiting_prefill_attended_tokens
-            + self.engine_loop.inbox_prefill_attended_tokens,
-            waiting_seqs=engine.waiting_seqs + self.engine_loop.inbox_seqs + self.jobs.num_following,
+            + engine_loop.inbox_prefill_attended_tokens,
+            waiting_seqs=engine.waiting_seqs + engine_loop.inbox_seqs + self.jobs.num_following,
             running_seqs=engine.running_seqs,
             running_context_tokens=engine.running_context_tokens,
             open_leases=self.owner.open_leases,
             links=tuple(self.reader.links()),
             event_seq=self.publisher.event_seq if self.publisher is not None else 0,
             counted_decision_ids=counted,
-            needs_replacement=self._life.needs_replacement,
+            needs_replacement=self._lifecycle.needs_replacement,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
             slo_step_s=engine.next_step_budget().slo_step_s,
         )
 
     def debug_state(self) -> dict[str, object]:
-        """Where everything is, for people who look for a leak."""
+        """Return the worker's open jobs, sessions, sequences, blocks and leases, for debugging leaks."""
         return {
             "worker": str(self.worker),
             "state": self.state.value,
@@ -278,8 +281,7 @@ class Worker:
         }
 
     def check_clean(self) -> None:
-        """Raises AssertionError unless this worker is as it was before its first request, but for what is
-        cached (invariant I2)."""
+        """Raise AssertionError unless nothing is left of past requests except cached and quarantined blocks."""
         self.pool.check()
         counts = self.pool.counts()
         is_clean = (
@@ -291,51 +293,52 @@ class Worker:
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
     def _deliver(self, outcome: EngineOutcome) -> None:
-        self.jobs.deliver(outcome)
-        self._blocks_changed()
-        self._reporter.changed()
+        self.legs.deliver(outcome)
+        self._publish_kv_events()
+        self._notifier.changed()
 
-    def _blocks_changed(self) -> None:
+    def _publish_kv_events(self) -> None:
         if self.publisher is not None:
             self.publisher.wake()
 
-    def _new_publisher(self) -> KvEventPublisher | None:
-        parts = self._parts
-        if parts.feed is None:
-            return None
-        ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
-        return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
-
-    def _obey(self, command: WorkerCommand) -> None:
-        log.info("command", kind=command.kind.value, peer=str(command.peer or ""))
+    def _handle_command(self, command: WorkerCommand) -> None:
+        log.info("command_received", kind=command.kind.value, peer=str(command.peer or ""))
         match command.kind:
             case CommandKind.DRAIN:
                 self.drain(node_shutting_down=command.node_shutting_down)
             case CommandKind.SNAPSHOT:
-                if self.publisher is not None:  # without a store nobody's events are kept
-                    self.publisher.ask_snapshot()
+                if self.publisher is not None:  # without a store no events are published
+                    self.publisher.request_snapshot()
             case CommandKind.LEAVE:
-                self._life.let_go()
+                self._lifecycle.accept_replacement()
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
-                self.tasks.start(self._warm(command.peer), name=f"warm-{command.peer}")
+                self.tasks.start(self._warm_link(command.peer), name=f"warm-{command.peer}")
             case _:
-                log.warning("command_not_known", kind=command.kind.value)
+                log.warning("command_ignored", kind=command.kind.value)
 
-    async def _warm(self, peer: WorkerRef) -> None:
-        """Connect and measure; whether it worked stands in the next report's links."""
+    async def _warm_link(self, peer: WorkerRef) -> None:
+        """Connect to a peer and measure the link. The next report contains the result."""
         try:
             is_usable = await self.reader.warmed(peer)
-        except Refused:  # this worker is leaving
+        except Refused:  # this worker is shutting down
             return
         if not is_usable:
-            log.warning("pair_not_usable", worker=str(self.worker), peer=str(peer))
-        self._reporter.changed()
+            log.warning("link_unusable", worker=str(self.worker), peer=str(peer))
+        self._notifier.changed()
+
+    def _start_tasks(self) -> None:
+        self.tasks.start(self._reporter.run(), name="worker-reporter")
+        self.tasks.start(self._announce(), name="worker-membership")
+        self.tasks.start(self._lifecycle.run(), name="worker-lifecycle")
+        self.tasks.start(self._costs.run(), name="worker-costs")
+        if self.publisher is not None:
+            self.tasks.start(self.publisher.run(), name="worker-kv-events")
 
     async def _announce(self) -> None:
-        """Be listed as a member for as long as this runs."""
+        """Keep the worker listed as a member while this task runs."""
         member = Member(
             kind=MemberKind.WORKER,
             member_id=self.worker.worker_id,
@@ -357,3 +360,45 @@ class Worker:
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()
+
+
+def _build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
+    if parts.feed is None:
+        return None
+    ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
+    return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
+
+
+def _build_owner(parts: WorkerParts) -> OwnerService:
+    config = parts.config
+    return OwnerService(
+        worker=parts.worker,
+        layout=parts.executor.layout,
+        backend=parts.backend,
+        pins=parts.pool,
+        lookup=parts.pool.lookup,
+        lease_s=config.lease_s,
+        claim_timeout_s=config.kv_claim_timeout_s,
+        reorder_window_s=config.transfer_reorder_window_s,
+        tracing=parts.tracing,
+    )
+
+
+def _build_reader(parts: WorkerParts, *, on_pull_end: Callable[[], None]) -> KvReader:
+    config = parts.config
+    return KvReader(
+        worker=parts.worker,
+        layout=parts.executor.layout,
+        backend=parts.backend,
+        network=parts.network,
+        pool=parts.pool,
+        rng=parts.rng,
+        times=ReaderTimes(
+            lease_s=config.lease_s,
+            renew_s=min(config.heartbeat_s, config.lease_s / 3),
+            deadline_min_s=config.transfer_deadline_min_s,
+            deadline_max_s=config.transfer_deadline_max_s,
+        ),
+        observer=PullEndObserver(parts.observer or NoObserver(), on_pull_end),
+        tracing=parts.tracing,
+    )

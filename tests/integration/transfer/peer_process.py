@@ -94,8 +94,8 @@ class Peer:
             pins=self.pool,
             lookup=self.pool.lookup,
             lease_s=TEST_TIMES["lease_s"],
-            claim_s=TEST_TIMES["kv_claim_timeout_s"],
-            early_s=TEST_TIMES["transfer_reorder_window_s"],
+            claim_timeout_s=TEST_TIMES["kv_claim_timeout_s"],
+            reorder_window_s=TEST_TIMES["transfer_reorder_window_s"],
         )
         self.reader = KvReader(
             worker=self.worker,
@@ -126,7 +126,7 @@ class Peer:
         """Compute a prompt in `chunks` steps; its transfer lives on by its pins."""
         job, num_full = builders.job_id(request), num_tokens // BLOCK_TOKENS
         hashes = hashes_of(text, num_full)
-        self.owner.born(job, WorkerRef(**reader))
+        self.owner.create(job, WorkerRef(**reader))
         block_ids = self.pool.allocate(-(-num_tokens // BLOCK_TOKENS))
         assert block_ids is not None, self.pool.counts()
         self.owner.allocated(job, block_ids, hashes)

@@ -1,5 +1,4 @@
-"""What a worker process leaves in a real Redis: the blocks that it holds, for schedulers; its costs, for the
-next worker of its kind."""
+"""Tests of what a worker writes to a real Redis: KV events for schedulers, and step costs for later workers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
-from baton.worker import worker_main
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_main import WorkerReady, run_worker
 from tests.redis_server import RunningRedis, running_redis
@@ -34,15 +32,14 @@ def redis() -> Iterator[RunningRedis]:
         yield server
 
 
-async def test_blocks_and_costs_are_there(redis: RunningRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_writes_block_events_and_step_costs_to_redis(redis: RunningRedis) -> None:
     device = Opened()
 
     def open_costed(settings: WorkerConfig, worker: WorkerRef) -> Device:
         return replace(device.open(settings, worker), costs=SimStepCost().model, costs_key="kind")
 
-    monkeypatch.setattr(worker_main, "open_device", open_costed)
     stop, ready = Stop(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result))
+    serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result, open_costed))
     started: WorkerReady = await asyncio.wait_for(ready, 10.0)
     connection, keys = RedisConnection(redis.url), Keys()
     network = GrpcNetwork(heartbeat_s=0.2)

@@ -98,14 +98,14 @@ class Rig:
         self.asked: list[WorkerRef] = []
         self.workers: dict[WorkerRef, Worker] = {}
         self.following = KvEventFollowing(
-            feed=feed, index=self.index, ask_snapshot=self.ask, on_degraded=self.degraded.append, rng=Random(0)
+            feed=feed, index=self.index, request_snapshot=self.ask, on_degraded=self.degraded.append, rng=Random(0)
         )
         self.task = asyncio.create_task(self.following.run())
 
     def ask(self, worker: WorkerRef) -> None:
         self.asked.append(worker)
         if worker in self.workers:
-            self.workers[worker].publisher.ask_snapshot()
+            self.workers[worker].publisher.request_snapshot()
 
     def start(self, worker_id: str = "w0", epoch: int = 1) -> Worker:
         worker = Worker(worker_ref(worker_id, epoch), self.feed)

@@ -202,7 +202,7 @@ class Observed:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         self.disproved.append(what)
 
-    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
+    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
         self.given_up.append(num_blocks)
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
@@ -277,7 +277,7 @@ class Rig:
         """A whole prompt computed at the owner and announced, final: (job, its blocks there)."""
         job = builders.job_id(request)
         hashes = self.hashes(text, num_tokens // builders.BLOCK_SIZE_TOKENS)
-        self.service.born(job, READER)
+        self.service.create(job, READER)
         block_ids = self.owner.compute(text, hashes, -(-num_tokens // builders.BLOCK_SIZE_TOKENS))
         self.service.allocated(job, block_ids, hashes)
         self.service.announce(job, num_tokens, final=True, first_tokens=[FirstToken(sample_index=0, token_id=42)])
@@ -317,7 +317,12 @@ def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
 
 
 def owner_service(of: Host, **changes: Any) -> OwnerService:
-    settings: dict[str, Any] = {"lease_s": LEASE_S, "claim_s": CLAIM_S, "early_s": EARLY_S, "layout": builders.layout()}
+    settings: dict[str, Any] = {
+        "lease_s": LEASE_S,
+        "claim_timeout_s": CLAIM_S,
+        "reorder_window_s": EARLY_S,
+        "layout": builders.layout(),
+    }
     return OwnerService(
         worker=of.worker, backend=of.backend, pins=of.pool, lookup=of.pool.lookup, **(settings | changes)
     )

@@ -49,7 +49,7 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, hashes = builders.job_id(), r.hashes("a", 4)
-        r.service.born(job, READER)
+        r.service.create(job, READER)
         blocks = r.owner.compute("a", hashes, 5)
         r.service.allocated(job, blocks, hashes)
         r.service.announce(job, 16)

@@ -67,8 +67,8 @@ class Rig:
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
             lease_s=LEASE_S,
-            claim_s=CLAIM_S,
-            early_s=EARLY_S,
+            claim_timeout_s=CLAIM_S,
+            reorder_window_s=EARLY_S,
         )
         self.stream = self.owner.stream_opened()
 
@@ -82,7 +82,7 @@ class Rig:
 
     def prefill(self, now_s: float = 0.0, *, final: bool = True, request: int = 0) -> None:
         job = builders.job_id(request)
-        self.owner.born(job, READER, now_s)
+        self.owner.create(job, READER, now_s)
         self.owner.allocated(job, TABLE, HASHES, now_s)
         if final:
             self.owner.announce(job, 18, now_s, final=True, first_tokens=[FirstToken(sample_index=0, token_id=3)])
@@ -150,7 +150,7 @@ def test_unclaimed_blocks_are_kept_for_claim_s_after_the_last_chunk() -> None:
     assert r.pins.held == TABLE
     r.owner.expire(1000.0 + CLAIM_S)
     assert r.pins.held == []
-    assert r.owner.counts.never_claimed == 1
+    assert r.owner.counts.unclaimed == 1
 
 
 def test_a_follow_that_overtakes_its_job_waits_early_s() -> None:
@@ -239,7 +239,7 @@ def test_one_lease_renewed_for_ever_hides_no_other(count: int) -> None:
         now_s += tick_s
         r.owner.renew(forever, Renew(renewal=1), r.stream, now_s)
         r.owner.expire(now_s)
-        overdue = [t for t in r.owner._transfers.values() if (r.owner._until.of(t.key) or 0) <= now_s]
+        overdue = [t for t in r.owner._transfers.values() if (r.owner._transfer_until.of(t.key) or 0) <= now_s]
         assert not overdue
     assert r.owner.open_leases == 1
 
@@ -359,7 +359,7 @@ def test_what_is_over_leaves_nothing_behind() -> None:
         owner._transfers,
         owner._tombstones,
         owner._early,
-        owner._until,
+        owner._transfer_until,
         owner._early_until,
         owner._tombstones_until,
     )
@@ -386,7 +386,7 @@ def test_notices_in_any_order_any_number_of_times_do_no_harm(notices: list[tuple
         job, transfer = builders.job_id(request), TransferId(request + 1)
         match notice:
             case "born":
-                r.owner.born(job, READER, now_s)
+                r.owner.create(job, READER, now_s)
                 computing.add(request)
             case "allocated":
                 r.owner.allocated(job, TABLE, HASHES, now_s)

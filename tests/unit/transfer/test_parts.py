@@ -132,7 +132,7 @@ def test_the_life_table_is_what_peers_read() -> None:
     for block_id in (-1, 4):
         with pytest.raises(IndexError):
             table.begin_generation(block_id)
-    with pytest.raises(ValueError, match="16 bytes"):
+    with pytest.raises(ValueError, match="must be 16"):
         table.set_hash(0, b"short")
 
 

@@ -101,8 +101,8 @@ def test_a_new_stream_goes_on_after_what_is_announced_without_a_gap() -> None:
     ("message", "problem"),
     [
         (ready(0, 20, 21), ""),
-        (ready(0, NUM_OWNER_BLOCKS), "a block id is outside the owner's memory"),
-        (ready(0, -1), "a block id is outside the owner's memory"),
+        (ready(0, NUM_OWNER_BLOCKS), f"a block id is outside the owner's memory of {NUM_OWNER_BLOCKS} blocks"),
+        (ready(0, -1), f"a block id is outside the owner's memory of {NUM_OWNER_BLOCKS} blocks"),
         (ready(3, 20, 21), "more blocks than the prompt has"),
     ],
 )
@@ -113,4 +113,4 @@ def test_an_announcement_is_checked_before_it_is_used(message: KvReady, problem:
 def test_hashes_are_those_of_the_prompt_where_it_has_any() -> None:
     made = PullBlocks((block_hash(0), NO_HASH, block_hash(7)), 0)
     assert made.problem(ready(0, 20, 21), NUM_OWNER_BLOCKS) == ""
-    assert made.problem(ready(2, 22), NUM_OWNER_BLOCKS) == "a hash is not that of the prompt's block"
+    assert made.problem(ready(2, 22), NUM_OWNER_BLOCKS) == "a hash differs from the hash of the prompt's block"

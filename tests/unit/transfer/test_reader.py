@@ -38,7 +38,7 @@ async def test_a_prompt_lands_whole_and_everything_is_given_back() -> None:
 async def test_blocks_are_read_while_the_owner_still_computes() -> None:
     async with rig() as r:
         job, hashes = builders.job_id(), r.hashes("a", 4)
-        r.service.born(job, READER)
+        r.service.create(job, READER)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         block_ids = r.owner.compute("a", hashes, 5)
         r.service.allocated(job, block_ids, hashes)
@@ -133,7 +133,7 @@ async def test_a_job_that_the_owner_never_hears_of_fails_the_pull() -> None:
 @virtual
 async def test_a_long_wait_for_the_owner_keeps_the_lease() -> None:
     async with rig() as r:
-        r.service.born(builders.job_id(), READER)
+        r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
         await asyncio.sleep(10 * rigs.LEASE_S)
         r.prefill("a", 18)
@@ -148,7 +148,7 @@ async def test_a_long_wait_for_the_owner_keeps_the_lease() -> None:
 async def test_a_broken_stream_costs_nothing_but_time(at: int) -> None:
     async with rig() as r:
         job, hashes = builders.job_id(), r.hashes("a", 4)
-        r.service.born(job, READER)
+        r.service.create(job, READER)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         asyncio.get_running_loop().call_later(at * 0.002, r.cut)
         block_ids = r.owner.compute("a", hashes, 5)
@@ -174,7 +174,7 @@ async def test_a_broken_stream_costs_nothing_but_time(at: int) -> None:
 @virtual
 async def test_an_owner_that_dies_fails_the_pull_within_a_lease() -> None:
     async with rig() as r:
-        r.service.born(builders.job_id(), READER)
+        r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
         await asyncio.sleep(0.1)
         r.network.remove(OWNER.address)

@@ -162,7 +162,7 @@ async def test_a_cancelled_pull_gives_everything_back(when: str) -> None:
 @virtual
 async def test_the_requests_deadline_ends_the_pull() -> None:
     async with rig() as r:
-        r.service.born(builders.job_id(), READER)
+        r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0, deadline_s=0.7)
         assert await failure_of(pull.first_ready()) is Reason.DEADLINE
         assert asyncio.get_running_loop().time() == pytest.approx(0.7)
@@ -227,10 +227,10 @@ async def test_a_lease_that_ends_during_the_read_discards_what_arrived() -> None
 async def test_too_much_quarantine_means_drain() -> None:
     async with rig() as r:
         r.fabric.stuck.clear()
-        assert not r.kv_reader.must_drain
+        assert not r.kv_reader.is_over_quarantine_limit
         taken = r.reader.pool.allocate_receiving(7)
         assert taken is not None
         r.kv_reader._quarantine.num_blocks = 7
-        assert r.kv_reader.must_drain
+        assert r.kv_reader.is_over_quarantine_limit
         r.reader.pool.drop_receiving(taken)
         r.reader.pool.unref(taken)

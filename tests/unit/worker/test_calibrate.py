@@ -14,7 +14,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import DeviceFault, SampledToken, StepPlan, StepResult
-from baton.worker.costs.calibrate import NUM_TOKEN_IDS, measure_costs, step_sizes, turn
+from baton.worker.costs.calibrate import NUM_TOKEN_IDS, calibration_lock, measure_costs, step_sizes
 from baton.worker.costs.step_cost_keeper import work_of
 from tests import builders
 from tests.fake_executor import FakeGenerationTable
@@ -162,7 +162,7 @@ async def test_workers_of_one_host_take_turns(tmp_path: Path) -> None:
     order: list[str] = []
 
     async def measure(name: str) -> None:
-        async with turn(tmp_path / "lock", wait_s=5) as alone:
+        async with calibration_lock(tmp_path / "lock", wait_s=5) as alone:
             order.append(f"{name} {alone}")
             await asyncio.sleep(0.1)
             order.append(name)
@@ -172,13 +172,13 @@ async def test_workers_of_one_host_take_turns(tmp_path: Path) -> None:
 
 
 async def test_who_waits_too_long_measures_beside_the_others(tmp_path: Path) -> None:
-    async with turn(tmp_path / "lock"), turn(tmp_path / "lock", wait_s=0.1) as alone:
+    async with calibration_lock(tmp_path / "lock"), calibration_lock(tmp_path / "lock", wait_s=0.1) as alone:
         assert not alone
 
 
 async def test_a_lock_that_cannot_be_had_holds_nobody_up(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    async with turn(tmp_path / "link") as alone:
+    async with calibration_lock(tmp_path / "link") as alone:
         assert not alone
     assert not (tmp_path / "elsewhere").exists()
 
@@ -190,8 +190,8 @@ async def test_a_process_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        async with turn(tmp_path / "lock", wait_s=0.1) as alone:
+        async with calibration_lock(tmp_path / "lock", wait_s=0.1) as alone:
             assert not alone
         process.kill()
-        async with turn(tmp_path / "lock", wait_s=5) as alone:
+        async with calibration_lock(tmp_path / "lock", wait_s=5) as alone:
             assert alone

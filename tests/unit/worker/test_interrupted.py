@@ -54,7 +54,7 @@ def test_a_job_ends_in_every_phase_with_one_last_message_and_nothing_left(phase:
                 made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
             else:
                 for node in (made.p, made.d):
-                    for opened in tuple(node.worker.jobs._by_seq.values()):
+                    for opened in [job for job in node.worker.jobs._jobs.values() if not job.has_ended]:
                         assert opened.deadline is not None
                         opened.deadline._run()
             failure = await made.to_d.failed(decode.job)
@@ -147,7 +147,7 @@ async def test_landing_blocks_of_a_job_that_is_over_are_given_back() -> None:
     async with pair() as made:
         receiving = made.d.pool.allocate_receiving(3)
         assert receiving is not None
-        made.d.worker.jobs.deliver(
+        made.d.worker.legs.deliver(
             EngineOutcome(
                 admissions=(
                     AdmittedSequence(

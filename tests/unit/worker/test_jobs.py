@@ -27,7 +27,9 @@ async def test_a_job_of_another_sampler_version_is_for_other_workers(
         made.to_d.send(job)
         failure = await made.to_d.failed(job.job)
         assert (failure.code, failure.reason, failure.retriable) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH, True)
-        assert failure.message.startswith(f"sampler_version: {SAMPLER_VERSION} here, {SAMPLER_VERSION + 1} asked for")
+        assert failure.message.startswith(
+            f"sampler_version is {SAMPLER_VERSION + 1}; this worker supports {SAMPLER_VERSION}."
+        )
         assert made.d.executor.plans == []
         same = decode_job(30, request=b"same")
         made.to_d.send(same)

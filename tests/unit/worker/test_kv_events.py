@@ -11,7 +11,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.store.memory.memory_stores import MemoryKvEventFeed
-from baton.worker.reporting.kv_event_publisher import EVENTS_A_WRITE, KvEventPublisher
+from baton.worker.reporting.kv_event_publisher import EVENTS_PER_WRITE, KvEventPublisher
 from tests.builders import hashes_of, worker_ref
 from tests.fake_executor import FakeGenerationTable
 from tests.unit.worker.virtual import virtual
@@ -127,7 +127,7 @@ async def test_what_several_steps_do_goes_out_together_and_what_has_gone_first()
 
 @virtual
 async def test_many_changes_are_split_into_bounded_events_and_writes() -> None:
-    number = (EVENTS_A_WRITE + 2) * MAX_EVENT_HASHES - 5
+    number = (EVENTS_PER_WRITE + 2) * MAX_EVENT_HASHES - 5
     rig = Rig(num_blocks=2 * number)
     rig.store(
         *hashes_of(range(10**6, 10**6 + 4 * number))
@@ -136,7 +136,7 @@ async def test_many_changes_are_split_into_bounded_events_and_writes() -> None:
         rig.feed.writes.clear()
         rig.store(*hashes_of(range(4 * number)))
         await asyncio.sleep(0.1)
-        assert rig.feed.writes == [EVENTS_A_WRITE, 2]
+        assert rig.feed.writes == [EVENTS_PER_WRITE, 2]
         assert {len(e.hashes) for e in await rig.events(after=1) if isinstance(e, KvEvent)} == {
             MAX_EVENT_HASHES,
             MAX_EVENT_HASHES - 5,
@@ -155,8 +155,8 @@ async def test_a_snapshot_is_written_every_so_often_and_when_it_is_asked_for() -
         assert kept is not None
         assert 1_000 < rig.publisher.event_seq - kept.event_seq + 1_024 < 2 * 1_024
         assert await rig.held() == set(rig.pool.hashes())
-        rig.publisher.ask_snapshot()
-        rig.publisher.ask_snapshot()
+        rig.publisher.request_snapshot()
+        rig.publisher.request_snapshot()
         await asyncio.sleep(0.1)
         kept = await rig.feed.snapshot(W)
         assert kept is not None

@@ -1,5 +1,4 @@
-"""A worker as a process's own work and in a thread of somebody else's, over real gRPC on the loopback and
-simulated leaves."""
+"""Tests of a worker as a process and as a thread, with real gRPC on the loopback and a simulated device."""
 
 import asyncio
 import threading
@@ -23,7 +22,6 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
-from baton.worker import worker_main
 from baton.worker.device.real_device import default_threads
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerLifecycle
@@ -38,7 +36,7 @@ NUM_BLOCKS = 64
 
 
 class Opened:
-    """The device that the worker under test got."""
+    """Opens a simulated device, and keeps what the worker under test uses."""
 
     def __init__(self) -> None:
         self.executor: GatedExecutor
@@ -76,10 +74,8 @@ class Opened:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
-    found = Opened()
-    monkeypatch.setattr(worker_main, "open_device", found.open)
-    return found
+def opened() -> Opened:
+    return Opened()
 
 
 def config(**changes: Any) -> WorkerConfig:
@@ -88,9 +84,9 @@ def config(**changes: Any) -> WorkerConfig:
 
 @asynccontextmanager
 async def serving(opened: Opened, **changes: Any) -> AsyncIterator[tuple[asyncio.Task[None], Stop, Gateway, list[int]]]:
-    """A worker that is ready, a session with it, and the codes that its process would have ended with."""
+    """Run a worker. Yields its task, its stop, a session with it, and the exit codes of its process."""
     stop, ready, codes = Stop(), asyncio.get_running_loop().create_future(), []
-    task = asyncio.create_task(serve(config(**changes), stop, ready.set_result, codes.append))
+    task = asyncio.create_task(serve(config(**changes), stop, ready.set_result, codes.append, opened.open))
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     network = GrpcNetwork(heartbeat_s=0.2)
     gateway = Gateway(network, opened.worker)
@@ -104,7 +100,7 @@ async def serving(opened: Opened, **changes: Any) -> AsyncIterator[tuple[asyncio
         await asyncio.wait((task,))
 
 
-async def test_it_serves_until_a_drain_and_closes_everything(opened: Opened) -> None:
+async def test_worker_serves_until_drained_and_closes_everything(opened: Opened) -> None:
     async with serving(opened) as (task, stop, gateway, codes):
         job = decode_job(20)
         gateway.send(job)
@@ -127,12 +123,12 @@ async def test_an_unhealthy_worker_refuses_dials_and_ends_the_process(opened: Op
         assert not opened.closed.is_set()
 
 
-async def test_without_a_way_to_a_scheduler_it_does_not_start() -> None:
+async def test_worker_without_schedulers_or_redis_does_not_start() -> None:
     with pytest.raises(ConfigError, match="--schedulers"):
         await run_worker(config(schedulers=()), Stop(), lambda ready: None)
 
 
-async def test_whoever_comes_before_the_model_is_loaded_is_sent_away() -> None:
+async def test_streams_are_closed_until_the_worker_is_built() -> None:
     from baton.runtime.network.in_process_network import duplex_pair
 
     ours: Any
@@ -142,8 +138,8 @@ async def test_whoever_comes_before_the_model_is_loaded_is_sent_away() -> None:
         await ours.receive()
 
 
-def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> None:
-    thread = WorkerThread(config())
+def test_worker_thread_starts_drains_and_ends_without_error(opened: Opened) -> None:
+    thread = WorkerThread(config(), open_device=opened.open)
     ready = thread.start()
     assert (ready.worker, ready.summary) == (opened.worker, "simulated")
     assert ready.start_s >= 0
@@ -152,21 +148,21 @@ def test_in_a_thread_it_starts_drains_and_says_why_it_ended(opened: Opened) -> N
     assert opened.closed.is_set()
 
 
-def test_in_a_thread_it_says_that_it_is_worn_out_and_the_process_lives(
+def test_worker_thread_reports_needs_replacement_and_the_process_lives(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(
         WorkerLifecycle, "is_to_be_replaced", property(lambda self: True, lambda self, value: None), raising=False
     )
-    thread = WorkerThread(config(), codes.append)
+    thread = WorkerThread(config(), codes.append, opened.open)
     thread.start()
     thread.drain()
     assert str(thread.wait()).startswith("WorkerNeedsReplacement: too many blocks were quarantined")
     assert codes == []
 
 
-def test_in_a_thread_it_says_that_its_machine_leaves(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_thread_reports_that_its_node_shuts_down(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     drain = Worker.drain
     for node_shutting_down in (False, True):
         monkeypatch.setattr(
@@ -174,14 +170,14 @@ def test_in_a_thread_it_says_that_its_machine_leaves(opened: Opened, monkeypatch
             "drain",
             lambda self, node_shutting_down=node_shutting_down: drain(self, node_shutting_down=node_shutting_down),
         )
-        thread = WorkerThread(config())
+        thread = WorkerThread(config(), open_device=opened.open)
         thread.start()
         thread.drain()
         assert (thread.wait(), thread.node_shutting_down) == ("", node_shutting_down)
 
 
-def test_asked_to_start_again_it_says_the_same_until_it_has_ended(opened: Opened) -> None:
-    thread = WorkerThread(config())
+def test_repeated_start_returns_the_same_worker_until_it_has_ended(opened: Opened) -> None:
+    thread = WorkerThread(config(), open_device=opened.open)
     assert thread.start() is thread.start()
     assert thread.wait(limit_s=0.0) is None, "it runs"
     thread.stop()
@@ -190,8 +186,8 @@ def test_asked_to_start_again_it_says_the_same_until_it_has_ended(opened: Opened
         thread.start()
 
 
-def test_in_a_thread_it_can_be_stopped_at_once(opened: Opened) -> None:
-    thread = WorkerThread(config())
+def test_worker_thread_can_be_stopped_immediately(opened: Opened) -> None:
+    thread = WorkerThread(config(), open_device=opened.open)
     thread.start()
     began_s = time.monotonic()
     thread.stop()
@@ -199,12 +195,11 @@ def test_in_a_thread_it_can_be_stopped_at_once(opened: Opened) -> None:
     assert time.monotonic() - began_s < 5.0
 
 
-def test_what_makes_the_start_fail_is_raised_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_the_start_is_raised_by_every_call_of_start() -> None:
     def fail(config: WorkerConfig, worker: WorkerRef) -> Device:
         raise ModelError("no such model")
 
-    monkeypatch.setattr(worker_main, "open_device", fail)
-    thread = WorkerThread(config())
+    thread = WorkerThread(config(), open_device=fail)
     for _ in range(2):
         with pytest.raises(ModelError, match="no such model"):
             thread.start()

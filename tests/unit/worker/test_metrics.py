@@ -127,8 +127,8 @@ async def test_leases_that_ended_by_themselves_are_told_apart() -> None:
         ended = {
             outcome: registry.get_sample_value("baton_leases_ended_total", {"outcome": outcome}) for outcome in OUTCOMES
         }
-        assert ended == {"released": 0, "abandoned": 0, "expired": 0, "never_claimed": 1}
+        assert ended == {"released": 0, "abandoned": 0, "expired": 0, "unclaimed": 1}
         assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 0
 
 
-OUTCOMES = ("released", "abandoned", "expired", "never_claimed")
+OUTCOMES = ("released", "abandoned", "expired", "unclaimed")

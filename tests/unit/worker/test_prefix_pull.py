@@ -16,7 +16,13 @@ from baton.core.messages.jobs import Cancel, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_executor import SimStepCost
 from baton.sim.sim_transfer_backend import LinkModel
-from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE, MAX_TIMES_COMPUTING, MIN_PULL_S, PULL_S, PrefixPuller
+from baton.worker.jobs.prefix_puller import (
+    DEFAULT_PULL_S,
+    MAX_COMPUTE_RATIO,
+    MAX_PULLED_SHARE,
+    MIN_PULL_S,
+    PrefixPuller,
+)
 from tests import builders
 from tests.unit.worker.harness import BLOCK, expected_tokens
 from tests.unit.worker.job_builders import decode_job
@@ -233,7 +239,7 @@ async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_s", "limit_s"), [(None, PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_TIMES_COMPUTING * 0.8)]
+    ("token_s", "limit_s"), [(None, DEFAULT_PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_COMPUTE_RATIO * 0.8)]
 )
 @virtual
 async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | None, limit_s: float) -> None:
@@ -244,5 +250,5 @@ async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | 
         began_s = loop.time()
         await made.pair.cluster.network.kill(made.holder.ref.address)
         source = PrefixSource(worker=made.holder.ref, num_blocks=NUM_BLOCKS)
-        await puller.bring(source, builders.hashes_of(range(NUM_TOKENS), BLOCK))
+        await puller.pull(source, builders.hashes_of(range(NUM_TOKENS), BLOCK))
         assert loop.time() - began_s == pytest.approx(limit_s, abs=0.01)

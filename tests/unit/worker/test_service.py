@@ -14,7 +14,7 @@ from baton.core.interfaces import MemberKind
 from baton.core.request import Sampling
 from baton.engine.state.step import DeviceFault
 from baton.sim.sim_transfer_backend import LinkModel
-from baton.worker.quarantine_limit import PATIENCE_DRAINS
+from baton.worker.quarantine_limit import REPLACEMENT_WAIT_DRAINS
 from baton.worker.worker_lifecycle import WorkerNeedsReplacement, WorkerUnhealthy
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair
@@ -307,10 +307,10 @@ async def test_a_worn_out_worker_whom_nobody_answers_leaves_by_itself() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
         await made.cluster.network.kill(SCHEDULER)
-        await asyncio.sleep(PATIENCE_DRAINS * TEST_TIMES["drain_s"] - 1.0)
+        await asyncio.sleep(REPLACEMENT_WAIT_DRAINS * TEST_TIMES["drain_s"] - 1.0)
         assert made.d.worker.state is WorkerState.READY
         with pytest.raises(WorkerNeedsReplacement):
-            await asyncio.wait_for(made.d.running, PATIENCE_DRAINS * TEST_TIMES["drain_s"] + 2.0)
+            await asyncio.wait_for(made.d.running, REPLACEMENT_WAIT_DRAINS * TEST_TIMES["drain_s"] + 2.0)
 
 
 @virtual

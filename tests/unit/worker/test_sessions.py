@@ -275,7 +275,7 @@ async def test_a_stream_that_does_not_begin_with_a_hello_is_closed() -> None:
     stream.send(Ping())
     with pytest.raises(StreamBroken):
         await stream.receive()
-    with pytest.raises(Refused, match="begins with a hello, not with Ping"):
+    with pytest.raises(Refused, match="the first message is Ping; it must be a hello"):
         await rig.serving[0]
 
 
@@ -286,7 +286,7 @@ async def test_a_second_hello_ends_the_stream() -> None:
     stream.send(hello())
     with pytest.raises(StreamBroken):
         await stream.receive()
-    with pytest.raises(Refused, match="one hello"):
+    with pytest.raises(Refused, match="exactly one"):
         await rig.serving[0]
 
 

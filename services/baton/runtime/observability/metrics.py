@@ -236,7 +236,7 @@ class TransferMetrics(_Family):
         )
         self.open_leases = self._gauge("open_leases", "Open leases, which pin blocks of this worker for a reader.")
         self.leases_ended = self._counter(
-            "leases_ended_total", "Ended leases by outcome: released, abandoned, expired, never_claimed.", "outcome"
+            "leases_ended_total", "Ended leases by outcome: released, abandoned, expired, unclaimed.", "outcome"
         )
         self.validation_failures = self._counter(
             "validation_failures_total",

@@ -55,7 +55,7 @@ class KvEventFollowing:
     """One task for all workers. `follow` and `unfollow` tell the index, too, so that a worker can be expected
     to hold blocks at once.
 
-    `ask_snapshot` is called for a worker whose snapshot is missing or too old (`CommandKind.SNAPSHOT`); it
+    `request_snapshot` is called for a worker whose snapshot is missing or too old (`CommandKind.SNAPSHOT`); it
     must not wait. `on_degraded` is called when the store goes away (True) and when it is back (False).
     """
 
@@ -64,7 +64,7 @@ class KvEventFollowing:
         *,
         feed: KvEventFeed,
         index: PrefixIndex,
-        ask_snapshot: Callable[[WorkerRef], None],
+        request_snapshot: Callable[[WorkerRef], None],
         on_degraded: Callable[[bool], None],
         rng: Random,
     ) -> None:
@@ -74,7 +74,7 @@ class KvEventFollowing:
         self.num_snapshots = 0
         self._feed = feed
         self._index = index
-        self._ask_snapshot = ask_snapshot
+        self._request_snapshot = request_snapshot
         self._on_degraded = on_degraded
         self._rng = rng
         self._lives: dict[str, _Followed] = {}
@@ -168,7 +168,7 @@ class KvEventFollowing:
         if now_s >= life.ask_at_s:
             life.ask_at_s = now_s + ASK_EVERY_S
             log.info("kv_snapshot_asked", worker=str(worker), event_seq=life.follower.event_seq)
-            self._ask_snapshot(worker)
+            self._request_snapshot(worker)
         life.due_s = now_s + life.pause_s * (0.5 + self._rng.random())
         life.pause_s = min(2 * life.pause_s, MAX_RETRY_S)
 

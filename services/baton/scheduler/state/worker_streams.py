@@ -80,7 +80,7 @@ class WorkerStreams:
         self._following = KvEventFollowing(
             feed=feed,
             index=index,
-            ask_snapshot=lambda worker: self._command(worker, CommandKind.SNAPSHOT),
+            request_snapshot=lambda worker: self._command(worker, CommandKind.SNAPSHOT),
             on_degraded=lambda is_degraded: metrics.kv_events_degraded.set(is_degraded),
             rng=rng,
         )

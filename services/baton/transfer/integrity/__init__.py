@@ -1,1 +1,1 @@
-"""Generations of blocks, and the check that a read saw one generation."""
+"""Block generations, and the validation that a read saw exactly one generation."""

@@ -1,5 +1,4 @@
-"""The generation table: what a reader checks after a read, so that a block that was reused meanwhile is never
-taken for what it was."""
+"""The generation table: lets a reader detect that a block was reused while it was read."""
 
 from typing import Any
 
@@ -7,21 +6,24 @@ from baton.core.kv.block_hash import HASH_BYTES, BlockHash
 from baton.transfer.backend import GenerationEntry
 
 ENTRY_BYTES = 32
-"""life u64, block_hash 16 bytes, worker_epoch u64; in the byte order of the host, which `KvLayout`'s dtypes
-share."""
+"""generation u64, block_hash 16 bytes, worker_epoch u64, in the byte order of the host, like KV itself."""
 _WORDS = ENTRY_BYTES // 8
 
 
 class MemoryGenerationTable:
-    """`GenerationTable` over memory that peers may read at any moment. Each of an entry's four words is
-    written by one aligned store, life first, so a reader sees either the life that was announced to it or
-    another one, never a mixture of two that happens to be equal."""
+    """Implements `GenerationTable` in memory that peers may read at any time.
+
+    Each of the four words of an entry is written by one aligned store, the generation first. A concurrent reader
+    therefore sees the announced generation or a different one, never a mixture that happens to be equal.
+    """
 
     __slots__ = ("_hashes", "_words", "num_blocks")
 
     def __init__(self, buffer: Any, worker_epoch: int) -> None:
-        """Lay the table over `buffer` (writable, 32 bytes a block, 8-byte aligned) and write `worker_epoch`
-        into every entry. Lives and hashes that stand there already are kept."""
+        """Use `buffer` (writable, 32 bytes per block, 8-byte aligned) and write `worker_epoch` into every entry.
+
+        Existing generations and hashes stay.
+        """
         view = memoryview(buffer).cast("B")
         self.num_blocks = len(view) // ENTRY_BYTES
         self._hashes = view
@@ -30,8 +32,10 @@ class MemoryGenerationTable:
             self._words[block_id * _WORDS + 3] = worker_epoch
 
     def begin_generation(self, block_id: int) -> int:
-        """Bump the block's life and clear its hash, before anyone may write the block. Returns the new
-        life."""
+        """Increment the block's generation and clear its hash. Call it before the block is written.
+
+        Returns the new generation.
+        """
         first = self._first_word(block_id)
         generation = self._words[first] + 1
         self._words[first] = generation
@@ -40,37 +44,39 @@ class MemoryGenerationTable:
         return generation
 
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
-        """The block's content is final."""
+        """Set the hash of a block whose content is final."""
         if len(block_hash) != HASH_BYTES:
-            raise ValueError(f"a block hash has {HASH_BYTES} bytes, not {len(block_hash)}")
+            raise ValueError(f"the block hash has {len(block_hash)} bytes; must be {HASH_BYTES}")
         begin = self._first_word(block_id) * 8 + 8
         self._hashes[begin : begin + HASH_BYTES] = block_hash
 
     def generation(self, block_id: int) -> int:
+        """Return the current generation of a block."""
         return self._words[self._first_word(block_id)]
 
     def block_hash(self, block_id: int) -> BlockHash:
-        """NO_HASH while the block's content is not final."""
+        """Return the hash of a block, or NO_HASH while its content is not final."""
         begin = self._first_word(block_id) * 8 + 8
         return bytes(self._hashes[begin : begin + HASH_BYTES])
 
     def entry(self, block_id: int) -> GenerationEntry:
+        """Return the whole entry of a block."""
         begin = self._first_word(block_id) * 8
         return decode_entries(bytes(self._hashes[begin : begin + ENTRY_BYTES]))[0]
 
     def close(self) -> None:
-        """Let go of the buffer; the table cannot be used afterwards."""
+        """Release the buffer. The table cannot be used afterwards."""
         self._words.release()
         self._hashes.release()
 
     def _first_word(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
-            raise IndexError(f"block {block_id} of {self.num_blocks}")
+            raise IndexError(f"block_id is {block_id}; must be below {self.num_blocks}")
         return block_id * _WORDS
 
 
 def decode_entries(data: bytes | memoryview) -> tuple[GenerationEntry, ...]:
-    """Entries as they lie one after the other in `data` (a whole number of them)."""
+    """Decode consecutive entries; the size of `data` must be a multiple of 32 bytes."""
     words = memoryview(data).cast("B").cast("Q")
     raw = bytes(data)
     return tuple(

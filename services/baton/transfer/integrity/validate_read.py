@@ -1,5 +1,4 @@
-"""When bytes that were read may be believed: the generation table said, after the read, what the owner had
-said before it (rule R4)."""
+"""Validates a read: the generation table, read after the blocks, must equal what the owner announced before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,11 @@ from baton.transfer.backend import GenerationEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnouncedBlock:
-    """One block as a KvReady named it. `index`: its position in the prompt's blocks; `block_id`: its place in
-    the owner's memory."""
+    """One block as announced by a KvReady.
+
+    index: position in the prompt's blocks
+    block_id: position in the owner's memory
+    """
 
     index: int
     block_id: int
@@ -20,11 +22,10 @@ class AnnouncedBlock:
 
 
 def mismatch(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEntry], worker_epoch: int) -> str | None:
-    """What does not fit, or None when every entry, read after the payload, equals what was announced before
-    it.
+    """Return which field differs ("shape", "epoch", "generation" or "hash"), or None if all entries match.
 
-    A block is given a new life before it is written again, so equal lives on both sides of a read mean that
-    what was read is what was announced, whatever leases, clocks and cancels did meanwhile.
+    A block gets a new generation before it is written again. If the generation is the same before and after a read,
+    the read saw exactly the announced content, whatever happened to leases and requests meanwhile.
     """
     if len(entries) != len(announced):
         return "shape"

@@ -1,1 +1,1 @@
-"""The side that owns KV blocks: leases and the service that peers read from."""
+"""The owner's side of KV transfers: leases, announcements, and the service for peers that read."""

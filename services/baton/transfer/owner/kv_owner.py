@@ -1,10 +1,9 @@
-"""Which blocks of ours are promised to whom, until when: the owner's side of every transfer, as a state
-machine over `now_s`.
+"""The owner's side of every KV transfer: leases, pinned blocks and announcements, as a state machine over `now_s`.
 
-A transfer is CREATED with its job (or with the Follow of a prefix pull), FOLLOWED from its reader's Follow on,
-ENDED by Release, Abandon, the end of its lease or of `claim_s`; a Follow that overtakes its job is EARLY.
-Blocks are pinned from their allocation until the transfer has ended, whatever becomes of the sequence. No
-message can do harm twice: what is unknown, late or repeated is counted and dropped (R7).
+A transfer is CREATED with its job, or with the Follow of a prefix pull. It is FOLLOWED after its reader's Follow. It is
+ENDED by Release, by Abandon, by the end of its lease, or by `claim_timeout_s`. A Follow that arrives before its job is
+kept for `reorder_window_s`. Blocks stay pinned from their allocation until the transfer has ended, even if the
+sequence ends before. Messages are idempotent: unknown, late and repeated ones are counted and dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,20 +35,20 @@ from baton.transfer.owner.lease_deadlines import Deadlines
 PullKey = tuple[Incarnation, TransferId]
 Key = JobId | PullKey
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
-"""Block ids of the longest run of leading hashes that this worker's cache holds."""
+"""Returns the block ids of the longest leading run of hashes that this worker's cache holds."""
 
 MAX_TOMBSTONES = 65_536
 
 
 @dataclass(slots=True, kw_only=True)
 class OwnerCounts:
-    """What the owner met since it started; for metrics and tests."""
+    """Counters since the start of the owner, for metrics and tests."""
 
     followed: int = 0
     released: int = 0
     abandoned: int = 0
     leases_ended: int = 0
-    never_claimed: int = 0
+    unclaimed: int = 0
     early_follows: int = 0
     dropped_notices: int = 0
     refused_follows: int = 0
@@ -57,10 +56,16 @@ class OwnerCounts:
 
 @dataclass(slots=True, kw_only=True)
 class OwnedTransfer:
-    """One transfer. `block_table` [num_blocks of the prompt] stands from its allocation on; of it `pinned` is
-    pinned; `num_ready` blocks are computed; `next_block` is the first one not yet announced to the reader.
-    `generation`: the stream on which it was followed last. `span`: from the Follow to the end, below the
-    reader's pull."""
+    """One transfer at its owner.
+
+    block_table: all blocks of the prompt, [num_blocks]; empty until allocated
+    pinned: the part of `block_table` that is pinned
+    num_ready: number of computed blocks
+    next_block: index of the first block that was not announced to the reader
+    lost: why the sequence ended early; None otherwise
+    stream_number: the stream on which the last Follow arrived
+    span: trace span from the Follow to the end
+    """
 
     key: Key
     lifecycle: Lifecycle[State]
@@ -78,21 +83,24 @@ class OwnedTransfer:
     first_tokens: tuple[FirstToken, ...] = ()
     timeline: LegTimeline | None = None
     lost: Reason | None = None
-    generation: int = 0
+    stream_number: int = 0
     span: Span = NO_SPAN
 
 
 @dataclass(slots=True)
 class _Readers:
-    """Per reader's life: what it follows, and what ended without it and is still remembered."""
+    """Transfers by reader incarnation. `ended`: those that ended without the reader and are still remembered."""
 
     open: dict[Incarnation, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
     ended: dict[Incarnation, dict[TransferId, None]] = field(default_factory=dict)
 
 
 class KvOwner:
-    """All transfers of one worker's blocks. `send` takes each message for a reader's life; one that cannot be
-    delivered is lost, which the reader's next Follow repairs. Raises nothing for what a peer sends."""
+    """All transfers of one worker's blocks. Messages from peers never make it raise.
+
+    `send` sends a message to a reader incarnation. A message that cannot be delivered is lost; the reader's next
+    Follow makes up for it.
+    """
 
     def __init__(
         self,
@@ -103,8 +111,8 @@ class KvOwner:
         send: Callable[[WorkerRef, OwnerMessage], None],
         lookup: PrefixLookup,
         lease_s: float,
-        claim_s: float,
-        early_s: float,
+        claim_timeout_s: float,
+        reorder_window_s: float,
         tracing: Tracing = OFF,
     ) -> None:
         self._tracing = tracing
@@ -113,11 +121,11 @@ class KvOwner:
         self._pins = pins
         self._send = send
         self._lookup = lookup
-        self._lease_s, self._claim_s, self._early_s = lease_s, claim_s, early_s
+        self._lease_s, self._claim_timeout_s, self._reorder_window_s = lease_s, claim_timeout_s, reorder_window_s
         self._transfers: dict[Key, OwnedTransfer] = {}
         self._early: dict[JobId, tuple[WorkerRef, Follow, int]] = {}
         self._early_until: Deadlines[JobId] = Deadlines()
-        self._until: Deadlines[Key] = Deadlines()
+        self._transfer_until: Deadlines[Key] = Deadlines()
         self._tombstones: dict[Key, Reason] = {}
         self._tombstones_until: Deadlines[Key] = Deadlines()
         self._readers = _Readers()
@@ -126,20 +134,19 @@ class KvOwner:
 
     @property
     def open_leases(self) -> int:
-        """Transfers that have not ended, followed or not."""
+        """Number of transfers that have not ended, followed or not."""
         return len(self._transfers)
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `expire` has something to do next; None while nothing runs."""
-        times = [d.next_s for d in (self._until, self._early_until, self._tombstones_until)]
+        """The time at which `expire` must be called next; None if there is no deadline."""
+        times = [d.next_s for d in (self._transfer_until, self._early_until, self._tombstones_until)]
         return min((t for t in times if t is not None), default=None)
 
-    # What the worker says about its own jobs.
+    # -- called by the worker for its jobs ------------------------------------------------------------------------
 
-    def born(self, job: JobId, reader: WorkerRef, now_s: float) -> None:
-        """A job whose KV `reader` will pull has been accepted; it may wait for its blocks. Nothing if the job
-        is known."""
+    def create(self, job: JobId, reader: WorkerRef, now_s: float) -> None:
+        """Create the transfer of an accepted job whose KV `reader` will pull. Does nothing if the job is known."""
         if job in self._transfers:
             return
         transfer = OwnedTransfer(
@@ -153,8 +160,10 @@ class KvOwner:
             self._follow_job(early[0], early[1], job, early[2], now_s)
 
     def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], now_s: float) -> None:
-        """The job has all blocks of its prompt; they are pinned from now on. `hashes`: those of its full
-        blocks, in order. Nothing if the transfer has ended meanwhile (its sequence goes on without it)."""
+        """Pin the blocks of a job's prompt. Does nothing if the transfer has ended.
+
+        hashes: of the full blocks, in order
+        """
         transfer = self._transfers.get(job)
         if transfer is None or transfer.pinned or transfer.lost is not None:
             return
@@ -172,9 +181,11 @@ class KvOwner:
         first_tokens: Sequence[FirstToken] = (),
         timeline: LegTimeline | None = None,
     ) -> None:
-        """A step has completed: the first `num_computed_tokens` tokens of the job have their KV. `final`:
-        these are all, `first_tokens` were sampled, and `timeline` is what the job took. Nothing if the
-        transfer has ended."""
+        """Announce to the reader that KV of the first `num_computed_tokens` tokens is computed.
+
+        final: the prompt is complete; `first_tokens` and `timeline` are sent along
+        Does nothing if the transfer has ended.
+        """
         transfer = self._transfers.get(job)
         if transfer is None or transfer.lost is not None or transfer.is_final:
             return
@@ -185,12 +196,14 @@ class KvOwner:
         transfer.is_final = final
         transfer.first_tokens, transfer.timeline = tuple(first_tokens), timeline
         if final and transfer.lifecycle.state is State.CREATED:
-            self._until.set(job, now_s + self._claim_s)
+            self._transfer_until.set(job, now_s + self._claim_timeout_s)
         self._announce_new(transfer)
 
     def lost(self, job: JobId, reason: Reason, now_s: float) -> None:
-        """The job's sequence has ended before its prompt did. What its reader was told of stays pinned until
-        the reader releases it or its lease ends; the rest is given back now."""
+        """Handle that the job's sequence ended before its prompt was computed.
+
+        Announced blocks stay pinned until the reader releases them or its lease ends. The others are unpinned now.
+        """
         self._early.pop(job, None)
         self._early_until.drop(job)
         transfer = self._transfers.get(job)
@@ -205,16 +218,19 @@ class KvOwner:
         transfer.pinned = announced
         self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
 
-    # What readers say.
+    # -- called with the messages of readers ----------------------------------------------------------------------
 
     def stream_opened(self) -> int:
-        """A reader has opened a stream: its number, to be given with what arrives on it. Renewals on a stream
-        extend only what was followed on it, so a transfer that its reader lost track of ends with its present
-        lease."""
+        """Return a number for a new stream of a reader, to be passed with each message that arrives on it.
+
+        Renewals extend only transfers that were followed on the same stream. A transfer that the reader no longer
+        knows thus ends with its current lease.
+        """
         self._streams += 1
         return self._streams
 
-    def follow(self, reader: WorkerRef, message: Follow, generation: int, now_s: float) -> None:
+    def follow(self, reader: WorkerRef, message: Follow, stream_number: int, now_s: float) -> None:
+        """Start or resume a transfer to `reader`, or refuse the Follow with Lost."""
         incarnation = reader.incarnation
         key: PullKey = (incarnation, message.transfer_id)
         if not 0 <= message.have_blocks <= message.resume_from_block or not message.transfer_id:
@@ -222,25 +238,25 @@ class KvOwner:
             return
         known = self._readers.open.get(incarnation, {}).get(message.transfer_id)
         if known is not None:
-            self._follow_again(known, message, generation, now_s)
+            self._follow_again(known, message, stream_number, now_s)
         elif key in self._tombstones:
             self._refuse(reader, message.transfer_id, self._tombstones[key])
         elif isinstance(message.subject, HashRange):
-            self._follow_prefix(reader, message, message.subject, generation, now_s)
+            self._follow_prefix(reader, message, message.subject, stream_number, now_s)
         else:
-            self._follow_job(reader, message, message.subject, generation, now_s)
+            self._follow_job(reader, message, message.subject, stream_number, now_s)
 
-    def renew(self, reader: WorkerRef, message: Renew, generation: int, now_s: float) -> None:
-        """Extend what this reader follows on this stream, and answer by number with what it no longer has."""
+    def renew(self, reader: WorkerRef, message: Renew, stream_number: int, now_s: float) -> None:
+        """Extend the reader's leases of this stream. The answer names the transfers that have ended."""
         incarnation = reader.incarnation
         for transfer in self._readers.open.get(incarnation, {}).values():
-            if transfer.generation == generation:
-                self._until.set(transfer.key, now_s + self._lease_s)
+            if transfer.stream_number == stream_number:
+                self._transfer_until.set(transfer.key, now_s + self._lease_s)
         ended = tuple(self._readers.ended.get(incarnation, ()))
         self._send(reader, Renewed(renewal=message.renewal, lost=ended))
 
     def release(self, reader: WorkerRef, message: Release | Abandon, now_s: float) -> None:
-        """The reader is done, or gave up: the pins end. Repeated, late or unknown: counted and dropped."""
+        """End a transfer that its reader has finished or abandoned. Unknown transfers are counted and dropped."""
         transfer = self._readers.open.get(reader.incarnation, {}).get(message.transfer_id)
         if transfer is None:
             dropped = self._drop_early(reader, message.transfer_id)
@@ -253,57 +269,58 @@ class KvOwner:
         self._end(transfer, Reason.LEASE_LOST, now_s, by_reader=True)
 
     def may_read(self, reader: WorkerRef, transfer_id: TransferId, block_ids: Sequence[int]) -> bool:
-        """Whether a two-sided read of these blocks may be served: announced to this reader, or a probe
-        (transfer 0)."""
+        """Return True if a two-sided read of these blocks may be served.
+
+        The blocks must be announced to this reader. Probes (transfer 0) may read any block.
+        """
         if not transfer_id:
             return all(0 <= block_id < self._num_blocks for block_id in block_ids)
         transfer = self._readers.open.get(reader.incarnation, {}).get(transfer_id)
         return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
 
     def expire(self, now_s: float) -> None:
-        """End every transfer whose lease or claim has passed, drop early Follows and tombstones that are
-        over."""
-        for key in self._until.pop_passed(now_s):
+        """End transfers whose lease or follow timeout has passed; drop expired early Follows and tombstones."""
+        for key in self._transfer_until.pop_passed(now_s):
             transfer = self._transfers[key]
             if transfer.lifecycle.state is State.FOLLOWED:
                 self.counts.leases_ended += 1
             else:
-                self.counts.never_claimed += 1
+                self.counts.unclaimed += 1
             self._end(transfer, Reason.LEASE_LOST, now_s)
         for job in self._early_until.pop_passed(now_s):
-            reader, message, _generation = self._early.pop(job)
+            reader, message, _stream_number = self._early.pop(job)
             self._refuse(reader, message.transfer_id, Reason.LEASE_LOST)
         for key in self._tombstones_until.pop_passed(now_s):
             self._bury(key)
 
     def close(self, reason: Reason, now_s: float) -> None:
-        """End everything: the worker leaves."""
+        """End all transfers, because the worker is shutting down."""
         for transfer in list(self._transfers.values()):
             self._end(transfer, reason, now_s)
 
-    # Inside.
+    # -- internal -------------------------------------------------------------------------------------------------
 
-    def _follow_job(self, reader: WorkerRef, message: Follow, job: JobId, generation: int, now_s: float) -> None:
+    def _follow_job(self, reader: WorkerRef, message: Follow, job: JobId, stream_number: int, now_s: float) -> None:
         transfer = self._transfers.get(job)
         if transfer is None:
             if job in self._tombstones:
                 self._refuse(reader, message.transfer_id, self._tombstones[job])
                 return
             self.counts.early_follows += 1
-            self._early[job] = (reader, message, generation)
+            self._early[job] = (reader, message, stream_number)
             self._early_until.drop(job)
-            self._early_until.set(job, now_s + self._early_s)
+            self._early_until.set(job, now_s + self._reorder_window_s)
             return
         if transfer.reader is None or not transfer.reader.is_same_incarnation(reader):
             self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)
             return
-        if transfer.lifecycle.state is not State.CREATED:  # another transfer of the same reader has it
+        if transfer.lifecycle.state is not State.CREATED:  # the same reader follows this job with another transfer
             self._refuse(reader, message.transfer_id, Reason.SUPERSEDED)
             return
-        self._start_following(transfer, reader, message, generation, now_s)
+        self._start_following(transfer, reader, message, stream_number, now_s)
 
     def _follow_prefix(
-        self, reader: WorkerRef, message: Follow, subject: HashRange, generation: int, now_s: float
+        self, reader: WorkerRef, message: Follow, subject: HashRange, stream_number: int, now_s: float
     ) -> None:
         found = tuple(self._lookup(subject.hashes))[: len(subject.hashes)]
         transfer = OwnedTransfer(
@@ -318,23 +335,23 @@ class KvOwner:
         )
         self._pins.pin(found)
         self._transfers[transfer.key] = transfer
-        self._start_following(transfer, reader, message, generation, now_s)
+        self._start_following(transfer, reader, message, stream_number, now_s)
 
     def _start_following(
-        self, transfer: OwnedTransfer, reader: WorkerRef, message: Follow, generation: int, now_s: float
+        self, transfer: OwnedTransfer, reader: WorkerRef, message: Follow, stream_number: int, now_s: float
     ) -> None:
         transfer.reader, transfer.transfer_id = reader, message.transfer_id
         transfer.lifecycle.move(State.FOLLOWED)
         self._readers.open.setdefault(reader.incarnation, {})[message.transfer_id] = transfer
         transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
         self.counts.followed += 1
-        self._until.drop(transfer.key)  # a lease may end before the claim would have
-        self._follow_again(transfer, message, generation, now_s)
+        self._transfer_until.drop(transfer.key)  # the lease may end before the follow timeout would have
+        self._follow_again(transfer, message, stream_number, now_s)
 
-    def _follow_again(self, transfer: OwnedTransfer, message: Follow, generation: int, now_s: float) -> None:
-        """Go on from where the reader says it is. The Follow renews the transfer's own lease."""
-        transfer.generation = generation
-        self._until.set(transfer.key, now_s + self._lease_s)
+    def _follow_again(self, transfer: OwnedTransfer, message: Follow, stream_number: int, now_s: float) -> None:
+        """Continue from `resume_from_block`. A Follow also renews the lease of its transfer."""
+        transfer.stream_number = stream_number
+        self._transfer_until.set(transfer.key, now_s + self._lease_s)
         if transfer.lost is not None and transfer.reader is not None:
             self._send(transfer.reader, Lost(transfer_id=message.transfer_id, reason=transfer.lost))
             return
@@ -370,7 +387,7 @@ class KvOwner:
         self._send(reader, Lost(transfer_id=transfer_id, reason=reason))
 
     def _drop_early(self, reader: WorkerRef, transfer_id: TransferId) -> bool:
-        for job, (waiting, message, _generation) in self._early.items():
+        for job, (waiting, message, _stream_number) in self._early.items():
             if message.transfer_id == transfer_id and waiting.is_same_incarnation(reader):
                 del self._early[job]
                 self._early_until.drop(job)
@@ -388,7 +405,7 @@ class KvOwner:
         self._pins.unpin(transfer.pinned)
         transfer.pinned = ()
         del self._transfers[transfer.key]
-        self._until.drop(transfer.key)
+        self._transfer_until.drop(transfer.key)
         keys: list[Key] = [transfer.key]
         if transfer.reader is not None and transfer.transfer_id is not None:
             incarnation = transfer.reader.incarnation
@@ -401,7 +418,7 @@ class KvOwner:
         for key in dict.fromkeys(keys):
             self._tombstones[key] = reason
             self._tombstones_until.drop(key)
-            self._tombstones_until.set(key, now_s + self._early_s)
+            self._tombstones_until.set(key, now_s + self._reorder_window_s)
         while len(self._tombstones) > MAX_TOMBSTONES:
             oldest = next(iter(self._tombstones))
             self._tombstones_until.drop(oldest)

@@ -1,5 +1,4 @@
-"""Deadlines that move, and which of them have passed (rule R6: a renewed one never hides one that has
-ended)."""
+"""A set of movable deadlines that finds all passed ones in logarithmic time."""
 
 import heapq
 from collections.abc import Hashable
@@ -9,9 +8,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """A deadline for each key. Moving one later costs a dictionary write: its heap entry is looked at again
-    when its old time comes, so each key has at most one live entry and every passed deadline is found
-    whatever happens to the others."""
+    """One deadline per key. A lease that is renewed for ever never hides another one that has passed.
+
+    Moving a deadline later costs one dictionary write. Its heap entry is corrected when the old time comes, so each
+    key has at most one valid heap entry.
+    """
 
     __slots__ = ("_due", "_heap", "_serial")
 
@@ -27,6 +28,7 @@ class Deadlines(Generic[K]):
         return key in self._due
 
     def set(self, key: K, deadline_s: float) -> None:
+        """Set or move the deadline of `key`."""
         known = self._due.get(key)
         if known is not None and deadline_s >= known[0]:
             self._due[key] = (deadline_s, known[1])
@@ -36,21 +38,22 @@ class Deadlines(Generic[K]):
         heapq.heappush(self._heap, (deadline_s, self._serial, key))
 
     def drop(self, key: K) -> None:
-        """Forget a key; nothing if it is unknown."""
+        """Remove a key. Does nothing if it is unknown."""
         self._due.pop(key, None)
 
     def of(self, key: K) -> float | None:
+        """Return the deadline of `key`, or None if it is unknown."""
         known = self._due.get(key)
         return None if known is None else known[0]
 
     @property
     def next_s(self) -> float | None:
-        """The earliest deadline, or None."""
+        """The earliest deadline, or None if there is none."""
         self._settle()
         return self._heap[0][0] if self._heap else None
 
     def pop_passed(self, now_s: float) -> list[K]:
-        """Forget and return every key whose deadline is at or before `now_s`, earliest first."""
+        """Remove and return every key whose deadline is at or before `now_s`, earliest first."""
         passed: list[K] = []
         while True:
             self._settle()
@@ -61,7 +64,7 @@ class Deadlines(Generic[K]):
             passed.append(key)
 
     def _settle(self) -> None:
-        """Make the heap's first entry a true one."""
+        """Drop or correct outdated entries at the top of the heap."""
         while self._heap:
             deadline_s, serial, key = self._heap[0]
             known = self._due.get(key)

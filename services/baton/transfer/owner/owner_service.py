@@ -1,5 +1,4 @@
-"""Serves peers that read KV from this worker: one stream a reader's life, and the clock that `KvOwner` does
-not have."""
+"""Serves peers that read KV from this worker: one stream per reader incarnation, and the clock for `KvOwner`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,9 +36,11 @@ PeerStream = Duplex[OwnerMessage, ReaderMessage]
 
 
 class OwnerService:
-    """The owner's side of every transfer of one worker. `born`, `allocated`, `announce` and `lost` are the
-    worker's own words about its jobs (see `KvOwner`); `serve` answers one reader's stream. Used from one
-    event loop; nothing blocks."""
+    """The owner's side of every transfer of one worker.
+
+    The worker calls `create`, `allocated`, `announce` and `lost` for its jobs; see `KvOwner`. `serve` handles the
+    stream of one reader. Used from one event loop; no method blocks.
+    """
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class OwnerService:
         pins: PinPool,
         lookup: PrefixLookup,
         lease_s: float,
-        claim_s: float,
-        early_s: float,
+        claim_timeout_s: float,
+        reorder_window_s: float,
         hello_s: float = 5.0,
         tracing: Tracing = OFF,
     ) -> None:
@@ -59,8 +60,7 @@ class OwnerService:
         self._lease_s, self._hello_s = lease_s, hello_s
         self._streams: dict[Incarnation, PeerStream] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
-        """When `_timer` is due: uvloop's handle of a time that has passed cannot say."""
+        self._timer_s = 0.0  # when `_timer` is due; uvloop's handles do not tell after that time
         self.owner = KvOwner(
             layout=layout,
             num_blocks=backend.memory[0].num_blocks,
@@ -68,24 +68,28 @@ class OwnerService:
             send=self._send,
             lookup=lookup,
             lease_s=lease_s,
-            claim_s=claim_s,
-            early_s=early_s,
+            claim_timeout_s=claim_timeout_s,
+            reorder_window_s=reorder_window_s,
             tracing=tracing,
         )
 
     @property
     def open_leases(self) -> int:
+        """Number of transfers that have not ended."""
         return self.owner.open_leases
 
     @property
     def counts(self) -> OwnerCounts:
+        """Counters since the start."""
         return self.owner.counts
 
-    def born(self, job: JobId, reader: WorkerRef) -> None:
-        self.owner.born(job, reader, self._now_s())
-        self._arm()
+    def create(self, job: JobId, reader: WorkerRef) -> None:
+        """Create the transfer of an accepted job whose KV `reader` will pull."""
+        self.owner.create(job, reader, self._now_s())
+        self._schedule_expiry()
 
     def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Pin the blocks of a job's prompt. `hashes`: of the full blocks, in order."""
         self.owner.allocated(job, block_table, hashes, self._now_s())
 
     def announce(
@@ -97,18 +101,20 @@ class OwnerService:
         first_tokens: Sequence[FirstToken] = (),
         timeline: LegTimeline | None = None,
     ) -> None:
+        """Announce computed KV to the reader; see `KvOwner.announce`."""
         self.owner.announce(
             job, num_computed_tokens, self._now_s(), final=final, first_tokens=first_tokens, timeline=timeline
         )
-        self._arm()
+        self._schedule_expiry()
         hit("transfer.announced", job=job, num_computed_tokens=num_computed_tokens, final=final)
 
     def lost(self, job: JobId, reason: Reason) -> None:
+        """Handle that the job's sequence ended before its prompt was computed."""
         self.owner.lost(job, reason, self._now_s())
-        self._arm()
+        self._schedule_expiry()
 
     async def serve(self, stream: PeerStream) -> None:
-        """Answer one reader until its stream breaks. Ends no lease."""
+        """Serve one reader until its stream breaks. A broken stream ends no lease."""
         try:
             async with asyncio.timeout(self._hello_s):
                 hello = await stream.receive()
@@ -124,7 +130,7 @@ class OwnerService:
             await stream.aclose()
 
     async def aclose(self) -> None:
-        """End every transfer and stream: the worker leaves."""
+        """End all transfers and streams, because the worker is shutting down."""
         self.owner.close(Reason.WORKER_LOST, self._now_s())
         if self._timer is not None:
             self._timer.cancel()
@@ -132,13 +138,16 @@ class OwnerService:
             await stream.aclose()
 
     def _refusal(self, hello: ReaderMessage) -> str:
-        """What does not fit, beginning with the word of a `Reason`; empty if everything does."""
+        """Return why the hello is refused, beginning with a `Reason` value, or an empty string."""
         if not isinstance(hello, PeerHello):
-            return f"{Reason.PROTOCOL_VERSION.value}: the first message must be a hello, not {type(hello).__name__}"
+            return f"{Reason.PROTOCOL_VERSION.value}: the first message is {type(hello).__name__}; it must be a hello"
         if hello.protocol_version != PROTOCOL_VERSION:
-            return f"{Reason.PROTOCOL_VERSION.value}: {PROTOCOL_VERSION} here, {hello.protocol_version} there; run one release of Baton"
+            return (
+                f"{Reason.PROTOCOL_VERSION.value}: the owner supports {PROTOCOL_VERSION}, the reader "
+                f"{hello.protocol_version}; run the same release of Baton on both"
+            )
         if not hello.owner.is_same_incarnation(self._worker):
-            return f"{Reason.WRONG_EPOCH.value}: this is {self._worker}, not {hello.owner}"
+            return f"{Reason.WRONG_EPOCH.value}: the hello is for {hello.owner}; this worker is {self._worker}"
         mismatch = self._layout.mismatch(hello.layout)
         if mismatch is not None:
             return f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}; start both workers with the same model and settings"
@@ -153,30 +162,30 @@ class OwnerService:
 
     async def _serve_reader(self, stream: PeerStream, reader: WorkerRef) -> None:
         incarnation = reader.incarnation
-        before = self._streams.get(incarnation)
+        previous = self._streams.get(incarnation)
         self._streams[incarnation] = stream
-        generation = self.owner.stream_opened()
-        if before is not None:
-            await before.aclose()  # the reader has dialled again: what still waits in the old stream must not overtake
+        stream_number = self.owner.stream_opened()
+        if previous is not None:
+            await previous.aclose()  # the reader reconnected; messages of the old stream must not arrive later
         try:
             self._reply(stream)
             while True:
                 message = await stream.receive()
                 if self._streams.get(incarnation) is not stream:
                     return
-                self._take(reader, message, generation)
-                self._arm()
+                self._handle(reader, message, stream_number)
+                self._schedule_expiry()
         finally:
             if self._streams.get(incarnation) is stream:
                 del self._streams[incarnation]
 
-    def _take(self, reader: WorkerRef, message: ReaderMessage, generation: int) -> None:
+    def _handle(self, reader: WorkerRef, message: ReaderMessage, stream_number: int) -> None:
         now_s = self._now_s()
         match message:
             case Follow():
-                self.owner.follow(reader, message, generation, now_s)
+                self.owner.follow(reader, message, stream_number, now_s)
             case Renew():
-                self.owner.renew(reader, message, generation, now_s)
+                self.owner.renew(reader, message, stream_number, now_s)
             case WillRead():
                 if self.owner.may_read(reader, message.transfer_id, message.block_ids):
                     self._backend.expect_read(message.read_id, reader, message.block_ids)
@@ -185,12 +194,12 @@ class OwnerService:
             case Release() | Abandon():
                 self.owner.release(reader, message, now_s)
             case PeerHello():
-                log.warning("peer_hello_twice", reader=str(reader))
+                log.warning("second_peer_hello_received", reader=str(reader))
 
     def _send(self, reader: WorkerRef, message: OwnerMessage) -> None:
         stream = self._streams.get(reader.incarnation)
         if stream is None:
-            return  # the reader's next Follow brings it
+            return  # the reader's next Follow requests it again
         if isinstance(message, KvReady):
             self._backend.offer(message.block_ids)
         try:
@@ -198,8 +207,8 @@ class OwnerService:
         except StreamBroken:
             self._streams.pop(reader.incarnation, None)
 
-    def _arm(self) -> None:
-        """Have `_reap` called at the next deadline."""
+    def _schedule_expiry(self) -> None:
+        """Schedule `_expire` for the next deadline."""
         next_s = self.owner.next_deadline_s
         if self._timer is not None and next_s is not None and self._timer_s <= next_s:
             return
@@ -207,12 +216,12 @@ class OwnerService:
             self._timer.cancel()
             self._timer = None
         if next_s is not None:
-            self._timer, self._timer_s = asyncio.get_running_loop().call_at(next_s, self._reap), next_s
+            self._timer, self._timer_s = asyncio.get_running_loop().call_at(next_s, self._expire), next_s
 
-    def _reap(self) -> None:
+    def _expire(self) -> None:
         self._timer = None
         self.owner.expire(self._now_s())
-        self._arm()
+        self._schedule_expiry()
 
     @staticmethod
     def _now_s() -> float:

@@ -1,1 +1,1 @@
-"""The side that pulls KV blocks from a peer."""
+"""The reader's side of KV transfers: links to owners, pulls, and quarantine of reads that timed out."""

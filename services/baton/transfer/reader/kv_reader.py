@@ -1,5 +1,4 @@
-"""The reader's side of all transfers of one worker: a link to each life it reads from, and the pulls on
-them."""
+"""The reader's side of all KV transfers of one worker: one link per owner incarnation, and the pulls on them."""
 
 import asyncio
 import random
@@ -21,10 +20,11 @@ from baton.transfer.reader.quarantine import Quarantine
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 
 MAX_QUARANTINED_SHARE = 0.10
+"""A worker with a larger share of quarantined blocks should be replaced."""
 
 
 class KvReader:
-    """Pulls KV blocks out of other workers' memory. Used from one event loop; nothing blocks."""
+    """Pulls KV blocks from the memory of other workers. Used from one event loop; no method blocks."""
 
     def __init__(
         self,
@@ -70,15 +70,18 @@ class KvReader:
         deadline_s: float | None = None,
         trace_context: str = "",
     ) -> Pull:
-        """Follow a job's KV, or a cached prefix, at its owner. `have_blocks` leading blocks are here already;
-        `expected`: hashes of the prompt's full blocks as computed here, which the owner's must equal. The
-        pull ends with Reason.DEADLINE after `deadline_s`. `trace_context`: of what the KV is for.
+        """Start to pull the KV of a job, or a cached prefix, from its owner.
 
-        Raises Refused (retriable, blames the owner) while the pair is broken.
+        have_blocks: number of leading blocks that are here already
+        expected: locally computed hashes of the prompt's full blocks, which the owner's hashes must equal
+        deadline_s: the pull fails with Reason.DEADLINE after this time
+        trace_context: parent of the pull's span
+
+        Raises Refused (retriable, blames the owner) while the link is broken.
         """
         link = self._link_to(owner)
         if link.broken_by is not None:
-            message = f"reads of {owner} get stuck or fail; it is being probed"
+            message = f"the link to {owner} is broken because a read timed out or failed; it is being probed"
             raise Refused(
                 Failure(code=Code.UNAVAILABLE, reason=link.broken_by, message=message, retriable=True, blamed=owner)
             )
@@ -96,51 +99,48 @@ class KvReader:
         return pull
 
     def warm(self, owner: WorkerRef) -> None:
-        """Begin to make the pair usable before its first pull, and to measure it. Nothing if that was
-        done."""
+        """Start to connect to an owner and to measure the link, before the first pull. Does nothing if connected."""
         self._link_to(owner)
 
     async def warmed(self, owner: WorkerRef) -> bool:
-        """`warm`, and wait until it is done: whether the pair can be used."""
+        """Connect to an owner and measure the link. Returns True if the link is usable."""
         return await self._link_to(owner).warmed()
 
     def probe(self, owner: WorkerRef) -> None:
-        """Begin to read a little from a pair once more: is it alive, and how fast?"""
+        """Start a small read from an owner, to check that the link works and to measure it."""
         self._link_to(owner).probe()
 
     def forget(self, owner: WorkerRef) -> None:
-        """That life of a worker is over: its pulls fail, its link ends."""
+        """Close the link to an owner incarnation that has ended. Its pulls fail."""
         link = self._links.get(owner.incarnation)
         if link is not None:
-            link.close(Reason.WORKER_LOST, "that worker is gone")
+            link.close(Reason.WORKER_LOST, "the owner is gone")
 
     def links(self) -> tuple[LinkReport, ...]:
-        """Every pair in use, sorted by worker."""
-        return tuple(link.report() for _life, link in sorted(self._links.items()))
+        """Return the state of all links, sorted by owner."""
+        return tuple(link.report() for _incarnation, link in sorted(self._links.items()))
 
     @property
     def quarantined_blocks(self) -> int:
-        """Own blocks that a given-up read may still write."""
+        """Number of own blocks that a timed-out read may still write."""
         return self._quarantine.num_blocks
 
     @property
-    def must_drain(self) -> bool:
-        """Whether so much is quarantined that this worker should take no more jobs, finish, and be replaced;
-        not all of a role at once."""
+    def is_over_quarantine_limit(self) -> bool:
+        """True if so many blocks are quarantined that this worker should be replaced."""
         return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks
 
     async def aclose(self) -> None:
-        """End all pulls and links, and begin no other; returns when every running read is terminal or past
-        its deadline."""
+        """End all pulls and links and refuse new ones. Returns when every read is terminal or past its deadline."""
         self._is_closed = True
         for link in list(self._links.values()):
-            link.close(Reason.WORKER_LOST, "the reader leaves")
+            link.close(Reason.WORKER_LOST, "the reader is shutting down")
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._quarantine.aclose()
 
     def _link_to(self, owner: WorkerRef) -> PeerLink:
         if self._is_closed:
-            message = "this worker is leaving; it reads nobody's KV any more"
+            message = "this worker is shutting down and starts no KV pulls"
             raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retriable=True))
         link = self._links.get(owner.incarnation)
         if link is None:

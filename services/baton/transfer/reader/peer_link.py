@@ -1,5 +1,4 @@
-"""One standing stream to one life of an owner: dialled and re-dialled, its pulls followed, its leases
-renewed."""
+"""The link to one owner incarnation: keeps the stream connected, follows pulls, and renews leases."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -30,8 +29,11 @@ _MAX_UNANSWERED_RENEWALS = 1024
 
 
 class PeerLink:
-    """Any number of pulls from one life of an owner. Ends (`has_ended`) when that life refuses or cannot be
-    reached any more."""
+    """The stream to one owner incarnation and all pulls from it.
+
+    The link ends (`has_ended`) if the owner refuses it or cannot be reached. `reads` is None until the owner has
+    answered the hello.
+    """
 
     def __init__(self, owner: WorkerRef, reading: Reading, on_ended: Callable[["PeerLink"], None]) -> None:
         self.owner = owner
@@ -40,7 +42,6 @@ class PeerLink:
         self.next_renewal = 1
         self.has_ended = False
         self.reads: PeerReads | None = None
-        """None until the owner has said hello."""
         self._reading = reading
         self._on_ended = on_ended
         self._stream: Duplex[ReaderMessage, OwnerMessage] | None = None
@@ -48,21 +49,23 @@ class PeerLink:
         self._sent_renewals: dict[int, float] = {}
         self._warmed = asyncio.Event()
         self._busy = asyncio.Event()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation repeats itself
+        self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that simulations are reproducible
         self._clock = asyncio.get_running_loop().time
         self._runner = asyncio.get_running_loop().create_task(self._run())
         self.spawn(self._tick())
 
     @property
     def is_broken(self) -> bool:
+        """True after a read timed out or failed, until a probe succeeds."""
         return self.broken_by is not None
 
     @property
     def broken_by(self) -> Reason | None:
-        """Why nothing can be read from this owner now; None when nothing is known against it."""
+        """The reason why the link is broken; None if it is not."""
         return self.reads.broken_by if self.reads is not None else None
 
     def report(self) -> LinkReport:
+        """Return the state of the link for the worker report."""
         if self.reads is None:
             return LinkReport(peer=self.owner, bytes_per_s=0.0)
         return LinkReport(
@@ -74,26 +77,28 @@ class PeerLink:
         )
 
     async def warmed(self) -> bool:
-        """Returns once the pair is known to work, or not to (False)."""
+        """Wait for the first measurement. Returns True if the link is usable."""
         await self._warmed.wait()
         return self.reads is not None and self.reads.is_tried and not self.reads.broken and not self.has_ended
 
     def probe(self) -> None:
-        """Read a little once more, unless enough probes are under way."""
+        """Start a probe, unless enough probes are running."""
         if self.reads is not None and self.reads.may_probe and not self.has_ended:
             self.spawn(self._warm(self.reads))
 
     def follow(self, pull: Pull) -> None:
+        """Add a pull and send its Follow, now or once the stream is connected."""
         self._pulls[pull.transfer_id] = pull
         self._busy.set()
         if self._stream is not None:
             pull.follow()
 
     def ended(self, pull: Pull) -> None:
+        """Remove a pull that has ended."""
         self._pulls.pop(pull.transfer_id, None)
 
     def send(self, message: ReaderMessage) -> None:
-        """Send, or lose it with the stream: the next Follow, or the end of the lease, makes up for it."""
+        """Send a message. If the stream is broken, it is lost; the next Follow or the end of the lease makes up for it."""
         if self._stream is None:
             return
         try:
@@ -102,14 +107,13 @@ class PeerLink:
             self._stream = None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that ends with the link."""
+        """Run a task that `aclose` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
 
     def close(self, reason: Reason, message: str) -> None:
-        """This life of the owner is over, or the reader leaves. Running reads stay watched until they are
-        terminal."""
+        """End the link and fail its pulls. Running reads are watched until they are terminal."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -124,40 +128,39 @@ class PeerLink:
         self._on_ended(self)
 
     async def aclose(self) -> None:
-        """After `close`: wait for the stream to be closed and for reads to be terminal or given up."""
+        """Wait, after `close`, until the stream is closed and all reads are terminal or past their deadline."""
         await asyncio.gather(self._runner, *self._tasks, return_exceptions=True)
 
-    def pump(self) -> None:
-        """Start slices while there is room: one pull after the other, so that a long one does not hold up a
-        short one."""
+    def start_reads(self) -> None:
+        """Start slices while the in-flight limit allows it, in turn for all pulls, so that a long one delays no other."""
         reads = self.reads
         if reads is None or self.has_ended:
             return
-        while (room := reads.room) > 0:
+        while (num_blocks := reads.num_startable_blocks) > 0:
             pull = next((p for p in self._pulls.values() if p.has_work), None)
             if pull is None:
                 return
-            self._pulls[pull.transfer_id] = self._pulls.pop(pull.transfer_id)  # to the end of the line
-            reads.inflight_blocks += pull.start_slice(reads, min(room, reads.max_slice_blocks))
+            self._pulls[pull.transfer_id] = self._pulls.pop(pull.transfer_id)  # move to the end of the order
+            reads.inflight_blocks += pull.start_slice(reads, min(num_blocks, reads.max_slice_blocks))
 
     def _reads_changed(self) -> None:
-        """There is room, or the pair broke or works again."""
+        """Handle that a read has ended, or that the link broke or works again."""
         if self.has_ended:
             return
         if self.broken_by is not None:
             self._busy.set()
             for pull in list(self._pulls.values()):
-                pull.fail(self.broken_by, "another read of this worker got stuck or failed; probing it")
-        self.pump()
+                pull.fail(self.broken_by, "another read from this owner timed out or failed; the link is being probed")
+        self.start_reads()
 
     async def _warm(self, reads: PeerReads) -> None:
         await reads.warm()
         self._warmed.set()
 
-    # The stream.
+    # -- stream ----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Dial until this life of the owner refuses, or nobody answers any more."""
+        """Keep the stream connected until the owner refuses it or cannot be reached."""
         times, delay_s, attempts = self._reading.times, self._reading.times.redial_min_s, 0
         try:
             while not self.has_ended:
@@ -165,7 +168,7 @@ class PeerLink:
                     async with asyncio.timeout(times.hello_s):
                         stream = await self._reading.network.open_peer(self.owner.address)
                     try:
-                        if await self._say_hello(stream):
+                        if await self._exchange_hellos(stream):
                             attempts, delay_s = 0, times.redial_min_s
                             await self._receive(stream)
                     finally:
@@ -175,7 +178,7 @@ class PeerLink:
                     pass
                 attempts += 1
                 if attempts > times.max_redials:
-                    self.close(Reason.WORKER_LOST, "it cannot be reached")
+                    self.close(Reason.WORKER_LOST, "the owner cannot be reached")
                 if self.has_ended:
                     return
                 await asyncio.sleep(delay_s * (0.5 + self._reading.rng.random() / 2))
@@ -184,14 +187,14 @@ class PeerLink:
             if not self.has_ended:
                 raise
 
-    async def _say_hello(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> bool:
-        """Whether the owner is the life we mean and shares our layout; if not, the link ends."""
+    async def _exchange_hellos(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> bool:
+        """Send the hello and check the reply. Returns False, and ends the link, if epoch or layout do not match."""
         reading = self._reading
         stream.send(PeerHello(reader=reading.worker, owner=self.owner, layout=reading.layout))
         async with asyncio.timeout(reading.times.hello_s):
             reply = await stream.receive()
         if not isinstance(reply, PeerHelloReply):
-            raise StreamBroken(f"{self.owner} began with {type(reply).__name__} instead of a hello")
+            raise StreamBroken(f"the first message of {self.owner} is {type(reply).__name__}; it must be a hello reply")
         reason, text = self._refusal(reply)
         if reason is None and self.reads is None:
             try:
@@ -199,7 +202,7 @@ class PeerLink:
             except LayoutMismatch as mismatch:
                 reason, text = Reason.LAYOUT_MISMATCH, str(mismatch)
         if reason is not None:
-            log.warning("kv_peer_refused", owner=str(self.owner), reason=reason.value, refusal=text)
+            log.warning("kv_owner_refused", owner=str(self.owner), reason=reason.value, refusal=text)
             self.close(reason, text)
             return False
         self.lease_s = reply.lease_s
@@ -228,13 +231,13 @@ class PeerLink:
         if reply.protocol_version != PROTOCOL_VERSION:
             return (
                 Reason.PROTOCOL_VERSION,
-                f"{Reason.PROTOCOL_VERSION.value}: {reply.protocol_version} there, {PROTOCOL_VERSION} here",
+                f"{Reason.PROTOCOL_VERSION.value}: the owner supports {reply.protocol_version}, the reader {PROTOCOL_VERSION}",
             )
         mismatch = self._reading.layout.mismatch(reply.layout)
         if mismatch is not None:
             return Reason.LAYOUT_MISMATCH, f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}"
         if len(reply.memory) != 1:
-            return Reason.LAYOUT_MISMATCH, f"shards: {len(reply.memory)} there, 1 here"
+            return Reason.LAYOUT_MISMATCH, f"shards: the owner has {len(reply.memory)}, the reader 1"
         return None, ""
 
     async def _receive(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> None:
@@ -244,15 +247,15 @@ class PeerLink:
                 case KvReady() | Lost():
                     pull = self._pulls.get(message.transfer_id)
                     if pull is None:
-                        continue  # it has ended here: the owner will know from our farewell
+                        continue  # it has ended here; Release or Abandon is under way
                     if isinstance(message, KvReady):
                         pull.on_ready(message)
                     else:
-                        pull.fail(message.reason, f"its owner gave it up ({message.reason.value})")
+                        pull.fail(message.reason, f"the owner ended the transfer ({message.reason.value})")
                 case Renewed():
                     self._on_renewed(message)
                 case PeerHelloReply():
-                    raise StreamBroken(f"{self.owner} said hello twice")
+                    raise StreamBroken(f"{self.owner} sent a second hello reply")
 
     def _on_renewed(self, message: Renewed) -> None:
         sent_s = self._sent_renewals.pop(message.renewal, None)
@@ -260,13 +263,13 @@ class PeerLink:
             del self._sent_renewals[number]
         for transfer_id in message.lost:
             if transfer_id in self._pulls:
-                self._pulls[transfer_id].fail(Reason.LEASE_LOST, "its owner no longer holds the lease")
+                self._pulls[transfer_id].fail(Reason.LEASE_LOST, "the owner no longer holds the lease")
         if sent_s is not None:
             for pull in self._pulls.values():
                 pull.renewed(message.renewal, sent_s)
 
     async def _tick(self) -> None:
-        """While pulls are open or the pair is broken: renew, look for leases that have ended, probe."""
+        """Renew leases, fail pulls whose lease has ended, and probe a broken link. Sleeps while there is nothing to do."""
         renew_s = self._reading.times.renew_s
         while not self.has_ended:
             if not self._pulls and not self.is_broken:
@@ -276,7 +279,7 @@ class PeerLink:
             now_s = self._clock()
             for pull in list(self._pulls.values()):
                 if now_s >= pull.lease_ends_s(self.lease_s):
-                    pull.fail(Reason.LEASE_LOST, "the owner has not answered for a lease's length")
+                    pull.fail(Reason.LEASE_LOST, "the owner answered no renewal for the length of a lease")
             if self._pulls and self._stream is not None:
                 self._renew(now_s)
             if self.reads is not None and self.reads.broken and self.reads.may_probe and self._stream is not None:

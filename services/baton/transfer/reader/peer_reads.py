@@ -1,5 +1,8 @@
-"""Reads out of one peer's memory: rationed, timed, given up when they are late, and tried out before and
-after (rules R1 and R3)."""
+"""Reads from the memory of one owner: limited in flight, with deadlines, and probed while the link is broken.
+
+NIXL cannot cancel a read and does not report a stall, so every read has a deadline here. Blocks of a read that passes
+its deadline are quarantined until the read is terminal.
+"""
 
 import asyncio
 import random
@@ -23,17 +26,18 @@ log = get_logger(__name__)
 PROBE_TRANSFER = TransferId(0)
 MAX_SLICE_BYTES = 8 * 2**20
 MAX_INFLIGHT_SHARE = 0.02
-"""Of the pool, one block at least: so much of it can be lost to one silent peer."""
+"""Share of the pool, at least one block, that may be in flight from one owner. A silent owner can cause at most so many
+blocks to be quarantined."""
 MAX_OPEN_PROBES = 4
 _SELF_TEST_S = 0.02
-"""The self-test reads more and more until a read takes this long."""
-_TELLING_BYTES = 2**20
-"""The time of a smaller read is latency, and tells nothing about speed."""
+"""The first measurement reads growing sizes until a read takes this long."""
+_MIN_MEASURED_BYTES = 2**20
+"""The duration of a smaller read is mostly latency and does not show the bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderTimes:
-    """How long the reader waits for what. `lease_s` is only assumed until the owner has said its own."""
+    """Time limits of the reader, in seconds. `lease_s` is used until the owner has sent its own lease length."""
 
     lease_s: float
     renew_s: float
@@ -47,7 +51,7 @@ class ReaderTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What all links of one reader share."""
+    """State and services that all links of one reader share."""
 
     worker: WorkerRef
     layout: KvLayout
@@ -63,8 +67,13 @@ class Reading:
 
 
 class PeerReads:
-    """Reads of one life of one peer. `on_change` is called when the pair breaks, works (again) or has room;
-    `is_idle` says whether nobody wants to read, so that there is time to measure."""
+    """All reads from one owner incarnation.
+
+    on_change: called when the link breaks, works again, or may start another read
+    is_idle: returns True if no pull wants to read, so that there is time to measure
+    broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed, else None
+    is_tried: True once a read has succeeded
+    """
 
     def __init__(
         self,
@@ -78,10 +87,7 @@ class PeerReads:
     ) -> None:
         self.owner, self.memory = owner, memory
         self.broken_by: Reason | None = None
-        """Why nothing is read now: TRANSFER_TIMEOUT after a read that was given up, TRANSFER_FAILED after one
-        that failed; else None."""
         self.is_tried = False
-        """Whether a read has ever come through."""
         self.inflight_blocks = 0
         self.block_bytes = shared.layout.block_bytes
         self.max_slice_blocks = max(1, MAX_SLICE_BYTES // self.block_bytes)
@@ -96,61 +102,68 @@ class PeerReads:
 
     @property
     def broken(self) -> bool:
+        """True while no blocks are read, because a read timed out or failed."""
         return self.broken_by is not None
 
     @property
-    def room(self) -> int:
-        """Blocks that may be read now."""
+    def num_startable_blocks(self) -> int:
+        """Number of blocks whose read may start now."""
         return self._max_inflight - self.inflight_blocks if self.is_tried and not self.broken else 0
 
     @property
     def may_probe(self) -> bool:
-        """Probes get stuck, too: there are never many."""
+        """True if another probe may start. Their number is limited, because probes can get stuck, too."""
         return self._open_probes < MAX_OPEN_PROBES
 
     @property
     def transport(self) -> str:
+        """Name of the transport; empty until it is known."""
         return self._backend.transport_to(self.memory)
 
     async def read(
         self, transfer_id: TransferId, source: KvDescriptor, own: Sequence[int]
     ) -> tuple[ReadId, ReadState | None]:
-        """Read blocks that `room` allows; None when the deadline has passed and the read still runs.
-        `end_read` or `quarantine` must follow."""
+        """Read the source's blocks into own blocks.
+
+        Returns the read's id and its terminal state, or None as state if the deadline passed while it still runs. The
+        caller must then call `end_read` or `quarantine`.
+        """
         read_id = self._shared.next_read_id()
-        self._tell_owner(read_id, transfer_id, source)
+        self._notify_owner(read_id, transfer_id, source)
         started_s = self._clock()
         self._backend.start_read(read_id, source, own)
-        state = await self._terminal(read_id, self.inflight_blocks * self.block_bytes)
+        state = await self._wait(read_id, self.inflight_blocks * self.block_bytes)
         if state is ReadState.DONE:
             self.bandwidth.ended(len(own) * self.block_bytes, started_s, self._clock())
         return read_id, state
 
     def end_read(self, read_id: ReadId, num_blocks: int) -> None:
-        """A terminal read is over with."""
+        """Release a terminal read and its share of the in-flight limit."""
         self._backend.release(read_id)
         self.inflight_blocks -= num_blocks
         asyncio.get_running_loop().call_soon(self._on_change)
 
     def quarantine(self, read_id: ReadId, own: Sequence[int]) -> None:
-        """Watch a given-up read until it is terminal; until then its blocks count as in flight, too."""
-        self._shared.observer.read_given_up(self.owner, len(own))
+        """Quarantine the blocks of a timed-out read until it is terminal. They count as in flight until then."""
+        self._shared.observer.read_timed_out(self.owner, len(own))
         log.warning(
-            "kv_read_given_up", owner=str(self.owner), read_id=read_id, num_blocks=len(own), transport=self.transport
+            "kv_read_timed_out", owner=str(self.owner), read_id=read_id, num_blocks=len(own), transport=self.transport
         )
 
-        def terminal(_state: ReadState) -> None:
+        def on_terminal(_state: ReadState) -> None:
             self.inflight_blocks -= len(own)
             self._on_change()
 
-        self._shared.quarantine.watch(read_id, own, terminal)
+        self._shared.quarantine.watch(read_id, own, on_terminal)
 
     async def read_generations(self, source: KvDescriptor) -> tuple[GenerationEntry, ...] | None:
-        """The source's generation-table entries; None when the read failed. Raises TimeoutError when it was
-        given up."""
+        """Read the generation-table entries of the source's blocks.
+
+        Returns None if the read failed. Raises TimeoutError if its deadline passed.
+        """
         read_id = self._shared.next_read_id()
         self._backend.start_read_generations(read_id, source)
-        state = await self._terminal(read_id, self.inflight_blocks * self.block_bytes)
+        state = await self._wait(read_id, self.inflight_blocks * self.block_bytes)
         if state is None:
             self._shared.quarantine.watch(read_id, (), lambda _state: None)
             raise TimeoutError
@@ -158,44 +171,46 @@ class PeerReads:
         self._backend.release(read_id)
         return entries
 
-    def break_pair(self, reason: Reason) -> None:
-        """A read was given up (TRANSFER_TIMEOUT) or failed (TRANSFER_FAILED): no further reads of this peer
-        until a probe has come through. Whoever waited for one hears the same reason. The first reason
-        stays."""
+    def break_link(self, reason: Reason) -> None:
+        """Mark the link as broken: nothing is read from this owner until a probe succeeds. Pulls fail with `reason`.
+
+        A link that is broken already keeps its first reason.
+        """
         if not self.broken:
             self.broken_by = reason
-            log.warning("kv_pair_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
+            log.warning("kv_link_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
             self._publish()
 
-    async def _terminal(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
+    async def _wait(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
+        """Wait for a read; None if its deadline passes. `num_bytes`: all bytes in flight, including this read."""
         try:
             async with asyncio.timeout(self.bandwidth.deadline_s(num_bytes)):
                 return await self._backend.wait(read_id)
         except TimeoutError:
             return None
 
-    def _tell_owner(self, read_id: ReadId, transfer_id: TransferId, source: KvDescriptor) -> None:
+    def _notify_owner(self, read_id: ReadId, transfer_id: TransferId, source: KvDescriptor) -> None:
         if self._backend.two_sided:
             self._send(WillRead(transfer_id=transfer_id, read_id=read_id, block_ids=source.block_ids))
 
-    # Probes.
+    # -- probes ----------------------------------------------------------------------------------------------------
 
     async def probe(self, num_blocks: int = 1) -> ReadState | None:
-        """Read into memory that nobody looks at; None when that was given up. A probe that comes through
-        mends the pair."""
+        """Read blocks into scratch memory. A probe that succeeds repairs a broken link.
+
+        Returns the terminal state, or None if the deadline passed.
+        """
         read_id = self._shared.next_read_id()
         source = KvDescriptor(memory=self.memory, block_ids=tuple(range(num_blocks)))
-        self._tell_owner(read_id, PROBE_TRANSFER, source)
+        self._notify_owner(read_id, PROBE_TRANSFER, source)
         started_s = self._clock()
         self._open_probes += 1
         self._backend.start_probe(read_id, source)
-        state = await self._terminal(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
+        state = await self._wait(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
         if state is None:
             self._shared.quarantine.watch(read_id, (), self._probe_ended)
             return None
-        if (
-            state is ReadState.DONE and self.is_tried
-        ):  # the first read also makes the connection: it says nothing about speed
+        if state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
         self._backend.release(read_id)
         self._probe_ended(state)
@@ -205,19 +220,18 @@ class PeerReads:
         self._open_probes -= 1
         if state is ReadState.DONE and (self.broken or not self.is_tried):
             if self.broken:
-                log.info("kv_pair_mended", owner=str(self.owner))
+                log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None
             self._publish()
 
     async def warm(self) -> None:
-        """Make the connection with a first small read; then measure with larger ones, unless somebody has
-        something to read."""
-        if not await self._tried(1):
+        """Connect with a small read, then measure with larger reads while no pull wants to read."""
+        if not await self._probe_or_break(1):
             return
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
         while self._is_idle():
             started_s = self._clock()
-            if not await self._tried(size):
+            if not await self._probe_or_break(size):
                 return
             if size == most or self._clock() - started_s > _SELF_TEST_S:
                 break
@@ -225,17 +239,17 @@ class PeerReads:
         self._publish()
         rate, transport = self.bandwidth.bytes_per_s or 0.0, self.transport
         fields = {"owner": str(self.owner), "transport": transport, "gigabytes_per_s": round(rate / 1e9, 3)}
-        is_slow = size * self.block_bytes >= _TELLING_BYTES and rate < SLOW_BYTES_PER_S
+        is_slow = size * self.block_bytes >= _MIN_MEASURED_BYTES and rate < SLOW_BYTES_PER_S
         if transport.startswith("tcp") or is_slow:
             log.warning("kv_link_slow", **fields)
         else:
             log.info("kv_link_measured", **fields)
 
-    async def _tried(self, num_blocks: int) -> bool:
-        """Whether a probe came through; one that did not breaks the pair."""
+    async def _probe_or_break(self, num_blocks: int) -> bool:
+        """Return True if a probe succeeds; otherwise break the link."""
         state = await self.probe(num_blocks)
         if state is not ReadState.DONE:
-            self.break_pair(Reason.TRANSFER_TIMEOUT if state is None else Reason.TRANSFER_FAILED)
+            self.break_link(Reason.TRANSFER_TIMEOUT if state is None else Reason.TRANSFER_FAILED)
         return state is ReadState.DONE
 
     def _publish(self) -> None:

@@ -1,5 +1,8 @@
-"""One pull: follow, read what is ready slice by slice, prove each slice, land it. Everything in doubt is
-dropped or quarantined."""
+"""One pull: follows the owner, reads announced blocks in slices, and validates each slice.
+
+Blocks become visible only after validation. Blocks of a failed read are dropped; blocks of a read that may still write
+are quarantined.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -25,16 +28,22 @@ from baton.transfer.reader.transfer_observer import TransferObserver
 log = get_logger(__name__)
 
 LEASE_MARGIN = 0.95
-"""Of the owner's lease the reader uses this part: two clocks may run at different speeds."""
+"""Share of the owner's lease that the reader uses, because two clocks may run at different speeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What a pull brought. `num_blocks` landed; `num_computed_tokens` have their KV at the owner, and what it
-    sampled are `first_tokens`. `kv_wait_s`: from the start to the first KvReady; `kv_transfer_s`: while a
-    read was running; `kv_exposed_s`: from the final KvReady to the last block landed, of which
-    `kv_exposed_wait_s` until the last read began. `early_bytes` of `transfer_bytes` had been read at the
-    final KvReady."""
+    """The result of a successful pull.
+
+    first_tokens: tokens that the owner sampled at the end of the prompt
+    num_computed_tokens: tokens whose KV the owner has computed
+    num_blocks: blocks that were received
+    transfer_bytes: bytes read; early_bytes: those that were read before the final KvReady
+    kv_wait_s: from the start to the first KvReady
+    kv_transfer_s: total time in which at least one read was running
+    kv_exposed_s: from the final KvReady to the last received block
+    kv_exposed_wait_s: the part of kv_exposed_s before the last read began
+    """
 
     first_tokens: tuple[FirstToken, ...]
     num_computed_tokens: int
@@ -49,35 +58,39 @@ class PullResult:
 
 
 class PullLink(Protocol):
-    """The standing stream to the life of an owner that a pull reads from. `PeerLink` implements it."""
+    """The link to the owner, as a pull uses it. `PeerLink` implements it. `reads` is None before the hello reply."""
 
     owner: WorkerRef
     observer: TransferObserver
     lease_s: float
     next_renewal: int
     reads: PeerReads | None
-    """None until the owner has said hello."""
 
     def send(self, message: ReaderMessage) -> None:
-        """Send, or lose it with the stream."""
+        """Send a message; it is lost if the stream is broken."""
         ...
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that ends with the link."""
+        """Run a task that ends before the link is closed."""
         ...
 
-    def pump(self) -> None:
-        """Start slices (`Pull.start_slice`) while there is room."""
+    def start_reads(self) -> None:
+        """Start slices (`Pull.start_slice`) while the in-flight limit allows it."""
         ...
 
-    def ended(self, pull: "Pull") -> None: ...
+    def ended(self, pull: "Pull") -> None:
+        """Remove a pull that has ended."""
+        ...
 
 
 class Pull:
-    """The reader's side of one transfer. Made by `KvReader.pull`; used from one event loop.
+    """The reader's side of one transfer. Created by `KvReader.pull`; used from one event loop.
 
-    From `receive_into` on the receiving blocks belong to the pull until each has landed: those that never
-    will are dropped, and those that a read may still write are quarantined, also after a failure or `cancel`.
+    From `receive_into` on, the pull owns the receiving blocks until each has been received. After a failure or `cancel`
+    it drops the others, and quarantines those that a read may still write.
+
+    final: the owner's final KvReady, once it has arrived
+    lease_start_s: start of the last confirmed lease; before the first confirmation, of the requested one
     """
 
     def __init__(
@@ -112,7 +125,6 @@ class Pull:
         self._failure: Failure | None = None
         self._changed = asyncio.Event()
         self.final: KvReady | None = None
-        """The owner's last announcement, once it has come."""
         self._has_retried = False
         self._bytes = self._early_bytes = 0
         loop = asyncio.get_running_loop()
@@ -120,23 +132,28 @@ class Pull:
         self._started_s = self._clock()
         self._first_ready_s = self._final_s = self._ended_s = self._started_s
         self.lease_start_s = self._started_s
-        """Of the lease that the owner has confirmed; at first of the one it is being asked for."""
         self.renewal_floor = 0
         self._follow_sent_s: float | None = None
-        self._deadline = None if deadline_s is None else loop.call_later(deadline_s, self._out_of_time)
+        self._deadline = None if deadline_s is None else loop.call_later(deadline_s, self._on_deadline)
 
-    # What the caller does.
+    # -- called by the leg -----------------------------------------------------------------------------------------
 
     async def first_ready(self) -> None:
-        """Returns when the owner has announced its first blocks: the moment to ask for memory. Raises Refused
-        when the pull has failed."""
+        """Wait until the owner has announced its first blocks. This is the time to allocate memory.
+
+        Raises Refused if the pull has failed.
+        """
         while not self._blocks.any_announced and self.final is None:
-            await self._change()
+            await self._wait_for_change()
 
     def receive_into(self, receiving: Mapping[int, int], have_blocks: int) -> None:
-        """Read into these own blocks, by index in the prompt's blocks; `have_blocks` are here already
-        (perhaps fewer than was said at first). Called once. On a pull that has failed the blocks are given
-        back at once."""
+        """Set the own blocks to read into, and start reading. Called once.
+
+        receiving: own block ids by index in the prompt's blocks
+        have_blocks: number of leading blocks that are here; may be fewer than at the start
+
+        If the pull has failed already, the blocks are dropped immediately.
+        """
         if self._blocks.has_memory:
             raise ValueError(f"transfer {self.transfer_id:x} has its receiving blocks already")
         if self._failure is not None:
@@ -151,21 +168,19 @@ class Pull:
 
     @property
     def first_tokens(self) -> tuple[FirstToken, ...] | None:
-        """What the owner sampled at the prompt's end; None while it has not announced that."""
+        """Tokens that the owner sampled at the end of the prompt; None before its final KvReady."""
         return self.final.first_tokens if self.final is not None else None
 
     async def announced(self) -> tuple[FirstToken, ...]:
-        """Returns the owner's first tokens when it has announced its last block, landed or not. Raises
-        Refused when the pull has failed."""
+        """Wait for the owner's final KvReady and return the first tokens. Raises Refused if the pull has failed."""
         while self.final is None:
-            await self._change()
+            await self._wait_for_change()
         return self.final.first_tokens
 
     async def done(self) -> PullResult:
-        """Returns when every receiving block has landed and the owner has announced its last. Raises Refused
-        when the pull has failed."""
+        """Wait until all blocks are announced and received. Raises Refused if the pull has failed."""
         while self._lifecycle.state is not State.RECEIVED:
-            await self._change()
+            await self._wait_for_change()
         final = self.final
         return PullResult(
             first_tokens=final.first_tokens if final else (),
@@ -181,32 +196,31 @@ class Pull:
         )
 
     def cancel(self) -> None:
-        """Give the pull up: nobody wants it any more. Nothing if it has ended."""
+        """End the pull because its request was cancelled. Does nothing if it has ended."""
         self.fail(Reason.CANCELLED, "the request was cancelled", code=Code.CANCELLED, retriable=False)
 
-    # What the link tells.
+    # -- called by the link ----------------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
+        """True after success, failure or `cancel`."""
         return self._lifecycle.has_ended
 
     def follow(self) -> None:
-        """Ask the owner, on the link's present stream, to go on from the first block that it has not
-        announced yet."""
+        """Send a Follow on the current stream, for the first block that was not announced and those after it."""
         self._follow_sent_s = self._clock()
         self._send_follow(self._blocks.first_unannounced())
 
     def on_ready(self, message: KvReady) -> None:
-        """Blocks are computed at the owner. Repeated announcements change nothing for what is being read or
-        has landed."""
+        """Handle an announcement. It changes nothing for blocks that are being read or were received."""
         if self.has_ended:
             return
         problem = self._blocks.problem(message, self._link.reads.memory.num_blocks if self._link.reads else 0)
         if problem:
             self._link.observer.validation_failed(self._link.owner, "shape")
-            self.fail(Reason.VALIDATION_FAILED, f"announcement refused: {problem}")
+            self.fail(Reason.VALIDATION_FAILED, f"invalid announcement: {problem}")
             return
-        if self._follow_sent_s is not None:  # the first answer on this stream: the Follow was the first renewal
+        if self._follow_sent_s is not None:  # first answer on this stream; the Follow counts as a renewal
             self.lease_start_s = max(self.lease_start_s, self._follow_sent_s)
             self._follow_sent_s = None
         now_s = self._clock()
@@ -221,16 +235,19 @@ class Pull:
         self._proceed()
 
     def renewed(self, renewal: int, sent_s: float) -> None:
-        """The owner has answered a renewal that was sent at `sent_s`, after this transfer's Follow."""
+        """Extend the lease: the owner has answered a renewal that was sent at `sent_s`."""
         if renewal >= self.renewal_floor:
             self.lease_start_s = max(self.lease_start_s, sent_s)
 
     def lease_ends_s(self, lease_s: float) -> float:
+        """Return when the lease ends, by the event loop's clock."""
         return self.lease_start_s + LEASE_MARGIN * lease_s
 
     def fail(self, reason: Reason, message: str, *, code: Code = Code.UNAVAILABLE, retriable: bool = True) -> None:
-        """End the pull. Blocks that a read is still receiving in stay out of use until it is terminal.
-        Nothing if it has ended."""
+        """End the pull with a failure. Blocks that a running read writes stay reserved until it is terminal.
+
+        Does nothing if the pull has ended.
+        """
         if self.has_ended:
             return
         blamed = self._link.owner if retriable else None
@@ -245,26 +262,26 @@ class Pull:
         if self._blocks.num_reading:
             self._link.send(Abandon(transfer_id=self.transfer_id, blocks_in_doubt=self._blocks.num_reading))
         else:
-            self._link.send(self._farewell(reason.value))
+            self._link.send(self._release_message(reason.value))
         self._end(State.FAILED, reason)
 
-    # Slices.
+    # -- slices ----------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether blocks wait to be read."""
+        """True if announced blocks wait to be read."""
         return self._blocks.any_waiting
 
     def start_slice(self, reads: PeerReads, max_blocks: int) -> int:
-        """Begin to read at most `max_blocks` of the waiting blocks; returns how many."""
+        """Start to read at most `max_blocks` waiting blocks. Returns how many."""
         return self._slices.start(reads, max_blocks)
 
     def _slice_ended(self, end: SliceEnd) -> None:
-        """Land what is proven. Of the rest nothing may be used, and more than that is in doubt."""
+        """Make validated blocks visible, or handle the problem of the slice."""
         part, problem = end.part, end.problem
-        if problem == slice_reader.GIVEN_UP:
+        if problem == slice_reader.TIMED_OUT:
             self.fail(Reason.TRANSFER_TIMEOUT, "a read passed its deadline")
-            end.reads.break_pair(Reason.TRANSFER_TIMEOUT)
+            end.reads.break_link(Reason.TRANSFER_TIMEOUT)
         elif self.has_ended:
             self._pool.drop_receiving(part.own)
         elif problem is None:
@@ -276,18 +293,18 @@ class Pull:
             self._proceed()
         elif problem == slice_reader.FAILED:
             self.fail(Reason.TRANSFER_FAILED, "a read failed")
-            end.reads.break_pair(Reason.TRANSFER_FAILED)
+            end.reads.break_link(Reason.TRANSFER_FAILED)
         elif problem == slice_reader.LATE:
             self.fail(Reason.TRANSFER_TIMEOUT, "a read of generation-table entries passed its deadline")
-            end.reads.break_pair(Reason.TRANSFER_TIMEOUT)
+            end.reads.break_link(Reason.TRANSFER_TIMEOUT)
         elif problem == slice_reader.LEASE:
             self._link.observer.validation_failed(self._link.owner, problem)
             self.fail(Reason.LEASE_LOST, "the lease ended while blocks were read")
         else:
-            self._disproved(part, problem)
+            self._on_mismatch(part, problem)
 
-    def _disproved(self, part: Slice, what: str) -> None:
-        """What was read is not what was announced: it is discarded, and once asked for again."""
+    def _on_mismatch(self, part: Slice, what: str) -> None:
+        """Discard a slice that is not what was announced, and request it again, once."""
         self._link.observer.validation_failed(self._link.owner, what)
         log.warning(
             "kv_validation_failed",
@@ -297,16 +314,16 @@ class Pull:
             retry=not self._has_retried,
         )
         if self._has_retried:
-            self.fail(Reason.VALIDATION_FAILED, f"{what} is not what was announced, twice")
+            self.fail(Reason.VALIDATION_FAILED, f"the {what} differs from the announcement, also after a retry")
             return
         self._has_retried = True
         self._blocks.forget(part)
         self._send_follow(part.blocks[0].index)
 
-    # The rest.
+    # -- internal --------------------------------------------------------------------------------------------------
 
     def _proceed(self) -> None:
-        """Start reads if there is something to read; end the pull if there is nothing more to come."""
+        """Start reads of waiting blocks, or end the pull if everything was received."""
         if self.has_ended or not self._blocks.has_memory:
             return
         if self.final is not None and not self._blocks.any_waiting and not self._blocks.num_reading:
@@ -318,17 +335,16 @@ class Pull:
             if min(missing) >= total:
                 self.fail(
                     Reason.VALIDATION_FAILED,
-                    f"the owner has {total} blocks of the prompt, {max(missing) + 1} were expected",
+                    f"the owner has {total} blocks of the prompt; {max(missing) + 1} were expected",
                 )
                 return
-        self._link.pump()
+        self._link.start_reads()
 
     def _finish(self, unfilled: list[int]) -> None:
-        """Everything has landed. `unfilled`: own blocks for those of a prefix that the owner no longer
-        has."""
+        """End the pull successfully. `unfilled`: own blocks for prefix blocks that the owner no longer holds."""
         self._pool.drop_receiving(unfilled)
         hit("transfer.before_release", owner=self._link.owner.worker_id)
-        self._link.send(self._farewell("received"))
+        self._link.send(self._release_message("received"))
         self._end(State.RECEIVED, None)
 
     def _end(self, state: State, reason: Reason | None) -> None:
@@ -369,7 +385,7 @@ class Pull:
             at_s=self._ended_s,
         )
 
-    def _farewell(self, outcome: str) -> Release:
+    def _release_message(self, outcome: str) -> Release:
         return Release(
             transfer_id=self.transfer_id,
             outcome=outcome,
@@ -391,15 +407,15 @@ class Pull:
             )
         )
 
-    def _out_of_time(self) -> None:
+    def _on_deadline(self) -> None:
         self.fail(Reason.DEADLINE, "the request's deadline passed", code=Code.DEADLINE_EXCEEDED, retriable=False)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change(self) -> None:
-        """Wait until something happened. Raises Refused when the pull has failed."""
+    async def _wait_for_change(self) -> None:
+        """Wait for the next change of the pull. Raises Refused if the pull has failed."""
         if self._failure is None:
             await self._changed.wait()
         if self._failure is not None:

@@ -1,5 +1,4 @@
-"""Which blocks of one pull are announced, wait to be read, are being read, and have landed. Integers only: no
-clock, no peer, no pool."""
+"""Tracks which blocks of one pull are announced, waiting, being read, and received. Pure bookkeeping of integers."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,18 @@ from baton.transfer.integrity.validate_read import AnnouncedBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Blocks that are read at once, and the own blocks that they land in, in that order."""
+    """Announced blocks that are read together, and the own block ids to read them into, in the same order."""
 
     blocks: tuple[AnnouncedBlock, ...]
     own: tuple[int, ...]
 
 
 class PullBlocks:
-    """Blocks by their index in the prompt's blocks. `expected`: the hashes of as many of them as are known
-    here; `have_blocks`: so many leading ones need not be pulled."""
+    """The blocks of one pull, by index in the prompt's blocks.
+
+    expected: locally computed hashes of the leading blocks
+    have_blocks: number of leading blocks that need not be pulled
+    """
 
     def __init__(self, expected: Sequence[BlockHash], have_blocks: int) -> None:
         self.have_blocks = have_blocks
@@ -33,37 +35,39 @@ class PullBlocks:
 
     @property
     def has_memory(self) -> bool:
-        """Whether own blocks to land in were given."""
+        """True once the own blocks to read into are known."""
         return self._receiving is not None
 
     @property
     def any_announced(self) -> bool:
+        """True if the owner has announced a block."""
         return bool(self._announced)
 
     @property
     def any_waiting(self) -> bool:
-        """Whether blocks wait to be read."""
+        """True if blocks wait to be read."""
         return bool(self._queue)
 
     @property
     def num_reading(self) -> int:
+        """Number of blocks that are being read."""
         return len(self._reading)
 
     @property
     def num_received(self) -> int:
+        """Number of blocks that were read and validated."""
         return len(self._received)
 
     def problem(self, message: KvReady, num_owner_blocks: int) -> str:
-        """What is wrong with an announcement, or empty. Nothing that a peer says is used as an index before
-        this."""
+        """Return what is wrong with an announcement, or an empty string. Call it before using any field of it."""
         count, begin = len(message.block_ids), message.first_block_index
         if not count == len(message.generations) == len(message.hashes):
-            return "block_ids, lives and hashes differ in number"
+            return "block_ids, generations and hashes have different lengths"
         if any(not 0 <= block_id < num_owner_blocks for block_id in message.block_ids):
-            return "a block id is outside the owner's memory"
+            return f"a block id is outside the owner's memory of {num_owner_blocks} blocks"
         expected = self._expected[begin : begin + count]
-        if any(ours not in (theirs, NO_HASH) for ours, theirs in zip(expected, message.hashes, strict=False)):
-            return "a hash is not that of the prompt's block"
+        if any(own not in (announced, NO_HASH) for own, announced in zip(expected, message.hashes, strict=False)):
+            return "a hash differs from the hash of the prompt's block"
         if self._receiving is not None and any(
             index >= self.have_blocks and index not in self._receiving for index in range(begin, begin + count)
         ):
@@ -71,7 +75,7 @@ class PullBlocks:
         return ""
 
     def announce(self, message: KvReady) -> None:
-        """An announcement without a problem. It changes nothing for what is being read or has landed."""
+        """Record a valid announcement. It changes nothing for blocks that are being read or were received."""
         for offset, block_id in enumerate(message.block_ids):
             index = message.first_block_index + offset
             if index in self._received or index in self._reading:
@@ -87,45 +91,46 @@ class PullBlocks:
                 self._queue.append(index)
 
     def first_unannounced(self) -> int:
+        """Return the index of the first block that was not announced."""
         index = self.have_blocks
         while index in self._announced or index in self._received:
             index += 1
         return index
 
     def receive_into(self, receiving: Mapping[int, int], have_blocks: int) -> None:
-        """Own blocks by index; what is announced of them waits to be read from now on."""
+        """Set the own block ids by index. Announced blocks now wait to be read."""
         self._receiving = dict(receiving)
         self.have_blocks = have_blocks
         self._queue.extend(index for index in sorted(self._announced) if index in self._receiving)
 
     def begin_read(self, max_blocks: int) -> Slice:
-        """At most so many of those that wait."""
+        """Take at most `max_blocks` waiting blocks as a slice that is being read."""
         receiving = self._receiving or {}
         blocks = tuple(self._announced[self._queue.popleft()] for _ in range(min(max_blocks, len(self._queue))))
         self._reading.update(block.index for block in blocks)
         return Slice(blocks=blocks, own=tuple(receiving[block.index] for block in blocks))
 
     def end_read(self, part: Slice) -> None:
+        """Record that a slice is no longer being read."""
         self._reading.difference_update(block.index for block in part.blocks)
 
     def received(self, block: AnnouncedBlock) -> None:
-        """It was read, and what was read is proven."""
+        """Record that a block was read and validated."""
         self._received.add(block.index)
 
     def forget(self, part: Slice) -> None:
-        """What was announced of these is not so: they must be announced again."""
+        """Forget the announcement of these blocks, so that they must be announced again."""
         for block in part.blocks:
             del self._announced[block.index]
 
     def lose_memory(self, part: Slice) -> None:
-        """What these were to land in is not the pull's any more."""
+        """Give up ownership of the own blocks of a slice, because they are quarantined."""
         if self._receiving is not None:
             for block in part.blocks:
                 del self._receiving[block.index]
 
     def stop(self) -> list[int]:
-        """Nothing more is to be read. Returns the own blocks that have not landed and that no read may
-        write."""
+        """Read nothing more. Returns the own blocks that were not received and that no running read writes."""
         self._queue.clear()
         return [
             own
@@ -134,5 +139,5 @@ class PullBlocks:
         ]
 
     def missing(self) -> dict[int, int]:
-        """Own blocks that have not landed, by index."""
+        """Return the own block ids that were not received, by index."""
         return {index: own for index, own in (self._receiving or {}).items() if index not in self._received}

@@ -1,5 +1,7 @@
-"""Reads that were given up and still run: watched until they are terminal, their blocks out of use meanwhile
-(rule R3)."""
+"""Quarantines the destination blocks of timed-out reads until these reads are terminal.
+
+A read cannot be cancelled. A slow owner may still write into the destination, so its blocks must not be reused.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ log = get_logger(__name__)
 
 
 class Quarantine:
-    """All given-up reads of one reader. They outlive the pull and the link that began them."""
+    """All timed-out reads of one reader. They outlive the pull and the link that started them."""
 
     def __init__(self, backend: TransferBackend, pool: ReceivingPool) -> None:
         self._backend, self._pool = backend, pool
@@ -22,8 +24,10 @@ class Quarantine:
         self.num_reads = 0
 
     def watch(self, read_id: ReadId, own: Sequence[int], then: Callable[[ReadState], None]) -> None:
-        """Keep `own` (none for a read that lands where nobody looks) quarantined until the read is terminal;
-        then release the read, give the blocks back and call `then`."""
+        """Quarantine `own` until the read is terminal, then release read and blocks and call `then`.
+
+        `own` is empty for a read into scratch memory.
+        """
         if own:
             self._pool.quarantine(own)
         self.num_blocks += len(own)
@@ -43,7 +47,7 @@ class Quarantine:
         then(state)
 
     async def aclose(self) -> None:
-        """Stop watching; what is quarantined stays so."""
+        """Stop watching. Quarantined blocks stay quarantined."""
         watchers = list(self._watchers)
         for watcher in watchers:
             watcher.cancel()

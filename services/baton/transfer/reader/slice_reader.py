@@ -1,5 +1,4 @@
-"""The reads of one pull: each a slice of its blocks, which is then proven. What comes of a slice is the
-pull's to decide."""
+"""Reads and validates the slices of one pull. The pull decides what follows from the result of a slice."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -16,15 +15,19 @@ from baton.transfer.reader.pull_blocks import PullBlocks, Slice
 FAILED = "read"
 LATE = "late"
 LEASE = "lease"
-GIVEN_UP = "given_up"
+TIMED_OUT = "timed_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceEnd:
-    """A slice that is no longer being read. `problem`: None if it is proven; FAILED, or not wanted any more;
-    LATE: its generation-table entries passed their deadline; LEASE: the lease ended before the proof;
-    GIVEN_UP: the read itself passed its deadline, and what it lands in is quarantined; else what `mismatch`
-    says."""
+    """The result of one slice. `problem` is None if the slice is valid. Otherwise it is one of these:
+
+    FAILED: a read failed, or the pull has ended meanwhile
+    LATE: the read of the generation-table entries passed its deadline
+    LEASE: the lease ended before the validation
+    TIMED_OUT: the read of the blocks passed its deadline, and its destination is quarantined
+    any other text: the field that `mismatch` returned
+    """
 
     part: Slice
     reads: PeerReads
@@ -32,9 +35,14 @@ class SliceEnd:
 
 
 class SliceReader:
-    """`spawn` runs a read, `on_end` is told of each that ended. `is_wanted`: whether the pull goes on;
-    `lease_ends_s`: until when its lease runs, by the event loop's clock. `reading_since_s`: when a read last
-    began with no other running; `transfer_s`: while any was."""
+    """Reads the slices of one pull.
+
+    spawn: runs a read as a task; on_end: called with the result of each slice
+    is_wanted: returns True while the pull has not ended
+    lease_ends_s: returns the end of the lease, by the event loop's clock
+    reading_since_s: when a read last began while no other was running
+    transfer_s: total time in which at least one read was running
+    """
 
     def __init__(
         self,
@@ -60,7 +68,7 @@ class SliceReader:
         self.reading_since_s = self._clock()
 
     def start(self, reads: PeerReads, max_blocks: int) -> int:
-        """Begin to read at most `max_blocks` of the waiting blocks; returns how many."""
+        """Start to read at most `max_blocks` waiting blocks. Returns how many."""
         if not self._blocks.num_reading:
             self.reading_since_s = self._clock()
         part = self._blocks.begin_read(max_blocks)
@@ -71,25 +79,25 @@ class SliceReader:
         source = KvDescriptor(memory=reads.memory, block_ids=tuple(block.block_id for block in part.blocks))
         read_id, state = await reads.read(self._transfer_id, source, part.own)
         problem: str | None = FAILED
-        if state is None:  # nothing can stop it, so what it lands in stays out of use until it is terminal
-            problem = GIVEN_UP
+        if state is None:  # the read cannot be stopped, so its destination is quarantined until it is terminal
+            problem = TIMED_OUT
             reads.quarantine(read_id, part.own)
             self._blocks.lose_memory(part)
         else:
             reads.end_read(read_id, len(part.own))
             self._num_done += 1
             if state is ReadState.DONE and self._is_wanted():
-                problem = await self._disproof(reads, source, part)
+                problem = await self._validate(reads, source, part)
         self._blocks.end_read(part)
         if not self._blocks.num_reading:
             self.transfer_s += self._clock() - self.reading_since_s
         self._on_end(SliceEnd(part=part, reads=reads, problem=problem))
 
-    async def _disproof(self, reads: PeerReads, source: KvDescriptor, part: Slice) -> str | None:
-        """Why what was read may not be believed, or None."""
+    async def _validate(self, reads: PeerReads, source: KvDescriptor, part: Slice) -> str | None:
+        """Return None if the slice is valid, or else the problem (see `SliceEnd`)."""
         try:
             hit("transfer.slice_done", owner=self._owner.worker_id, slices=self._num_done)
-            hit("transfer.before_life_read", owner=self._owner.worker_id)
+            hit("transfer.before_generation_read", owner=self._owner.worker_id)
         except FailpointError:
             return FAILED
         try:

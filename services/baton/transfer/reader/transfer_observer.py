@@ -1,4 +1,4 @@
-"""What a reader tells whoever counts: metrics come from outside, so that this package needs none."""
+"""The interface through which a reader reports events, so that this package does not depend on metrics."""
 
 from typing import Protocol
 
@@ -7,30 +7,32 @@ from baton.core.ids import WorkerRef
 
 
 class TransferObserver(Protocol):
-    """Called on the event loop; must not block or raise."""
+    """Receives events of a reader. Called on the event loop; methods must not block or raise."""
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
     ) -> None:
-        """A pull has landed (reason None) or failed. `duration_s`: from its first question to the owner;
-        `read_s`: while a read of it was running."""
+        """Record a pull that succeeded (`reason` is None) or failed.
+
+        duration_s: from the first Follow to the end; read_s: total time in which at least one read was running
+        """
         ...
 
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
-        """Blocks were read whole and not taken: `what` of life, hash, epoch, lease or shape did not fit."""
+        """Record blocks that were read and then discarded. `what`: generation, hash, epoch, lease or shape."""
         ...
 
-    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
-        """A read passed its deadline; that many blocks of ours are quarantined."""
+    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
+        """Record a read that passed its deadline, so that `num_blocks` own blocks are quarantined."""
         ...
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
-        """A pair was measured, broke or works again."""
+        """Record that a link was measured, broke or works again."""
         ...
 
 
 class NoObserver:
-    """Counts nothing."""
+    """A `TransferObserver` that ignores all events."""
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
@@ -40,7 +42,7 @@ class NoObserver:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         pass
 
-    def read_given_up(self, owner: WorkerRef, num_blocks: int) -> None:
+    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
         pass
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:

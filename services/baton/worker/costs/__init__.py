@@ -1,1 +1,1 @@
-"""Measures and tracks what this worker's steps cost."""
+"""Step costs of a worker: measured at start, corrected by later steps, and stored for later workers."""

@@ -1,5 +1,4 @@
-"""A worker measures at start what its steps cost: a handful of steps of several sizes, on the real device,
-through its executor alone."""
+"""Measures step costs at start by running steps of several sizes on the device, through the executor only."""
 
 import asyncio
 import fcntl
@@ -26,44 +25,49 @@ from baton.worker.costs.step_cost_keeper import work_of
 log = get_logger(__name__)
 
 BUDGET_S = 2.0
-"""For all sizes together. One step with prefill and one with decode are run however long they take: without
-them there are no costs."""
+"""Time limit for all sizes together. One prefill step and one decode step always run, however long they take, because
+costs cannot be fitted without them."""
 NUM_ROUNDS = 3
-"""Over all sizes. Of each size the least counts: the first one allocates, and whatever else disturbs a step
-makes it longer, all those of one moment."""
-TURN_WAIT_S = 20.0
-"""For workers that measure on this host now. After that this one measures beside them."""
-TURN_POLL_S = 0.05
+"""Rounds over all sizes. The shortest time of each size counts: a first step allocates memory, and any disturbance
+makes a step longer."""
+LOCK_WAIT_S = 20.0
+"""How long to wait for other workers of this host that measure. After that, this worker measures at the same time."""
+LOCK_POLL_S = 0.05
 
 LONG_CONTEXT_TOKENS = 2_048
 NUM_TOKEN_IDS = 32
-"""Of every vocabulary. Which tokens they are costs nothing."""
+"""Measuring steps use the token ids below this number. Which tokens they are does not affect the cost."""
 
 
 class CannotMeasure(BatonError):
-    """A measuring step failed, or took no time: this worker has no costs of its own."""
+    """A measuring step failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """A step of `num_seqs` sequences with `num_tokens` each, behind `context_tokens` that are there."""
+    """A step of `num_seqs` sequences that schedules `num_tokens` each, after `context_tokens` computed tokens."""
 
     num_seqs: int = 1
     num_tokens: int = 1
     context_tokens: int = 0
 
     def blocks_each(self, block_size_tokens: int) -> int:
+        """Return the KV blocks that each sequence needs."""
         return num_blocks_for(self.context_tokens + self.num_tokens, block_size_tokens)
 
     def num_blocks(self, block_size_tokens: int) -> int:
+        """Return the KV blocks that all sequences need."""
         return self.num_seqs * self.blocks_each(block_size_tokens)
 
 
 async def measure_costs(
     executor: Executor, config: EngineConfig, pool: BlockPool, *, budget_s: float = BUDGET_S
 ) -> StepCostModel | None:
-    """Run steps over blocks of a pool that nobody uses yet. None, said in the log, if that gives no costs.
-    Raises DeviceFault."""
+    """Measure steps on free blocks of `pool` and fit a cost model to them.
+
+    Returns None, with a log event, if the measurements fail or do not give usable costs. Raises DeviceFault if the
+    device fails.
+    """
     began_s = asyncio.get_running_loop().time()
     sizes = step_sizes(config, pool.num_allocatable)
     block_ids = pool.allocate(max((size.num_blocks(config.block_size_tokens) for size in sizes), default=0)) or []
@@ -72,9 +76,7 @@ async def measure_costs(
         costs = fit_costs(measured)
     except DeviceFault:
         raise
-    except (
-        Exception
-    ) as error:  # whatever a device that was just opened does: requests will show it, too, and are dealt with
+    except Exception as error:  # any executor error; if it is permanent, requests will fail with it, too
         log.warning("costs_not_measured", problem=f"{type(error).__name__}: {error}")
         return None
     finally:
@@ -91,8 +93,10 @@ async def measure_costs(
 
 
 def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
-    """What to measure, each size once, what matters most first: all that fits in the engine's limits and in
-    so many blocks."""
+    """Return the distinct step sizes to measure, most important first.
+
+    Only sizes that respect the engine's limits and fit in `num_blocks` blocks are returned.
+    """
     chunk = min(config.max_num_batched_tokens, config.max_model_len, num_blocks * config.block_size_tokens)
     most = min(config.max_model_len, num_blocks * config.block_size_tokens)
     wanted = [
@@ -122,13 +126,16 @@ def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
 
 
 @asynccontextmanager
-async def turn(path: Path, *, wait_s: float = TURN_WAIT_S) -> AsyncIterator[bool]:
-    """Measure alone among the processes that take turns at `path`; False if that could not be had in
-    `wait_s`, and one goes on all the same. A process that dies gives its turn back."""
+async def calibration_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncIterator[bool]:
+    """Hold the lock file at `path`, so that only one process of the host measures at a time.
+
+    Yields False if the lock was not available within `wait_s` seconds; the caller then measures without it. The kernel
+    releases the lock of a process that dies.
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        log.warning("no_turn_to_measure", path=str(path), problem=str(error))
+        log.warning("calibration_lock_failed", path=str(path), problem=str(error))
         yield False
         return
     try:
@@ -137,8 +144,8 @@ async def turn(path: Path, *, wait_s: float = TURN_WAIT_S) -> AsyncIterator[bool
         os.close(file)
 
 
-def turn_path() -> Path:
-    """Of this user's workers on this host."""
+def calibration_lock_path() -> Path:
+    """Return the lock file that all workers of this user on this host share."""
     return Path(tempfile.gettempdir()) / f"baton-measuring-{os.getuid()}.lock"
 
 
@@ -152,7 +159,7 @@ async def _locked(file: int, until_s: float) -> bool:
                 return False
         else:
             return True
-        await asyncio.sleep(TURN_POLL_S)
+        await asyncio.sleep(LOCK_POLL_S)
 
 
 def _prefill(num_tokens: int, context_tokens: int, most: int) -> StepSize:
@@ -166,8 +173,10 @@ def _decode(num_seqs: int, context_tokens: int, most: int) -> StepSize:
 async def _measure(
     executor: Executor, sizes: Sequence[StepSize], block_size_tokens: int, block_ids: Sequence[int], until_s: float
 ) -> list[tuple[StepWork, float]]:
-    """Sizes that would take longer than is left are passed over. Raises CannotMeasure, or whatever the
-    executor does."""
+    """Return the shortest time of each size, in seconds. Skips sizes that would exceed the remaining time.
+
+    Raises CannotMeasure, or any error of the executor.
+    """
     loop, step_ids = asyncio.get_running_loop(), count(1)
     least_s: dict[StepWork, float] = {}
     for size in NUM_ROUNDS * tuple(sizes):
@@ -181,8 +190,11 @@ async def _measure(
 
 
 def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None:
-    """By the nearest that was measured: between what its work grows least and most in. None if there is
-    nothing of its kind."""
+    """Predict a step's time from measured steps of the same kind; None if there are none.
+
+    Scales each measured time by the geometric mean of the smallest and the largest growth of its features, and returns
+    the smallest result.
+    """
     guesses = []
     for known, step_s in measured.items():
         if known.kind is work.kind:
@@ -192,7 +204,7 @@ def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None
 
 
 async def _timed(executor: Executor, plan: StepPlan) -> float:
-    """Raises CannotMeasure for a step that failed."""
+    """Run one step and return its duration in seconds. Raises CannotMeasure if the step failed."""
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     result = await executor.execute(plan)
@@ -208,7 +220,7 @@ def _plan(step_id: int, size: StepSize, block_size_tokens: int, block_ids: Seque
 
 
 def _sequences(size: StepSize, tables: Iterator[tuple[int, ...]]) -> Iterator[StepSequence]:
-    """Each samples, as a prompt's last chunk and every decoding sequence does."""
+    """Yield sequences that sample a token, as a prompt's last chunk and each decoding sequence do."""
     token_ids = array("I", (i % NUM_TOKEN_IDS for i in range(size.context_tokens + size.num_tokens)))
     for seq_id, table in enumerate(tables, 1):
         yield StepSequence(

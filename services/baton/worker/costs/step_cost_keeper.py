@@ -1,5 +1,4 @@
-"""What this worker's steps cost: where that comes from when it starts, and how it follows what steps really
-take."""
+"""Keeps the step costs of a worker: loads or measures them at start, corrects them with each step, stores them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,13 +14,13 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 SAVE_S = 30.0
-"""Between two writes to the store; one more when the worker ends."""
+"""Interval of writes to the store. One more write follows when the worker ends."""
 COSTS_TTL_S = 30 * 86_400.0
-"""How long the store keeps what no worker has told again."""
+"""How long the store keeps costs that no worker writes again."""
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    """A prompt's last token alone is the same work as a decoding sequence's next one, and counts as that."""
+    """Return the work of a step. A prompt chunk of one token counts as decode work, which costs the same."""
     return StepWork.of(
         ((s.num_scheduled_tokens, s.kv_begin) for s in plan.sequences if s.num_scheduled_tokens > 1),
         (s.kv_begin for s in plan.sequences if s.num_scheduled_tokens == 1),
@@ -34,11 +33,14 @@ def step_costs_key(*parts: str | int) -> str:
 
 
 class CostKeeper:
-    """The costs of one worker as they are now, and in the store for the next one of its kind. Without any to
-    begin with it keeps none. Single owner: the worker's event loop."""
+    """The current step costs of one worker. Used from the worker's event loop only.
+
+    Without initial costs it stays empty. Corrected costs go to the store, where the next worker of the same kind
+    finds them.
+    """
 
     def __init__(self, costs: StepCostModel | None, store: CostStore | None = None, key: str = "") -> None:
-        """`key`: of all that decides what a step costs; empty: nothing is stored."""
+        """`key`: see `step_costs_key`; if it is empty, nothing is stored."""
         self._correction = None if costs is None else CostCorrection(costs)
         self._store = store if key else None
         self._key = key
@@ -46,16 +48,17 @@ class CostKeeper:
 
     @property
     def costs(self) -> StepCostModel | None:
+        """The corrected costs, or None if they are unknown."""
         return None if self._correction is None else self._correction.costs
 
     def observe(self, plan: StepPlan, step_s: float) -> None:
-        """A step that ran as it was planned."""
+        """Correct the costs with a step that took `step_s` seconds."""
         if self._correction is not None and plan.sequences:
             self._correction.observe(work_of(plan), step_s)
             self._is_changed = True
 
     async def run(self) -> None:
-        """Save now and then, and when cancelled. A store that is away gets them the next time."""
+        """Write the costs to the store every `SAVE_S` and on cancellation. A failed write is repeated at the next one."""
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
@@ -75,9 +78,8 @@ class CostKeeper:
 async def known_or_measured(
     store: CostStore, key: str, measure: Callable[[], Awaitable[StepCostModel | None]]
 ) -> StepCostModel | None:
-    """What the store has for `key`, as steps have corrected it; else what `measure` finds, which is then kept
-    there."""
-    costs = await _kept(store, key)
+    """Return the stored costs of `key`, or else measure them and store the result. None if measuring fails."""
+    costs = await _stored(store, key)
     if costs is None:
         costs = await measure()
         if costs is not None:
@@ -86,9 +88,9 @@ async def known_or_measured(
     return costs
 
 
-async def _kept(store: CostStore, key: str) -> StepCostModel | None:
+async def _stored(store: CostStore, key: str) -> StepCostModel | None:
     try:
         return await store.get(key)
     except StoreUnavailable as error:
-        log.warning("costs_store_away", problem=str(error))
+        log.warning("cost_store_unavailable", problem=str(error))
         return None

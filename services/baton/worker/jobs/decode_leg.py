@@ -1,5 +1,4 @@
-"""A decode leg that computes the prompt here, too; and what every decode leg does once there is a first
-token."""
+"""Decode legs: the base class, and the leg that computes the prompt on the decode worker itself."""
 
 from abc import abstractmethod
 
@@ -11,9 +10,11 @@ from baton.worker.jobs.leg import ComputingLeg, Leg, LegOutput, LegParts
 
 
 class DecodeLeg(Leg):
-    """Generates for all samples of a job. The last sample's `finish` ends it, and carries the leg's timeline;
-    the first delta carries that of the worker whose KV was pulled, and carries it alone if it ends the
-    job."""
+    """Generates all samples of a job, and ends with the `finish` of the last one.
+
+    The first delta carries the timeline of the prefill worker if KV was pulled. The last delta carries the timeline
+    of this leg, unless it is also the first one and carries the prefill worker's.
+    """
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
@@ -21,40 +22,41 @@ class DecodeLeg(Leg):
         self._first_decode_s: float | None = None
 
     def _owner_timeline(self) -> LegTimeline | None:
-        """What the prompt took another worker; None if it was computed here."""
+        """Return the timeline of the worker that computed the prompt; None if it was computed here."""
         return None
 
     @abstractmethod
-    def _usage_of(self, output: SequenceOutput) -> Usage | None:
-        """What the job's first delta says of the prompt."""
+    def _first_usage(self, output: SequenceOutput) -> Usage | None:
+        """Return the usage that the job's first delta carries."""
 
     @abstractmethod
-    def _timeline(self, decode_s: float) -> LegTimeline: ...
+    def _timeline(self, decode_s: float) -> LegTimeline:
+        """Return the timeline of this leg, which has generated for `decode_s` seconds."""
 
     def _ends_sample(self, output: SequenceOutput) -> bool:
         return output.finish is not None
 
-    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+    def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
         now_s = self._loop.time()
-        if self._first_decode_s is None and self._is_of_a_decode_step(output):
+        if self._first_decode_s is None and self._is_from_decode_step(output):
             engine = self._parts.engine
             self._first_decode_s = engine.last_step_ended_s - engine.last_step_started_s
         if self._generating_since_s is None:
             self._generating_since_s = now_s
-            usage, timeline = self._usage_of(output), self._owner_timeline()
+            usage, timeline = self._first_usage(output), self._owner_timeline()
         else:
             usage, timeline = None, None
         if is_last and timeline is None:
             timeline = self._timeline(now_s - self._generating_since_s)
-        self._say(output, usage=usage, timeline=timeline)
+        self._send_delta(output, usage=usage, timeline=timeline)
 
-    def _is_of_a_decode_step(self, output: SequenceOutput) -> bool:
-        """The first token is the prompt's; the step that made the next one has just ended."""
+    def _is_from_decode_step(self, output: SequenceOutput) -> bool:
+        """Return True unless `output` holds the first token, which a prefill step samples."""
         return output.output_index > len(self._job.token_ids) - self._job.num_prompt_tokens
 
 
 class LocalDecodeLeg(ComputingLeg, DecodeLeg):
-    """No handoff: prompt and answer are computed here."""
+    """Computes prompt and answer on this worker, without a KV transfer."""
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
@@ -67,7 +69,7 @@ class LocalDecodeLeg(ComputingLeg, DecodeLeg):
         super().admitted(admission)
         self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
 
-    def _usage_of(self, output: SequenceOutput) -> Usage | None:
+    def _first_usage(self, output: SequenceOutput) -> Usage | None:
         return self._usage(output.num_cached_tokens)
 
     def _timeline(self, decode_s: float) -> LegTimeline:

@@ -1,4 +1,4 @@
-"""The span of one job on this worker: from its receipt to its one last message."""
+"""The trace span of one job on this worker, from its receipt to its last message."""
 
 import asyncio
 
@@ -12,8 +12,7 @@ FINISHED = "finished"
 
 
 class JobSpan:
-    """`prefill` or `decode`, below the request that the job is a part of; what the job pulls goes below it
-    (`context`)."""
+    """A span named `prefill` or `decode`, child of the request's span. Pulls of the job are children of `context`."""
 
     def __init__(self, tracing: Tracing, job: PrefillJob | DecodeJob, worker: WorkerRef) -> None:
         self._job = job
@@ -22,16 +21,14 @@ class JobSpan:
         self.context = self._span.context
 
     def end(self, timeline: LegTimeline | None, failure: Failure | None, *, num_output_tokens: int) -> None:
-        """`timeline`: of the leg, where it has come to its end."""
+        """End the span. `timeline`: of the last delta, if the job ended with one; it may be the prefill worker's."""
         if not self._span.is_recorded:
             return
         job = self._job
         outcome = FINISHED if failure is None else failure.reason.value
-        own = (
-            timeline if timeline is not None and timeline.worker_id == self._worker_id else None
-        )  # the last word may be the owner's
+        own = timeline if timeline is not None and timeline.worker_id == self._worker_id else None
         if own is not None:
-            self._tell_when(own)
+            self._add_events(own)
         self._span.end(
             {
                 "baton.request_id": job.job.request_id.hex(),
@@ -46,8 +43,8 @@ class JobSpan:
             problem="" if failure is None or failure.code is Code.CANCELLED else outcome,
         )
 
-    def _tell_when(self, own: LegTimeline) -> None:
-        """Its durations as moments, counted back from the end, which is now."""
+    def _add_events(self, own: LegTimeline) -> None:
+        """Add events at the times that follow from the durations in `own`, counted back from now."""
         at_s = asyncio.get_running_loop().time()
         if own.decode_s is not None:
             at_s -= own.decode_s

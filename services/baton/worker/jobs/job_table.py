@@ -1,9 +1,7 @@
-"""The jobs of one worker: who sent them, what they still owe, and which attempt of a request is the valid
-one.
+"""Tracks the jobs of one worker by JobId, and drops jobs of outdated attempts.
 
-A job is known by its JobId from its receipt until the gateway has acknowledged its last message, so that a
-job or cancel that is repeated over a new stream changes nothing. It ends with exactly one last message,
-whatever else happens to it at that moment.
+The table keeps a job from its receipt until the gateway has acknowledged the job's last message. A job or cancel that
+a gateway repeats over a new stream therefore changes nothing. Each job ends with exactly one last message.
 """
 
 import asyncio
@@ -16,24 +14,24 @@ from baton.core.errors import Code, Failure, Reason, Refused, invalid
 from baton.core.ids import DecisionId, JobId
 from baton.core.messages.jobs import Cancel, DecodeJob, Job, PrefillJob
 from baton.core.request import LegTimeline, TokenDelta
-from baton.engine.state.outcome import EngineOutcome
 from baton.runtime.logging import get_logger
 from baton.worker.jobs.decode_leg import LocalDecodeLeg
 from baton.worker.jobs.job_span import JobSpan
 from baton.worker.jobs.leg import Leg, LegParts
 from baton.worker.jobs.prefill_leg import PrefillLeg
 from baton.worker.jobs.pulled_decode_leg import PulledDecodeLeg
+from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.sessions.gateway_sessions import GatewaySession
 
 log = get_logger(__name__)
 
 MAX_REMEMBERED_REQUESTS = 1 << 16
-"""Requests whose highest attempt is remembered. A lower attempt comes within moments, or not at all."""
+"""How many requests have their highest attempt remembered. A lower attempt arrives within moments or never."""
 MAX_SAMPLES = 1024
 
 
 class OpenJob:
-    """One job as the table keeps it; the `LegOutput` of its leg."""
+    """One job in the table. Implements `LegOutput` for its leg. `span` is None if the job is not traced."""
 
     def __init__(
         self,
@@ -48,7 +46,6 @@ class OpenJob:
         self.leg: Leg | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.span: JobSpan | None = None
-        """None: not traced."""
         self.has_ended = False
         self.is_counted = False
         self._on_counted = on_counted
@@ -75,7 +72,7 @@ class OpenJob:
 
     def _end(self, *, timeline: LegTimeline | None = None, failure: Failure | None = None) -> None:
         self.has_ended = True
-        self.counted()  # whatever was reserved for it is not needed any more
+        self.counted()  # the scheduler may drop its reservation
         if self.deadline is not None:
             self.deadline.cancel()
         if self.span is not None:
@@ -86,41 +83,41 @@ class OpenJob:
 
 
 class JobTable:
-    """All jobs that have not been acknowledged to their end. `on_counted`: a decision is contained in this
-    worker's numbers from now on."""
+    """All jobs whose last message has not been acknowledged. Used from one event loop."""
 
     def __init__(
         self,
         parts: LegParts,
+        legs: RunningLegs,
         *,
         max_following: int,
         on_counted: Callable[[DecisionId], None],
     ) -> None:
-        """`max_following`: jobs that may wait for another worker's KV; what waits for memory the engine
-        bounds."""
+        """`max_following`: how many jobs may wait for another worker's KV. The engine bounds those that wait for memory.
+
+        `on_counted`: called when a decision is contained in the worker's own numbers.
+        """
         self._parts = parts
+        self._legs = legs
         self._max_model_len = parts.engine.engine.config.max_model_len
         self._max_following = max_following
         self._on_counted = on_counted
         self._jobs: dict[JobId, OpenJob] = {}
         self._by_request: dict[bytes, set[JobId]] = {}
-        self._by_seq: dict[int, OpenJob] = {}
         self._attempts: OrderedDict[bytes, int] = OrderedDict()
         self._seq_ids = count(1)
         self._refusal: Failure | None = None
 
-    # -- what sessions ask ---------------------------------------------------------------------------------------------------------------
+    # -- called by sessions -----------------------------------------------------------------------------------------
 
     def start(self, job: PrefillJob | DecodeJob, session: GatewaySession) -> None:
-        """Begin a job, unless it is here or has been. What cannot be done is answered by its Failure."""
+        """Start a job, unless this attempt is known already. A job that cannot start gets a Failure as its last message."""
         known = self._jobs.get(job.job)
-        has_been_here = self._attempts.get(job.job.request_id) == job.job.attempt
-        if (known is not None and known.session is session) or (known is None and has_been_here):
+        was_here_before = self._attempts.get(job.job.request_id) == job.job.attempt
+        if (known is not None and known.session is session) or (known is None and was_here_before):
             return
-        opened = OpenJob(job, session, self._on_counted, self._ended)
-        if (
-            known is not None
-        ):  # another gateway session: its owner lost the first one, and places again with a higher attempt
+        opened = OpenJob(job, session, self._on_counted, self._on_job_ended)
+        if known is not None:  # the gateway lost its first session; it retries with a higher attempt
             session.put_failure(job.job, superseded(f"job {job.job} runs for another session"))
             return
         self._jobs[job.job] = opened
@@ -129,69 +126,50 @@ class JobTable:
             opened.span = JobSpan(self._parts.tracing, job, self._parts.worker)
             job = replace(job, trace_context=opened.span.context)
         try:
-            self._fence(job.job)
+            self._drop_lower_attempts(job.job)
             if self._refusal is not None:
                 raise Refused(self._refusal)
-            self._check(job)
-            leg = opened.leg = self._leg(job, opened)
-            self._by_seq[leg.seq_id] = opened
+            self._validate(job)
+            leg = opened.leg = self._build_leg(job, opened)
+            self._legs.add(leg)
             opened.deadline = asyncio.get_running_loop().call_later(
-                max(0.0, job.deadline_s), leg.stop, _over_deadline(job)
+                max(0.0, job.deadline_s), leg.stop, _deadline_exceeded(job)
             )
             leg.begin()
         except Refused as refused:
             log.info(
                 "job_refused", job=str(job.job), reason=refused.failure.reason.value, problem=refused.failure.message
             )
-            self._end_unbegun(opened, refused.failure)
-        except Exception as error:  # a bug of ours: it costs this job, not the session with all its jobs
+            self._fail_unstarted(opened, refused.failure)
+        except Exception as error:  # a bug in Baton; it must not end the session with all its jobs
             log.exception("job_failed", job=str(job.job))
             message = f"the job could not be started: {type(error).__name__}"
-            self._end_unbegun(opened, Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message))
+            self._fail_unstarted(opened, Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message))
 
     def cancel(self, cancel: Cancel, session: GatewaySession) -> None:
-        """End samples of a job. One that has ended, or was never here, needs nothing."""
+        """End samples of a job. Does nothing if the job has ended or is unknown."""
         opened = self._jobs.get(cancel.job)
         if opened is not None and opened.session is session and opened.leg is not None:
             opened.leg.cancel(cancel.sample_indices, cancel.reason)
 
     def forget(self, jobs: Iterable[JobId], session: GatewaySession) -> None:
+        """Drop jobs whose last message the gateway has acknowledged."""
         for job in jobs:
             opened = self._jobs.get(job)
             if opened is not None and opened.session is session:
                 self._forget(job)
 
     def drop_session(self, session: GatewaySession) -> None:
+        """Cancel and drop all jobs of a session that has ended."""
         for opened in [o for o in self._jobs.values() if o.session is session]:
             if opened.leg is not None:
                 opened.leg.stop(Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the session has ended"))
             self._forget(opened.id)
 
-    # -- what the engine tells -----------------------------------------------------------------------------------------------------------
-
-    def deliver(self, outcome: EngineOutcome) -> None:
-        """Hand what a plan or a step brought to the legs. Of sequences whose job has ended nothing is wanted
-        but their receiving blocks."""
-        for admission in outcome.admissions:
-            self._parts.pool.count_use(admission.block_table[: admission.num_cached_blocks])
-            opened = self._by_seq.get(admission.seq_id)
-            if opened is not None and opened.leg is not None:
-                opened.leg.admitted(admission)
-            elif admission.receiving_block_ids:
-                self._parts.pool.drop_receiving(admission.receiving_block_ids)
-        for progress in outcome.progress:
-            opened = self._by_seq.get(progress.seq_id)
-            if opened is not None and opened.leg is not None:
-                opened.leg.progressed(progress)
-        for output in outcome.outputs:
-            opened = self._by_seq.get(output.seq_id)
-            if opened is not None and opened.leg is not None:
-                opened.leg.produced(output)
-
-    # -- what the worker asks ------------------------------------------------------------------------------------------------------------
+    # -- called by the worker ---------------------------------------------------------------------------------------
 
     def refuse(self, failure: Failure) -> None:
-        """Answer every new job with `failure`; open ones go on."""
+        """Answer every new job with `failure`. Open jobs continue."""
         self._refusal = failure
 
     def stop_all(self, failure: Failure) -> None:
@@ -201,29 +179,33 @@ class JobTable:
                 opened.leg.stop(failure)
 
     def open_jobs(self) -> Iterator[JobId]:
+        """Yield the ids of all jobs that have not ended."""
         return (opened.id for opened in self._jobs.values() if not opened.has_ended)
 
     def remembers(self, job: JobId) -> bool:
-        """Whether the gateway has not acknowledged the job's last message yet."""
+        """Return True until the gateway has acknowledged the job's last message."""
         return job in self._jobs
 
     def counted_decisions(self) -> Iterator[DecisionId]:
-        """Of jobs that this worker's numbers contain now, for a scheduler that has heard of none yet."""
+        """Yield the decisions of running jobs that this worker's numbers contain, for the first report on a stream."""
         return (o.decision_id for o in self._jobs.values() if o.is_counted and not o.has_ended and o.decision_id)
 
     @property
     def num_open(self) -> int:
-        return len(self._by_seq)
+        """Number of jobs whose leg has not ended."""
+        return len(self._legs)
 
     @property
     def num_following(self) -> int:
-        """Jobs that wait for another worker's KV, the engine does not know of them: decodes for its first
-        blocks, others for a prefix."""
-        return sum(o.leg is not None and o.leg.is_following for o in self._by_seq.values())
+        """Number of jobs that wait for another worker's KV and are not in the engine yet.
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------------
+        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix.
+        """
+        return sum(leg.is_following for leg in self._legs.values())
 
-    def _leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
+    # -- internal ---------------------------------------------------------------------------------------------------
+
+    def _build_leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
         seq_id = next(self._seq_ids)
         follows = job.prefix_source if isinstance(job, PrefillJob) else job.owner or job.prefix_source
         if follows is not None and self.num_following >= self._max_following:
@@ -231,7 +213,7 @@ class JobTable:
                 Failure(
                     code=Code.RESOURCE_EXHAUSTED,
                     reason=Reason.QUEUE_FULL,
-                    message=f"{self._max_following} requests wait here for their KV; try another worker, or later",
+                    message=f"{self._max_following} requests wait here for KV, which is the limit; try another worker or retry later",
                     retriable=True,
                 )
             )
@@ -242,17 +224,17 @@ class JobTable:
         return PulledDecodeLeg(job, job.owner, seq_id, self._parts, opened)
 
     @staticmethod
-    def _end_unbegun(opened: OpenJob, failure: Failure) -> None:
-        """The leg holds nothing yet."""
+    def _fail_unstarted(opened: OpenJob, failure: Failure) -> None:
+        """End a job whose leg holds no resources yet."""
         if opened.leg is not None:
             opened.leg.has_ended = True
         opened.fail(failure)
 
-    def _fence(self, job: JobId) -> None:
-        """Drop lower attempts of the request. Raises Refused if a higher one has been here."""
+    def _drop_lower_attempts(self, job: JobId) -> None:
+        """Stop lower attempts of the request. Raises Refused if a higher attempt was received before."""
         highest = self._attempts.get(job.request_id, job.attempt)
         if highest > job.attempt:
-            raise Refused(superseded(f"attempt {highest} of this request has been here"))
+            raise Refused(superseded(f"attempt {highest} of this request was received before"))
         self._attempts[job.request_id] = job.attempt
         self._attempts.move_to_end(job.request_id)
         if len(self._attempts) > MAX_REMEMBERED_REQUESTS:
@@ -260,28 +242,28 @@ class JobTable:
         for other in tuple(self._by_request[job.request_id]):
             lower = self._jobs[other]
             if other.attempt < job.attempt and lower.leg is not None:
-                lower.leg.stop(superseded(f"attempt {job.attempt} of this request has come"))
+                lower.leg.stop(superseded(f"attempt {job.attempt} of this request was received"))
 
-    def _check(self, job: PrefillJob | DecodeJob) -> None:
-        """Raises Refused for a job that no gateway of ours sends. What the engine can see it checks
-        itself."""
+    def _validate(self, job: PrefillJob | DecodeJob) -> None:
+        """Raise Refused for a job that a correct gateway never sends. The engine checks its own limits itself."""
         samples = job.sample_indices
         if not 0 < len(samples) <= MAX_SAMPLES or len(set(samples)) != len(samples):
-            raise invalid(f"sample_indices must be 1 to {MAX_SAMPLES} different numbers")
+            raise invalid(f"sample_indices has {len(samples)} entries; must be 1 to {MAX_SAMPLES} distinct numbers")
         peer = job.reader if isinstance(job, PrefillJob) else job.owner
         if peer is not None and peer.worker_id == self._parts.worker.worker_id:
-            raise invalid("a worker reads no KV from itself; send a decode job without an owner")
+            raise invalid("reader and owner are the same worker; send one decode job without an owner instead")
         if job.sampling.sampler_version != self._parts.sampler_version:
             raise Refused(other_sampler(job.sampling.sampler_version, self._parts.sampler_version))
-        if (
-            len(job.token_ids) >= self._max_model_len
-        ):  # the engine would say so, too, but only once all of them are hashed
-            message = f"{len(job.token_ids)} tokens leave no room for an answer in the model's length of {self._max_model_len}; send fewer"
+        if len(job.token_ids) >= self._max_model_len:  # checked here because the engine checks only after hashing
+            message = (
+                f"the prompt has {len(job.token_ids)} tokens; it must be shorter than the model length of "
+                f"{self._max_model_len} tokens"
+            )
             raise invalid(message, Reason.CONTEXT_LENGTH_EXCEEDED)
 
-    def _ended(self, opened: OpenJob) -> None:
+    def _on_job_ended(self, opened: OpenJob) -> None:
         if opened.leg is not None:
-            self._by_seq.pop(opened.leg.seq_id, None)
+            self._legs.remove(opened.leg)
 
     def _forget(self, job: JobId) -> None:
         opened = self._jobs.pop(job, None)
@@ -293,23 +275,28 @@ class JobTable:
             del self._by_request[job.request_id]
 
 
-def other_sampler(asked: int, here: int) -> Failure:
-    """The same seed would draw other tokens here, and an answer that goes on here would change. A worker of
-    the gateway's release can take the request."""
+def other_sampler(requested: int, supported: int) -> Failure:
+    """Return the failure for a job with another sampler version.
+
+    Another version draws other tokens from the same seed, so a resumed answer would change.
+    """
     return Failure(
         code=Code.UNAVAILABLE,
         reason=Reason.LAYOUT_MISMATCH,
-        message=f"sampler_version: {here} here, {asked} asked for; only workers of the gateway's own release may run this request",
+        message=f"sampler_version is {requested}; this worker supports {supported}. Use a worker of the gateway's release",
         retry_after_s=1.0,
         retriable=True,
     )
 
 
 def superseded(message: str) -> Failure:
+    """Return the failure for a job that a higher attempt or another session replaces."""
     return Failure(code=Code.CANCELLED, reason=Reason.SUPERSEDED, message=message)
 
 
-def _over_deadline(job: Job) -> Failure:
+def _deadline_exceeded(job: Job) -> Failure:
     return Failure(
-        code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=f"not done within its {job.deadline_s:g} s"
+        code=Code.DEADLINE_EXCEEDED,
+        reason=Reason.DEADLINE,
+        message=f"the request did not finish within its deadline of {job.deadline_s:g} s",
     )

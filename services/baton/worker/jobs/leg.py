@@ -1,5 +1,4 @@
-"""What a prefill and a decode leg share: one job's work on this worker, from its receipt to its one last
-message."""
+"""Base classes of the legs. A leg is the work of one job on this worker, from receipt to its last message."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ from baton.worker.jobs.prefix_puller import PrefixPuller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegParts:
-    """What every leg works with."""
+    """Services and constants that every leg uses."""
 
     worker: WorkerRef
     pid: int
@@ -41,35 +40,40 @@ class LegParts:
     model_fingerprint: str
     sampler_version: int
     block_size_tokens: int
-    handoff_wait_s: float
+    pull_wait_s: float
     tracing: Tracing = OFF
 
 
 class LegOutput(Protocol):
-    """Where a leg speaks. It says exactly one last thing: a delta with `is_last`, or a failure."""
+    """Receives the messages of a leg. The last one is either a delta with `is_last` or a failure."""
 
-    def delta(self, delta: TokenDelta, *, is_last: bool) -> None: ...
+    def delta(self, delta: TokenDelta, *, is_last: bool) -> None:
+        """Send new tokens; the job ends with them if `is_last`."""
+        ...
 
-    def fail(self, failure: Failure) -> None: ...
+    def fail(self, failure: Failure) -> None:
+        """Send the failure that ends the job."""
+        ...
 
     def counted(self) -> None:
-        """From now on this worker's own numbers contain the job, so that a scheduler may drop its
-        reservation."""
+        """Record that the worker's own numbers contain the job, so that a scheduler may drop its reservation."""
         ...
 
 
 class Leg(ABC):
-    """One job. `seq_id` names its sequence in the engine; `admitted`, `progressed` and `produced` bring what
-    the engine did with it."""
+    """The work of one job. `RunningLegs` calls `admitted`, `progressed` and `produced` with the engine's outcomes.
+
+    seq_id: the job's sequence in the engine
+    is_following: the leg waits for another worker's KV and is not in the engine yet
+    num_output_tokens: tokens that this leg generated, counted for samples that have ended
+    """
 
     def __init__(self, job: Job, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         self.seq_id = seq_id
         self.has_ended = False
         self.is_following = False
-        """It waits for another worker's KV; the engine does not know of it yet."""
         self._job = job
         self.num_output_tokens = 0
-        """Made here, of the samples that have ended."""
         self._open_samples = set(job.sample_indices)
         self._parts = parts
         self._output = output
@@ -80,31 +84,32 @@ class Leg(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start the work. Raises Refused when the worker cannot take it."""
+        """Start the work. Raises Refused if the worker cannot take it."""
 
     @abstractmethod
     def admitted(self, admission: AdmittedSequence) -> None:
-        """The engine gave the sequence its blocks."""
+        """Handle that the engine has allocated the blocks of the sequence."""
 
     @abstractmethod
-    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
-        """New tokens of an open sample; the job ends with them if `is_last`."""
+    def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
+        """Send new tokens of an open sample. The job ends with them if `is_last`."""
 
     @abstractmethod
     def _ends_sample(self, output: SequenceOutput) -> bool:
-        """Whether this worker's part of the sample is over."""
+        """Return True if this leg's part of the sample ends with `output`."""
 
     @abstractmethod
     def _release(self, failure: Failure) -> None:
-        """Give back what the leg holds in engine and transfers; called once, when it ends before its work is
-        done."""
+        """Free what the leg holds in engine and transfers. Called once, if the leg ends before its work is done."""
 
     def progressed(self, progress: PrefillProgress) -> None:  # noqa: B027 - only a prefill leg announces
-        """A step has computed part of the prompt."""
+        """Handle that a step has computed part of the prompt."""
 
     def produced(self, output: SequenceOutput) -> None:
-        """New tokens of one sample, or the sequence's failure. A step that was under way may still bring
-        those of a cancelled sample."""
+        """Handle new tokens of one sample, or the failure of the sequence.
+
+        Tokens of a cancelled sample are dropped; a step that was already running may still produce some.
+        """
         if self.has_ended or output.sample_index not in self._open_samples:
             return
         if output.failure is not None:
@@ -116,11 +121,10 @@ class Leg(ABC):
                 output.output_index + len(output.tokens) - (len(self._job.token_ids) - self._job.num_prompt_tokens)
             )
             self.has_ended = not self._open_samples
-        self._take(output, is_last=self.has_ended)
+        self._send_output(output, is_last=self.has_ended)
 
     def cancel(self, sample_indices: Sequence[int], reason: Reason) -> None:
-        """End these samples, or all (empty). When none is left the job ends; repeated cancels change
-        nothing."""
+        """End these samples, or all if `sample_indices` is empty. The job ends with its last sample."""
         if self.has_ended:
             return
         cancelled = self._open_samples & set(sample_indices) if sample_indices else set(self._open_samples)
@@ -131,7 +135,7 @@ class Leg(ABC):
             self._parts.engine.cancel(self.seq_id, tuple(sorted(cancelled)))
 
     def stop(self, failure: Failure) -> None:
-        """End the job with this failure, unless it has ended."""
+        """End the job with `failure`, unless it has ended."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -156,7 +160,9 @@ class Leg(ABC):
             pulled=pulled,
         )
 
-    def _say(self, output: SequenceOutput, *, usage: Usage | None = None, timeline: LegTimeline | None = None) -> None:
+    def _send_delta(
+        self, output: SequenceOutput, *, usage: Usage | None = None, timeline: LegTimeline | None = None
+    ) -> None:
         delta = TokenDelta(
             job=self._job.job,
             sample_index=output.sample_index,
@@ -170,7 +176,7 @@ class Leg(ABC):
         self._output.delta(delta, is_last=self.has_ended)
 
     def _usage(self, num_cached_tokens: int) -> Usage:
-        """Outputs that are replayed are no prompt tokens to the client."""
+        """Return the usage that the client sees. Replayed output tokens do not count as prompt tokens."""
         cached = min(num_cached_tokens, self._job.num_prompt_tokens)
         return Usage(
             num_prompt_tokens=self._job.num_prompt_tokens,
@@ -179,44 +185,48 @@ class Leg(ABC):
 
 
 class ComputingLeg(Leg):
-    """A leg that computes the prompt here. Where another worker holds the prompt's beginning and was named
-    for it, that is pulled first, if it can be; the engine then finds it in its cache."""
+    """A leg that computes the prompt on this worker.
+
+    If the job names a `prefix_source`, the leg first pulls that prefix into the prefix cache. The engine then finds it
+    there. A failed pull only means that the prefix is computed.
+    """
 
     def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
         source = job.prefix_source
         self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
-        self._bringing: asyncio.Task[None] | None = None
+        self._prefix_pull: asyncio.Task[None] | None = None
         self._admitted_s = self._started_s
 
     @abstractmethod
     def _engine_request(self) -> SequenceRequest:
-        """What the engine is asked for, of the samples that are still wanted."""
+        """Build the engine request for the samples that are still open."""
 
     def begin(self) -> None:
         if self._prefix_source is None:
             self._join_queue()
         else:
-            self._parts.engine.engine.check_request(
-                self._engine_request()
-            )  # refused now rather than when the prefix is here
+            # Refuse an invalid request now rather than after the pull.
+            self._parts.engine.engine.check_request(self._engine_request())
             self.is_following = True
-            self._bringing = self._parts.tasks.start(self._bring(self._prefix_source), name=f"prefix-{self._job.job}")
+            self._prefix_pull = self._parts.tasks.start(
+                self._pull_prefix(self._prefix_source), name=f"prefix-{self._job.job}"
+            )
 
     def admitted(self, admission: AdmittedSequence) -> None:
         self._admitted_s = self._loop.time()
 
-    async def _bring(self, source: PrefixSource) -> None:
+    async def _pull_prefix(self, source: PrefixSource) -> None:
         usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
-        await self._parts.prefixes.bring(
+        await self._parts.prefixes.pull(
             source, usable, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context
         )
-        self._bringing, self.is_following = None, False
+        self._prefix_pull, self.is_following = None, False
         if self.has_ended:
             return
         try:
             self._join_queue()
-        except Refused as refused:  # the queue is full by now, or the worker leaves
+        except Refused as refused:  # the queue is full now, or the worker is shutting down
             self.stop(refused.failure)
 
     def _join_queue(self) -> None:
@@ -224,18 +234,20 @@ class ComputingLeg(Leg):
         self._output.counted()
 
     def _release(self, failure: Failure) -> None:
-        if self._bringing is not None:
-            self._bringing.cancel()
+        if self._prefix_pull is not None:
+            self._prefix_pull.cancel()
         self._parts.engine.cancel(self.seq_id)
 
 
 def logprobs_of(tokens: Sequence[SampledToken]) -> tuple[TokenLogprobs, ...]:
-    """One entry a token, or none at all where the request did not ask."""
+    """Return one entry per token, or an empty tuple if the request did not ask for logprobs."""
     return tuple(token.logprobs for token in tokens if token.logprobs is not None)
 
 
 @lru_cache(maxsize=1024)
 def chain_root(model_fingerprint: str, cache_salt: bytes, block_size_tokens: int) -> BlockHash:
-    """The parent of a prompt's first block. Workers hash for themselves: a block asked for by hash is what
-    the tokens and the salt say."""
+    """Return the parent hash of a prompt's first block.
+
+    Workers compute hashes from tokens and salt themselves. They never trust hashes in a job.
+    """
     return root_hash(model_fingerprint=model_fingerprint, cache_salt=cache_salt, block_size_tokens=block_size_tokens)

@@ -1,8 +1,6 @@
-"""A prefill leg: compute the prompt, announce its blocks to the reader as they become ready, sample the first
-tokens, end.
+"""The prefill leg: computes the prompt, announces its blocks to the reader, and samples the first tokens.
 
-The transfer outlives the leg: its blocks stay pinned until the reader has released them or its lease has
-ended.
+The transfer outlives the leg. Its blocks stay pinned until the reader releases them or its lease ends.
 """
 
 from baton.core.errors import Failure
@@ -15,7 +13,7 @@ from baton.worker.jobs.leg import ComputingLeg, LegOutput, LegParts
 
 
 class PrefillLeg(ComputingLeg):
-    """Ends with the first token of its last sample."""
+    """Computes a prompt for another worker or for itself, and ends with the first token of its last sample."""
 
     def __init__(self, job: PrefillJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
@@ -25,7 +23,7 @@ class PrefillLeg(ComputingLeg):
     def begin(self) -> None:
         super().begin()
         if self._reader is not None:
-            self._parts.owner.born(self._job.job, self._reader)
+            self._parts.owner.create(self._job.job, self._reader)
 
     def _engine_request(self) -> SequenceRequest:
         return self._request(prefill_only=True, for_reader=self._reader is not None)
@@ -38,12 +36,11 @@ class PrefillLeg(ComputingLeg):
                 self._announce(admission.num_cached_blocks * self._parts.block_size_tokens)
 
     def progressed(self, progress: PrefillProgress) -> None:
-        if progress.num_computed_tokens < len(
-            self._job.token_ids
-        ):  # the prompt's end is announced with its first tokens, if they are sound
+        # The last blocks are announced together with the first tokens, once these are known to be valid.
+        if progress.num_computed_tokens < len(self._job.token_ids):
             self._announce(progress.num_computed_tokens)
 
-    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
+    def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
         token = output.tokens[0]
         self._first_tokens.append(
             FirstToken(
@@ -51,11 +48,11 @@ class PrefillLeg(ComputingLeg):
             )
         )
         if not is_last:
-            self._say(output)
+            self._send_delta(output)
             return
         timeline = self._timeline(output.num_cached_tokens)
         self._announce(len(self._job.token_ids), timeline)
-        self._say(output, usage=self._usage(output.num_cached_tokens), timeline=timeline)
+        self._send_delta(output, usage=self._usage(output.num_cached_tokens), timeline=timeline)
 
     def _ends_sample(self, output: SequenceOutput) -> bool:
         return True
@@ -66,7 +63,7 @@ class PrefillLeg(ComputingLeg):
             self._parts.owner.lost(self._job.job, failure.reason)
 
     def _announce(self, num_computed_tokens: int, timeline: LegTimeline | None = None) -> None:
-        """With the leg's `timeline` it is the final announcement."""
+        """Announce computed blocks to the reader, if there is one. With a `timeline` it is the final announcement."""
         if self._reader is None:
             return
         if timeline is None:

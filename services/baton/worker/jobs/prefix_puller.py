@@ -1,6 +1,7 @@
-"""Pulls leading blocks of prompts from workers that hold them into this worker's prefix cache, where that was
-said to be faster than to compute them. Whatever goes wrong, the blocks are computed: what is pulled is only
-ever cache.
+"""Pulls cached prefixes of prompts from other workers into this worker's prefix cache.
+
+The scheduler asks for a pull if it predicts that pulling is faster than computing. A failed pull costs only time: the
+engine computes the blocks that are not in the cache.
 """
 
 import asyncio
@@ -20,28 +21,28 @@ from baton.transfer.reader.pull import Pull
 log = get_logger(__name__)
 
 MAX_PULLED_SHARE = 0.25
-"""Of this worker's blocks: copies, those on their way and those here that no second request has used yet."""
-MAX_TIMES_COMPUTING = 2.0
-"""A pull is given up when it has taken so many times as long as computing the same blocks would, alone on the
-device..."""
+"""Upper bound on the share of blocks that are pulled copies: those under way, and those that no second request has
+used yet."""
+MAX_COMPUTE_RATIO = 2.0
+"""A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle device."""
 MIN_PULL_S = 0.25
-"""... but it may always take so long: a pair that was not used for a while is dialled first."""
+"""Lower bound of the time limit, because a link that was not used before must be connected first."""
 MAX_PULL_S = 10.0
-PULL_S = 2.0
-"""As long as that where this worker does not know what computing costs."""
+"""Upper bound of the time limit."""
+DEFAULT_PULL_S = 2.0
+"""Time limit while the step costs of this worker are unknown."""
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """One pull. `asked_blocks` are not copies in the pool yet: none from the moment on when it has memory to
-    land in."""
+class _RunningPull:
+    """One running pull. `unallocated_blocks`: blocks it asked for; 0 once it has receiving blocks in the pool."""
 
-    asked_blocks: int
+    unallocated_blocks: int
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PrefixPuller:
-    """All prefix pulls of one worker. Single owner: its event loop."""
+    """All prefix pulls of one worker. Used from one event loop."""
 
     def __init__(self, *, engine: Engine, reader: KvReader, costs: Callable[[], StepCostModel | None]) -> None:
         self._engine = engine
@@ -49,36 +50,37 @@ class PrefixPuller:
         self._reader = reader
         self._costs = costs
         self._max_copies = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks))
-        self._under_way: dict[BlockHash, _UnderWay] = {}
-        """By the first block that it brings."""
+        self._running: dict[BlockHash, _RunningPull] = {}  # by the first missing block
 
-    async def bring(
+    async def pull(
         self, source: PrefixSource, hashes: Sequence[BlockHash], *, cache_salt: bytes = b"", trace_context: str = ""
     ) -> None:
-        """Return when the blocks of these `hashes` (a prompt's leading ones) that could be had are in the
-        pool's cache, or when it would take too long. Where another pull brings them, that one is waited
-        for."""
+        """Pull the leading blocks of a prompt into the prefix cache.
+
+        Returns when the available blocks are cached, when the pull fails, or after the time limit. If another pull
+        already fetches the first missing block, it waits for that pull. `hashes`: of the prompt's leading blocks.
+        """
         wanted = tuple(hashes[: source.num_blocks])
-        seconds = self._limit_s(wanted)
+        limit_s = self._limit_s(wanted)
         try:
-            async with asyncio.timeout(seconds):
-                while (same := self._pull_of(wanted)) is not None:
-                    await same.ended.wait()
+            async with asyncio.timeout(limit_s):
+                while (running := self._running_pull(wanted)) is not None:
+                    await running.ended.wait()
                 await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt), trace_context)
         except TimeoutError:
-            log.info("prefix_pull_given_up", source=str(source.worker), num_blocks=len(wanted), seconds=seconds)
+            log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)
         except Refused as refused:
-            _say_failed(source, refused.failure)
-        except Exception:  # a bug of ours: it costs the time to compute, no request
+            _log_failure(source, refused.failure)
+        except Exception:  # a bug in Baton must not fail the request
             log.exception("prefix_pull_failed", source=str(source.worker))
 
-    def _pull_of(self, wanted: Sequence[BlockHash]) -> _UnderWay | None:
+    def _running_pull(self, wanted: Sequence[BlockHash]) -> _RunningPull | None:
         num_held = self._pool.count_cached(wanted)
-        return self._under_way.get(wanted[num_held]) if num_held < len(wanted) else None
+        return self._running.get(wanted[num_held]) if num_held < len(wanted) else None
 
     async def _pull(self, source: PrefixSource, wanted: HashRange, trace_context: str) -> None:
-        """Raises Refused when the pull fails; what had landed until then stays."""
-        held = self._pool.match(wanted.hashes, len(wanted.hashes))  # a chain is of no use without its beginning
+        """Raise Refused if the pull fails. Blocks that were received until then stay in the cache."""
+        held = self._pool.match(wanted.hashes, len(wanted.hashes))  # referenced, so that the prefix is not evicted
         try:
             num_missing = min(len(wanted.hashes) - len(held), self._num_affordable())
             if num_missing > 0:
@@ -89,31 +91,36 @@ class PrefixPuller:
 
     async def _pull_missing(self, source: PrefixSource, asked: HashRange, num_held: int, trace_context: str) -> None:
         first_missing = asked.hashes[num_held]
-        under_way = self._under_way[first_missing] = _UnderWay(asked_blocks=len(asked.hashes) - num_held)
+        running = self._running[first_missing] = _RunningPull(unallocated_blocks=len(asked.hashes) - num_held)
         try:
             pull = self._reader.pull(source.worker, asked, have_blocks=num_held, trace_context=trace_context)
             try:
-                await self._mark_received(pull, num_held, under_way)
+                await self._receive(pull, num_held, running)
             finally:
                 pull.cancel()
         finally:
-            del self._under_way[first_missing]
-            under_way.ended.set()
+            del self._running[first_missing]
+            running.ended.set()
 
-    async def _mark_received(self, pull: Pull, num_held: int, under_way: _UnderWay) -> None:
-        """Once the holder has said what it has, take room for that and no more, and fill it."""
+    async def _receive(self, pull: Pull, num_held: int, running: _RunningPull) -> None:
+        """Wait for the owner's announcement, allocate blocks for what it holds, and read them."""
         await pull.announced()
         final = pull.final
-        num_there = (
+        num_available = (
             0
             if final is None
-            else min(under_way.asked_blocks, final.first_block_index + len(final.block_ids) - num_held)
+            else min(running.unallocated_blocks, final.first_block_index + len(final.block_ids) - num_held)
         )
-        receiving = self._memory_for(num_there)
+        receiving = self._allocate(num_available)
         if receiving is None:
-            log.info("prefix_not_pulled", num_blocks=num_there, room=self._room(), copies=self._pool.num_copies)
+            log.info(
+                "prefix_pull_skipped",
+                num_blocks=num_available,
+                num_free_blocks=self._num_free_blocks(),
+                num_copies=self._pool.num_copies,
+            )
             return
-        under_way.asked_blocks = 0
+        running.unallocated_blocks = 0
         try:
             pull.receive_into(dict(enumerate(receiving, num_held)), num_held)
             result = await pull.done()
@@ -124,15 +131,13 @@ class PrefixPuller:
                 transfer_s=result.kv_transfer_s,
             )
         finally:
-            self._pool.unref(
-                receiving
-            )  # what has landed is cache now; what has not is the pull's until its read has ended
+            # Received blocks stay in the cache. The pull still owns the others until their reads have ended.
+            self._pool.unref(receiving)
 
-    def _memory_for(self, num_blocks: int) -> list[int] | None:
-        """Blocks for so many copies, where the budget asks for it in place of cold ones; None if there is no
-        room."""
+    def _allocate(self, num_blocks: int) -> list[int] | None:
+        """Allocate blocks for copies, evicting cold copies if the budget requires it. None if that is not possible."""
         num_kept = self._pool.num_copies - self._pool.num_cold_copies
-        if not 0 < num_blocks <= self._room() or num_kept + num_blocks > self._max_copies:
+        if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_copies:
             return None
         receiving = self._pool.allocate_receiving(num_blocks)
         if receiving is not None:
@@ -141,26 +146,27 @@ class PrefixPuller:
         return receiving
 
     def _num_affordable(self) -> int:
-        """For so many more copies there would be budget if all cold ones were dropped."""
-        asked = sum(pull.asked_blocks for pull in self._under_way.values())
+        """Return how many more copies the budget allows if all cold copies are evicted."""
+        asked = sum(pull.unallocated_blocks for pull in self._running.values())
         return self._max_copies - asked - (self._pool.num_copies - self._pool.num_cold_copies)
 
-    def _room(self) -> int:
-        """Every running sequence keeps one block that it may need soon."""
+    def _num_free_blocks(self) -> int:
+        """Return the blocks that may be allocated. One spare block is kept for each running sequence."""
         return self._pool.num_allocatable - self._engine.running_seqs
 
     def _limit_s(self, wanted: Sequence[BlockHash]) -> float:
+        """Return the time limit of a pull, in seconds."""
         costs, block_size_tokens = self._costs(), self._pool.block_size_tokens
         if costs is None:
-            return PULL_S
+            return DEFAULT_PULL_S
         num_held = self._pool.count_cached(wanted)
         compute_s = costs.prefill_s(
             (len(wanted) - num_held) * block_size_tokens,
             num_held * block_size_tokens,
             self._engine.config.max_num_batched_tokens,
         )
-        return max(MIN_PULL_S, min(MAX_PULL_S, MAX_TIMES_COMPUTING * compute_s))
+        return max(MIN_PULL_S, min(MAX_PULL_S, MAX_COMPUTE_RATIO * compute_s))
 
 
-def _say_failed(source: PrefixSource, failure: Failure) -> None:
+def _log_failure(source: PrefixSource, failure: Failure) -> None:
     log.info("prefix_pull_failed", source=str(source.worker), reason=failure.reason.value, problem=failure.message)

@@ -1,8 +1,11 @@
-"""A decode leg that takes the prompt's KV over from the worker that computed it.
+"""The decode leg that pulls the prompt's KV from the prefill worker.
 
-Follow at once; at the first KvReady join the engine's queue for memory; with the blocks, read; when the last
-one is proven, join the batch. The first delta repeats the first token, so the owner may die once its last
-KvReady is out.
+1. Send Follow to the owner immediately.
+2. At the first KvReady, queue for memory in the engine.
+3. Once blocks are allocated, read the owner's blocks into them.
+4. When the last block is validated, join the running batch.
+
+The first delta repeats the first token, so no token is lost if the owner dies after its last KvReady.
 """
 
 import asyncio
@@ -25,8 +28,11 @@ log = get_logger(__name__)
 
 
 class PulledDecodeLeg(DecodeLeg):
-    """Ends early, and gives its place back, when the first tokens are the last. A pull that fails is reported
-    with its owner blamed: the gateway places again, this worker decides nothing."""
+    """Pulls KV from `owner`, then decodes.
+
+    If all samples end with their first token, the leg ends without reading. A failed pull ends the job with a
+    retriable failure that blames the owner; the gateway then places the request again.
+    """
 
     def __init__(self, job: DecodeJob, owner: WorkerRef, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
@@ -37,12 +43,11 @@ class PulledDecodeLeg(DecodeLeg):
         self._num_cached_tokens = 0
         self._received_s = 0.0
         self._admission_s: float | None = None
-        self._room: asyncio.TimerHandle | None = None
+        self._admission_timeout: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        self._parts.engine.engine.check_request(
-            self._request(pulled=True)
-        )  # refused now rather than when the KV is ready
+        # Refuse an invalid request now rather than when the KV is ready.
+        self._parts.engine.engine.check_request(self._request(pulled=True))
         usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
         self._pull = self._parts.reader.pull(
             self._owner,
@@ -51,23 +56,23 @@ class PulledDecodeLeg(DecodeLeg):
             expected=self._hashes,
             trace_context=self._job.trace_context,
         )
-        self._parts.tasks.start(self._take_over(self._pull), name=f"handoff-{self._job.job}")
+        self._parts.tasks.start(self._pull_and_join(self._pull), name=f"pull-{self._job.job}")
 
     def admitted(self, admission: AdmittedSequence) -> None:
-        self._stop_waiting()
+        self._cancel_admission_timeout()
         self._output.counted()
         self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
         receiving = dict(enumerate(admission.receiving_block_ids, admission.num_cached_blocks))
         if self._pull is not None:
             self._pull.receive_into(receiving, admission.num_cached_blocks)
 
-    async def _take_over(self, pull: Pull) -> None:
+    async def _pull_and_join(self, pull: Pull) -> None:
         try:
             await pull.first_ready()
-            if not self._are_last(pull.first_tokens):
-                self._wait_for_room()
+            if not self._end_all_samples(pull.first_tokens):
+                self._queue_for_memory()
             first_tokens = await pull.announced()
-            if self._are_last(first_tokens):
+            if self._end_all_samples(first_tokens):
                 self._end_with(first_tokens, pull)
                 return
             self._result = await pull.done()
@@ -75,29 +80,30 @@ class PulledDecodeLeg(DecodeLeg):
             self._join_batch(first_tokens)
         except Refused as refused:
             self.stop(refused.failure)
-        except Exception as error:  # a bug of ours costs this one request, and is told apart from a pull that failed
-            log.exception("handoff_failed", job=str(self._job.job))
+        except Exception as error:  # a bug in Baton fails only this request, and not as a failed pull
+            log.exception("pulled_decode_failed", job=str(self._job.job))
             self.stop(
                 Failure(
-                    code=Code.INTERNAL, reason=Reason.INTERNAL, message=f"the handoff failed: {type(error).__name__}"
+                    code=Code.INTERNAL, reason=Reason.INTERNAL, message=f"pulling the KV failed: {type(error).__name__}"
                 )
             )
 
-    def _wait_for_room(self) -> None:
+    def _queue_for_memory(self) -> None:
         self.is_following = False
         if self.has_ended:
             return
         self._parts.engine.add(self._request(pulled=True))
-        self._room = self._loop.call_later(self._parts.handoff_wait_s, self.stop, _no_room(self._parts.handoff_wait_s))
+        wait_s = self._parts.pull_wait_s
+        self._admission_timeout = self._loop.call_later(wait_s, self.stop, _no_free_blocks(wait_s))
 
-    def _are_last(self, first_tokens: Sequence[FirstToken] | None) -> bool:
-        """Whether every sample that is still wanted has ended with its first token."""
+    def _end_all_samples(self, first_tokens: Sequence[FirstToken] | None) -> bool:
+        """Return True if every open sample has ended with its first token."""
         finished = {token.sample_index for token in first_tokens or () if token.finish is not None}
         return first_tokens is not None and self._open_samples <= finished
 
     def _end_with(self, first_tokens: Sequence[FirstToken], pull: Pull) -> None:
-        """Nothing is left to generate: repeat the first tokens and give the place back."""
-        self._stop_waiting()
+        """Send the first tokens, which end all samples, and leave the engine's queue."""
+        self._cancel_admission_timeout()
         self._parts.engine.cancel(self.seq_id)
         pull.cancel()
         for token in first_tokens:
@@ -112,7 +118,7 @@ class PulledDecodeLeg(DecodeLeg):
             )
 
     def _join_batch(self, first_tokens: Sequence[FirstToken]) -> None:
-        """A sample without a first token was cancelled at the owner; our own Cancel is under way."""
+        """Add the sequence to the running batch. Samples without a first token were cancelled at the owner."""
         missing = self._open_samples - {token.sample_index for token in first_tokens}
         if missing:
             self.cancel(tuple(missing), Reason.CANCELLED)
@@ -121,18 +127,18 @@ class PulledDecodeLeg(DecodeLeg):
                 self.seq_id, [_sampled(t) for t in first_tokens if t.sample_index in self._open_samples]
             )
 
-    def _take(self, output: SequenceOutput, *, is_last: bool) -> None:
-        if self._admission_s is None and self._is_of_a_decode_step(output):
+    def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
+        if self._admission_s is None and self._is_from_decode_step(output):
             self._admission_s = max(0.0, self._parts.engine.last_step_started_s - self._received_s)
-        super()._take(output, is_last=is_last)
+        super()._send_output(output, is_last=is_last)
 
     def _owner_timeline(self) -> LegTimeline | None:
-        """The prefill leg tells, too; but its message may come after our last, or never."""
+        """Return the prefill leg's timeline. It is repeated because the prefill leg's own message may arrive late or never."""
         final = self._pull.final if self._pull is not None else None
         return final.timeline if final is not None else None
 
-    def _usage_of(self, output: SequenceOutput) -> Usage | None:
-        """As the prefill leg tells it: what came from a cache there is what the client did not wait for."""
+    def _first_usage(self, output: SequenceOutput) -> Usage | None:
+        """Return the usage of the prefill leg: its cached tokens are those that the client did not wait for."""
         timeline = self._owner_timeline()
         return self._usage(timeline.num_cached_tokens) if timeline is not None else None
 
@@ -155,25 +161,25 @@ class PulledDecodeLeg(DecodeLeg):
         )
 
     def _release(self, failure: Failure) -> None:
-        self._stop_waiting()
+        self._cancel_admission_timeout()
         self._parts.engine.cancel(self.seq_id)
         if self._pull is not None:
             self._pull.cancel()
 
-    def _stop_waiting(self) -> None:
-        if self._room is not None:
-            self._room.cancel()
-            self._room = None
+    def _cancel_admission_timeout(self) -> None:
+        if self._admission_timeout is not None:
+            self._admission_timeout.cancel()
+            self._admission_timeout = None
 
 
 def _sampled(token: FirstToken) -> SampledToken:
     return SampledToken(sample_index=token.sample_index, token_id=token.token_id, logprobs=token.logprobs)
 
 
-def _no_room(waited_s: float) -> Failure:
+def _no_free_blocks(waited_s: float) -> Failure:
     return Failure(
         code=Code.RESOURCE_EXHAUSTED,
         reason=Reason.NO_FREE_BLOCKS,
-        message=f"no memory for this request's KV within {waited_s:g} s; place it on another decode worker",
+        message=f"no KV blocks became free within {waited_s:g} s; place the request on another decode worker",
         retriable=True,
     )

@@ -1,8 +1,8 @@
-"""Tells the shared log which blocks this worker holds. No step waits for it: what happens is noted by the
-pool, net, until it is taken.
+"""Publishes which KV blocks this worker holds to the shared event log.
 
-A life begins with RESET and a snapshot. While the store is away nothing is kept for it; when it is back, or
-has lost what it had, RESET and a snapshot stand for everything since.
+No step waits for it. The pool collects net changes until the publisher takes them. The stream of a worker begins with
+RESET and a snapshot. Nothing is buffered while the store is unavailable. When it is available again, or has lost data,
+the publisher writes RESET and a new snapshot.
 """
 
 import asyncio
@@ -21,49 +21,48 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 INTERVAL_S = 0.02
-"""Between two writes: what several steps do goes out together."""
+"""Minimum interval between writes, so that one write covers several steps."""
 RENEW_S = 1.0
-"""How often the store is asked whether it still has what it was told; what no step announces is noticed as
-late as that."""
+"""How often the publisher renews the stream's expiry and checks that the store has not lost it."""
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 0.5
-EVENTS_A_SNAPSHOT = 1_024
-"""A snapshot is written after so many events, far fewer than a stream keeps..."""
-HASHES_A_SNAPSHOT = 16_384
-"""... or after so many hashes, if that is more than are held: so snapshots cost no more than the events
-themselves."""
-EVENTS_A_WRITE = 32
-"""256 KiB."""
+EVENTS_PER_SNAPSHOT = 1_024
+"""A snapshot is due after this many events. A stream keeps far more."""
+HASHES_PER_SNAPSHOT = 16_384
+"""A snapshot is also due after this many hashes, or as many as the worker holds if that is more. Snapshots thus cost
+no more than the events themselves."""
+EVENTS_PER_WRITE = 32
+"""At most 256 KiB per write."""
 MAX_FOREIGN_SEQ = 2**62
-"""Entries that somebody else wrote are passed up to here: there must be numbers left. Nobody follows us to
-one beyond: it is a gap."""
+"""If the stream contains entries of another writer, numbering continues after theirs, but only below this limit."""
 
 
 class KvEventSource(Protocol):
-    """What the publisher asks of a block pool. Both are cheap for what they return, and are called between
-    steps."""
+    """The part of a block pool that the publisher uses. Called between steps."""
 
     block_size_tokens: int
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """What has come and gone since the last call, net: at most twice the pool, however long ago that
-        was."""
+        """Return and clear the net changes since the last call: at most two per block of the pool."""
         ...
 
-    def hashes(self) -> list[BlockHash]: ...
+    def hashes(self) -> list[BlockHash]:
+        """Return the hashes of all blocks that the pool holds."""
+        ...
 
 
 class KvEventPublisher:
-    """Of one worker life. `run` goes on until it is cancelled; it is the only one who takes the pool's
-    events."""
+    """Publishes the KV events of one worker incarnation. It must be the only caller of `take_events`.
+
+    event_seq: number of the last event that was written, or whose write was tried
+    is_behind: the store does not have what this worker holds, because it is unavailable or not written yet
+    """
 
     def __init__(self, *, worker: WorkerRef, pool: KvEventSource, feed: KvEventFeed, ttl_s: float, rng: Random) -> None:
-        """`ttl_s`: how long what was written outlives this worker."""
+        """`ttl_s`: how long the written events outlive this worker, in seconds."""
         self.worker = worker
         self.event_seq = 0
-        """Of the last event that was written, or tried."""
         self.is_behind = True
-        """The store does not have what this worker holds: it is away, or has not been told yet."""
         self.num_stored = 0
         self.num_evicted = 0
         self.num_resets = 0
@@ -73,41 +72,41 @@ class KvEventPublisher:
         self._renew_s = min(RENEW_S, ttl_s / 3)
         self._rng = rng
         self._woken = asyncio.Event()
-        self._is_asked = False
+        self._is_snapshot_requested = False
         self._num_held = 0
         self._events_since_snapshot = 0
         self._hashes_since_snapshot = 0
         self._renew_at_s = 0.0
 
     def wake(self) -> None:
-        """Blocks may have come or gone: call it after each step and pull. Costs nothing."""
+        """Publish soon, because blocks may have changed. Cheap; call it after each step and pull."""
         self._woken.set()
 
-    def ask_snapshot(self) -> None:
-        """A scheduler misses events (`CommandKind.SNAPSHOT`). However many ask, one is written."""
-        self._is_asked = True
+    def request_snapshot(self) -> None:
+        """Write a snapshot soon, because a scheduler misses events. Several requests lead to one snapshot."""
+        self._is_snapshot_requested = True
         self._woken.set()
 
     async def run(self) -> None:
-        """Publish for ever. A store that is away is logged once, and again when it is back."""
-        pause_s, is_away = FIRST_RETRY_S, False
+        """Publish until cancelled. Logs once when the store becomes unavailable and once when it is back."""
+        retry_s, is_unavailable = FIRST_RETRY_S, False
         while True:
             try:
                 await self._publish()
             except StoreUnavailable as error:
-                if not is_away:
-                    log.warning("kv_events_store_away", worker=str(self.worker), problem=str(error))
-                self.is_behind = is_away = True
-                await asyncio.sleep(pause_s * (0.5 + self._rng.random()))
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                if not is_unavailable:
+                    log.warning("kv_events_store_unavailable", worker=str(self.worker), problem=str(error))
+                self.is_behind = is_unavailable = True
+                await asyncio.sleep(retry_s * (0.5 + self._rng.random()))
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
-            if is_away:
-                log.info("kv_events_store_back", worker=str(self.worker), event_seq=self.event_seq)
-            pause_s, is_away = FIRST_RETRY_S, False
-            await self._next()
+            if is_unavailable:
+                log.info("kv_events_store_recovered", worker=str(self.worker), event_seq=self.event_seq)
+            retry_s, is_unavailable = FIRST_RETRY_S, False
+            await self._wait_for_changes()
 
-    async def _next(self) -> None:
-        """Until there may be something to say, at least an interval."""
+    async def _wait_for_changes(self) -> None:
+        """Wait at least `INTERVAL_S`, then until `wake` was called or a renewal is due."""
         await asyncio.sleep(INTERVAL_S)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._renew_at_s):
@@ -115,20 +114,20 @@ class KvEventPublisher:
         self._woken.clear()
 
     async def _publish(self) -> None:
-        """Bring the store up to date. Raises StoreUnavailable; then it has to be reset."""
+        """Bring the store up to date. After StoreUnavailable the stream must be reset."""
         now_s = asyncio.get_running_loop().time()
         if self.is_behind or now_s >= self._renew_at_s:
-            kept = await self._feed.renew(
-                self.worker, self._ttl_s
-            )  # cheap, where a snapshot to a store that is away is not
+            # Renewing is cheap, so it also checks that the store is available before a snapshot is built.
+            stored_seq = await self._feed.renew(self.worker, self._ttl_s)
             self._renew_at_s = now_s + self._renew_s
-            self.is_behind = self.is_behind or kept != self.event_seq
-            if self.event_seq < kept < MAX_FOREIGN_SEQ:
-                self.event_seq = kept  # not ours, but who followed it must see the RESET after it
+            self.is_behind = self.is_behind or stored_seq != self.event_seq
+            if self.event_seq < stored_seq < MAX_FOREIGN_SEQ:
+                # Another writer added entries. The RESET must come after them for readers to see it.
+                self.event_seq = stored_seq
         changes = [] if self.is_behind else self._take()
-        if self.is_behind or len(changes) > max(self._num_held, MAX_EVENT_HASHES * EVENTS_A_WRITE):
+        if self.is_behind or len(changes) > max(self._num_held, MAX_EVENT_HASHES * EVENTS_PER_WRITE):
             await self._reset()
-        elif changes or self._is_asked:
+        elif changes or self._is_snapshot_requested:
             await self._write(list(self._events(changes)))
 
     async def _reset(self) -> None:
@@ -140,25 +139,27 @@ class KvEventPublisher:
         self.num_resets += 1
 
     async def _write(self, events: Sequence[KvEvent]) -> None:
-        """In a few bounded calls, the last of them with a snapshot if one is due. The snapshot is as of now,
-        like the events, whatever happens while this waits."""
-        snapshot = self._snapshot() if self._is_due() else None
-        last = max(0, len(events) - 1) // EVENTS_A_WRITE * EVENTS_A_WRITE
-        for first in range(0, last, EVENTS_A_WRITE):
-            await self._feed.publish(self.worker, events[first : first + EVENTS_A_WRITE], self._ttl_s)
+        """Write events in bounded calls; the last call includes a snapshot if one is due.
+
+        The snapshot is taken before the first call, so it matches the events even if blocks change meanwhile.
+        """
+        snapshot = self._snapshot() if self._is_snapshot_due() else None
+        last = max(0, len(events) - 1) // EVENTS_PER_WRITE * EVENTS_PER_WRITE
+        for first in range(0, last, EVENTS_PER_WRITE):
+            await self._feed.publish(self.worker, events[first : first + EVENTS_PER_WRITE], self._ttl_s)
         await self._feed.publish(self.worker, events[last:], self._ttl_s, snapshot)
 
-    def _is_due(self) -> bool:
+    def _is_snapshot_due(self) -> bool:
         return (
-            self._is_asked
-            or self._events_since_snapshot >= EVENTS_A_SNAPSHOT
-            or self._hashes_since_snapshot >= max(HASHES_A_SNAPSHOT, self._num_held)
+            self._is_snapshot_requested
+            or self._events_since_snapshot >= EVENTS_PER_SNAPSHOT
+            or self._hashes_since_snapshot >= max(HASHES_PER_SNAPSHOT, self._num_held)
         )
 
     def _snapshot(self) -> KvSnapshot:
-        """What is held as of `event_seq`: only right while no event of the pool is waiting to be taken."""
+        """Return what is held as of `event_seq`. Only valid right after the pool's events were taken."""
         held = tuple(self._pool.hashes())
-        self._is_asked = False
+        self._is_snapshot_requested = False
         self._num_held, self._events_since_snapshot, self._hashes_since_snapshot = len(held), 0, 0
         return KvSnapshot(
             worker=self.worker,
@@ -177,7 +178,7 @@ class KvEventPublisher:
         return changes
 
     def _events(self, changes: Sequence[tuple[KvEventKind, BlockHash]]) -> Iterator[KvEvent]:
-        """What has gone before what has come: then no reader ever counts more than the pool has."""
+        """Yield evictions before additions, so that a reader never counts more blocks than the pool has."""
         for kind in (KvEventKind.EVICTED, KvEventKind.STORED):
             hashes = [block_hash for of, block_hash in changes if of is kind]
             for first in range(0, len(hashes), MAX_EVENT_HASHES):

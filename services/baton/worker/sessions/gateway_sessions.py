@@ -1,9 +1,7 @@
-"""Standing sessions with gateways: who is on the other end, what it has not acknowledged yet, and what
-happens when the stream breaks.
+"""Long-lived sessions with gateways, which survive a broken stream.
 
-A session outlives its stream by `session_grace_s`. A gateway that returns in time goes on after its
-`last_seq`; one that does not, or that leaves too much unacknowledged, loses the session, and the session's
-jobs are cancelled.
+A session outlives its stream by `session_grace_s`. A gateway that reconnects in time continues after its `last_seq`.
+If it does not, or if it leaves too many messages unacknowledged, the session ends and its jobs are cancelled.
 """
 
 import asyncio
@@ -39,31 +37,37 @@ log = get_logger(__name__)
 GatewayStream = Duplex[WorkerMessage, GatewayMessage]
 
 MAX_SESSIONS = 256
-"""Sessions of one worker, broken ones in their grace included; a cluster has a few gateways."""
+"""Most sessions of one worker, including those that wait for their gateway to reconnect."""
 HELLO_LIMIT_S = 10.0
-"""Time for a new stream to say who it is."""
+"""Time limit for the hello on a new stream."""
 
 
 class SessionJobs(Protocol):
-    """What sessions ask of the worker's jobs."""
+    """The part of the job table that sessions use."""
 
-    def start(self, job: PrefillJob | DecodeJob, session: "GatewaySession") -> None: ...
+    def start(self, job: PrefillJob | DecodeJob, session: "GatewaySession") -> None:
+        """Start a job."""
+        ...
 
-    def cancel(self, cancel: Cancel, session: "GatewaySession") -> None: ...
+    def cancel(self, cancel: Cancel, session: "GatewaySession") -> None:
+        """Cancel samples of a job."""
+        ...
 
     def forget(self, jobs: Iterable[JobId], session: "GatewaySession") -> None:
-        """The last messages of these jobs have arrived."""
+        """Drop jobs whose last message was acknowledged."""
         ...
 
     def drop_session(self, session: "GatewaySession") -> None:
-        """The session is over: its jobs end, and nobody hears of them."""
+        """Cancel and drop all jobs of the session, without further messages."""
         ...
 
 
 class GatewaySession:
-    """One gateway's session. What is put in one go of the event loop, such as all outputs of an engine step,
-    leaves as one `Step`; after the engine has launched its next step, so that messages are written while the
-    device computes."""
+    """The session of one gateway.
+
+    Messages that are queued in one iteration of the event loop, such as all outputs of an engine step, are sent as one
+    `Step`. They are sent after the engine has launched its next step, so writing overlaps with computing.
+    """
 
     def __init__(
         self, session_id: str, gateway_id: str, *, buffer_bytes: int, on_overflow: Callable[["GatewaySession"], None]
@@ -82,20 +86,20 @@ class GatewaySession:
         self._flush: asyncio.Handle | None = None
 
     def put_delta(self, delta: TokenDelta, *, is_last: bool) -> None:
-        """Queue new tokens; `is_last`: the job ends with them."""
+        """Queue new tokens. `is_last`: they are the job's last message."""
         self._deltas.append(delta)
         if is_last:
             self._last_of.append(delta.job)
         self._schedule()
 
     def put_failure(self, job: JobId, failure: Failure) -> None:
-        """Queue the job's last message."""
+        """Queue a failure, which is the job's last message."""
         self._failures.append(JobFailure(job=job, failure=failure))
         self._last_of.append(job)
         self._schedule()
 
     def flush(self) -> None:
-        """Send what was put since the last time, as one message."""
+        """Send everything that is queued as one message."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -107,23 +111,21 @@ class GatewaySession:
         self._append(message)
 
     def heartbeat(self, *, steps_done: int, step_age_s: float, draining: bool) -> None:
-        """Tell the gateway that this worker lives, and whether it steps. Nothing while the stream is
-        broken."""
+        """Send a heartbeat with the step progress. Does nothing while the stream is broken."""
         if self.stream is not None:
             self._append(
                 Heartbeat(seq=self.outbox.next_seq, steps_done=steps_done, step_age_s=step_age_s, draining=draining)
             )
 
     def acknowledge(self, seq: int) -> list[JobId]:
-        """The gateway has processed all messages up to `seq`. Returns the jobs whose last message is now
-        acknowledged."""
+        """Drop messages up to `seq`, which the gateway has processed. Returns jobs whose last message is among them."""
         self.outbox.acknowledge(seq)
         done = [job for last_seq, job in self._unacknowledged if last_seq <= seq]
         self._unacknowledged = self._unacknowledged[len(done) :]
         return done
 
     def attach(self, stream: GatewayStream, reply: SessionHelloReply, last_seq: int) -> None:
-        """Go on over `stream`: first the reply, then everything after `last_seq`."""
+        """Continue on `stream`: send the reply, then all messages after `last_seq`."""
         if self.grace is not None:
             self.grace.cancel()
             self.grace = None
@@ -133,7 +135,7 @@ class GatewaySession:
             self._send(message)
 
     def end(self) -> None:
-        """Nothing is sent or kept any more."""
+        """Drop all queued messages and send nothing more."""
         self.has_ended = True
         self.stream = None
         for handle in (self.grace, self._flush):
@@ -144,7 +146,7 @@ class GatewaySession:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the gateway has everything that was said to it."""
+        """True if the gateway has acknowledged the last message of every ended job."""
         return not (self._deltas or self._failures or self._unacknowledged)
 
     def _schedule(self) -> None:
@@ -159,14 +161,18 @@ class GatewaySession:
         try:
             self.outbox.append(message)
         except OutboxFull as error:
-            log.warning("session_overflow", gateway_id=self.gateway_id, session_id=self.session_id, problem=str(error))
+            log.warning(
+                "session_overflowed", gateway_id=self.gateway_id, session_id=self.session_id, problem=str(error)
+            )
             self._on_overflow(self)
             return
         self._send(message)
 
     def _send(self, message: WorkerMessage) -> None:
-        """To the stream, if there is one. What a broken stream loses stays in the outbox; who receives on the
-        stream sees it break."""
+        """Send on the stream, if there is one. Messages that a broken stream loses stay in the outbox.
+
+        The receiver of the stream notices the break.
+        """
         if self.stream is None:
             return
         try:
@@ -176,7 +182,7 @@ class GatewaySession:
 
 
 class Sessions:
-    """All sessions of one worker."""
+    """All gateway sessions of one worker."""
 
     def __init__(
         self,
@@ -202,12 +208,14 @@ class Sessions:
 
     @property
     def are_settled(self) -> bool:
-        """Whether every gateway that is connected has acknowledged its jobs' last messages."""
+        """True if every connected gateway has acknowledged the last messages of its jobs."""
         return all(session.is_settled for session in self._sessions.values() if session.stream is not None)
 
     async def serve(self, stream: GatewayStream) -> None:
-        """Serve one stream until it breaks or another takes its session over. Raises Refused for one without
-        a hello, or with two."""
+        """Serve one stream until it breaks or another stream takes its session over.
+
+        Raises Refused if the first message is not a hello or if a second hello arrives.
+        """
         session = None
         try:
             async with asyncio.timeout(HELLO_LIMIT_S):
@@ -223,23 +231,26 @@ class Sessions:
             await stream.aclose()
 
     def heartbeat(self, *, steps_done: int, step_age_s: float, draining: bool) -> None:
+        """Send a heartbeat on every session."""
         for session in tuple(self._sessions.values()):
             session.heartbeat(steps_done=steps_done, step_age_s=step_age_s, draining=draining)
 
     def close(self) -> None:
-        """End all sessions and take no other: this worker is unhealthy, or leaves. Jobs are dropped; gateways
-        see their streams end."""
+        """End all sessions, drop their jobs, and refuse new sessions. Gateways see their streams end."""
         self._is_closed = True
         for session in tuple(self._sessions.values()):
             session.flush()
             self._end(session)
 
     def _open(self, hello: GatewayMessage, stream: GatewayStream) -> GatewaySession | None:
-        """The session that this stream goes on with; None when it was refused, which the reply tells: another
-        life, another protocol. Raises Refused where nothing says whose session it would be."""
+        """Resume or create the session of this stream.
+
+        Returns None if the hello was refused, for example for another worker epoch or protocol version; the reply says
+        so. Raises Refused if the first message is not a hello.
+        """
         if not isinstance(hello, SessionHello):
-            log.warning("session_refused", problem=f"began with {type(hello).__name__}, not with a hello")
-            raise invalid(f"a session begins with a hello, not with {type(hello).__name__}")
+            log.warning("session_refused", problem=f"first message is {type(hello).__name__}")
+            raise invalid(f"the first message is {type(hello).__name__}; it must be a hello")
         problem = self._problem(hello)
         session = None if problem else self._sessions.get(hello.session_id)
         resumed = (
@@ -263,24 +274,24 @@ class Sessions:
                 hello.session_id, hello.gateway_id, buffer_bytes=self._buffer_bytes, on_overflow=self._end
             )
             self._sessions[hello.session_id] = session
-        if session.stream is not None:  # the gateway gave up a stream that still looks alive here
+        if session.stream is not None:  # the gateway replaced a stream whose break was not noticed here
             self._tasks.start(session.stream.aclose(), name="close-old-session-stream")
-        # What the gateway says it has processed is as good as acknowledged.
+        # Messages up to `last_seq` are processed, which is the same as acknowledged.
         self._jobs.forget(session.acknowledge(hello.last_seq) if resumed else [], session)
         session.attach(stream, self._reply(resumed=resumed, oldest_seq=session.outbox.oldest_seq), hello.last_seq)
-        log.info("session_open", gateway_id=hello.gateway_id, session_id=hello.session_id, resumed=resumed)
+        log.info("session_opened", gateway_id=hello.gateway_id, session_id=hello.session_id, resumed=resumed)
         return session
 
     def _problem(self, hello: SessionHello) -> str:
-        """Why this hello is refused; empty when it is not."""
+        """Return why the hello is refused, or an empty string."""
         if hello.protocol_version != PROTOCOL_VERSION:
-            return f"speaks protocol version {hello.protocol_version}, this worker {PROTOCOL_VERSION}"
+            return f"protocol_version is {hello.protocol_version}; this worker supports {PROTOCOL_VERSION}"
         if not hello.expected.is_same_incarnation(self._worker):
-            return f"means {hello.expected}, this is {self._worker}"
+            return f"the hello is for {hello.expected}; this worker is {self._worker}"
         if self._is_closed:
-            return "this worker takes no sessions any more"
+            return "this worker is shutting down and takes no sessions"
         if hello.session_id not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
-            return f"{MAX_SESSIONS} sessions are open"
+            return f"{MAX_SESSIONS} sessions are open, which is the limit"
         return ""
 
     def _reply(self, *, resumed: bool, oldest_seq: int) -> SessionHelloReply:
@@ -299,13 +310,13 @@ class Sessions:
                 case Ack():
                     self._jobs.forget(session.acknowledge(message.seq), session)
                 case Ping():
-                    pass  # a gateway that is gone breaks its stream, by the connection's own keepalive
+                    pass  # the keepalive of the connection detects a gateway that is gone
                 case SessionHello():
-                    log.warning("session_hello_repeated", gateway_id=session.gateway_id)
-                    raise invalid("a session has one hello")
+                    log.warning("second_hello_received", gateway_id=session.gateway_id)
+                    raise invalid("a second hello was received; a stream has exactly one")
 
     def _detach(self, session: GatewaySession, stream: GatewayStream) -> None:
-        """The stream is gone. Unless another has taken the session over, its grace begins."""
+        """Start the grace period of the session, unless it has ended or another stream has taken it over."""
         if (
             session.has_ended
             or (session.stream is not None and session.stream is not stream)
@@ -317,7 +328,7 @@ class Sessions:
         session.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, session)
 
     def _end(self, session: GatewaySession) -> None:
-        """The session is over: forget it, cancel its jobs, close its stream."""
+        """Remove the session, close its stream and cancel its jobs."""
         if session.has_ended:
             return
         stream = session.stream

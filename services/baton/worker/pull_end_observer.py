@@ -1,4 +1,4 @@
-"""Says when a pull has ended: blocks may have landed though no step follows."""
+"""Calls a function at the end of each pull, because a pull can fill blocks without an engine step after it."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from baton.core.ids import WorkerRef
 from baton.transfer.reader.transfer_observer import TransferObserver
 
 
-class PullWatch:
-    """A `TransferObserver` in front of another one."""
+class PullEndObserver:
+    """Implements `TransferObserver`: forwards all calls to `inner`, and calls `on_end` after `pull_ended`."""
 
     def __init__(self, inner: TransferObserver, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._inner = inner
         self.validation_failed = inner.validation_failed
-        self.read_given_up = inner.read_given_up
+        self.read_timed_out = inner.read_timed_out
         self.link_changed = inner.link_changed
 
     def pull_ended(
