@@ -279,7 +279,7 @@ class KvOwner:
         return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
 
     def expire(self, now_s: float) -> None:
-        """End transfers whose lease or follow timeout has passed; drop expired early Follows and tombstones."""
+        """End transfers whose lease or claim timeout has passed; drop expired early Follows and tombstones."""
         for key in self._transfer_until.pop_passed(now_s):
             transfer = self._transfers[key]
             if transfer.lifecycle.state is State.FOLLOWED:
@@ -345,7 +345,7 @@ class KvOwner:
         self._readers.open.setdefault(reader.incarnation, {})[message.transfer_id] = transfer
         transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
         self.counts.followed += 1
-        self._transfer_until.drop(transfer.key)  # the lease may end before the follow timeout would have
+        self._transfer_until.drop(transfer.key)  # the lease may end before the claim timeout would have
         self._follow_again(transfer, message, stream_number, now_s)
 
     def _follow_again(self, transfer: OwnedTransfer, message: Follow, stream_number: int, now_s: float) -> None:
