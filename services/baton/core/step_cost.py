@@ -1,7 +1,7 @@
-"""What an engine step costs in seconds: a linear model of the step's work, fitted from measurements and
-corrected by live steps.
+"""The step cost model: predicts how long an engine step takes, in seconds.
 
-The scheduler's predictions, the planner, emulated devices and the simulator all read the same model.
+The model is linear in the work of the step. It is fitted to measurements, and corrected by live steps. The
+engine's step budget, the scheduler's predictions, emulated devices and the simulator all use it.
 """
 
 import math
@@ -13,7 +13,7 @@ from itertools import combinations
 from baton.core.plain_json import from_plain, to_plain
 
 COSTS_VERSION = 1
-"""Of the features: a model of another version means something else by its numbers."""
+"""Version of the features. The coefficients of another version have another meaning."""
 STALL_FACTOR = 1.8
 """A mixed step may always take this many times the duration of the same step without prefill. The goal is a
 token gap below 2 times a decode step; step durations vary, so the factor is below 2."""
@@ -21,27 +21,28 @@ MIN_MIXED_FACTOR = 1.25
 """A mixed step may always take this many times the decodes' part of it, even if that part alone exceeds
 `STALL_FACTOR`. Smaller chunks would only make more of these slow steps."""
 QUEUE_TARGET_S = 3.0
-"""Prefill gets the share of step time with which the queued prompts are computed within this time, in seconds."""
+"""Prefill gets the share of step time with which the queued prompts are computed within this time, in
+seconds."""
 MAX_PREFILL_SHARE = 0.95
 """Upper limit of that share."""
 NUM_FEATURES = 5
 
 _MIN_PIVOT = 1e-9
-"""A feature that is this close to a combination of others tells nothing of its own."""
+"""A smaller pivot means that a feature is a linear combination of others."""
 
 _CORRECTION_RATE = 0.05
-_CORRECTION_REACH = 0.5
-"""A step moves a factor by at most rate x reach, 2.5 %, however far off it was: a change of all steps by 2 x
-that lasts is followed in some 50 steps, a stall is not."""
+_MAX_CORRECTION = 0.5
+"""One step moves a log factor by at most rate x maximum, which is 2.5 %. A lasting change of all steps by 2 x
+is followed within about 50 steps, while a single stall has little effect."""
 _MAX_LOG_FACTOR = math.log(20.0)
-_KINSHIP = 0.8
-"""Of each move the factors of the other kinds take so much: what slows one kind of step mostly slows all, and
-some kinds are not seen for long. Below 1, so that each kind that is seen comes to its own, in some 200
-steps."""
+_SHARED_CORRECTION = 0.8
+"""Share of each correction that the factors of the other kinds take. What slows one kind of step mostly slows
+all, and some kinds are not seen for a long time. It is below 1, so each kind that is seen reaches its own
+value, within about 200 steps."""
 
 
 class StepKind(Enum):
-    """What a step's sequences do; each kind has a factor of its own (`CostCorrection`)."""
+    """The kind of a step by its sequences. Each kind has its own correction factor (`CostCorrection`)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -50,9 +51,14 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What one step computes. A chunk of n tokens after c tokens that exist attends to `n * c + n * (n + 1) /
-    2` (query, context) pairs: their sum over all chunks is `prefill_attended_tokens`.
-    `decode_context_tokens`: the sum of the decoding sequences' contexts."""
+    """The work of one step, as features of the cost model.
+
+    num_prefill_tokens: prompt tokens to compute.
+    prefill_attended_tokens: (query, context) pairs of their attention. A chunk of n tokens after c existing
+        tokens has `n * c + n * (n + 1) / 2`.
+    num_decode_seqs: sequences that decode, one token each.
+    decode_context_tokens: sum of their context lengths.
+    """
 
     num_prefill_tokens: int = 0
     prefill_attended_tokens: int = 0
@@ -61,8 +67,11 @@ class StepWork:
 
     @staticmethod
     def of(chunks: Iterable[tuple[int, int]], decode_contexts: Iterable[int] = ()) -> "StepWork":
-        """`chunks`: (tokens, tokens that exist before them) of each prefilling sequence. `decode_contexts`:
-        the tokens before each decoding sequence's one."""
+        """Return the work of a step.
+
+        chunks: (tokens, existing tokens before them) of each prefill chunk.
+        decode_contexts: context length of each decoding sequence.
+        """
         parts = list(chunks)
         contexts = list(decode_contexts)
         return StepWork(
@@ -74,13 +83,14 @@ class StepWork:
 
     @property
     def kind(self) -> StepKind:
+        """Kind of a step with this work."""
         if not self.num_prefill_tokens:
             return StepKind.DECODE
         return StepKind.MIXED if self.num_decode_seqs else StepKind.PREFILL
 
     @property
     def features(self) -> tuple[float, ...]:
-        """In the order of `StepCostModel.coefficients`."""
+        """Feature values, in the order of `StepCostModel.coefficients`."""
         return (
             1.0,
             self.num_prefill_tokens,
@@ -91,14 +101,23 @@ class StepWork:
 
 
 def attended_tokens(num_tokens: int, num_before: int) -> int:
-    """(query, context) pairs of `num_tokens` tokens that follow `num_before`, in however many chunks."""
+    """Return the (query, context) pairs of `num_tokens` tokens after `num_before` tokens, in any number of
+    chunks."""
     return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCostModel:
-    """Seconds of a step: `step_s` + each feature of `StepWork` times its cost, times the factor of the step's
-    kind."""
+    """Predicts the duration of a step: `step_s` plus each feature times its cost, all times the factor of its
+    kind.
+
+    step_s: cost of any step, in seconds.
+    prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s: cost per unit of each feature of
+        `StepWork`.
+    prefill_factor, decode_factor, mixed_factor: correction by live steps, one per `StepKind`.
+    num_measured: number of measured steps that the model was fitted to.
+    version: `COSTS_VERSION` of the release that made it.
+    """
 
     step_s: float
     prefill_token_s: float
@@ -113,7 +132,7 @@ class StepCostModel:
 
     @staticmethod
     def of(coefficients: Sequence[float], num_measured: int = 0) -> "StepCostModel":
-        """With costs in the order of `coefficients`."""
+        """Return a model with these coefficients, in the order of the property `coefficients`."""
         step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = coefficients
         return StepCostModel(
             step_s=step_s,
@@ -126,12 +145,12 @@ class StepCostModel:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """In the order of `StepWork.features`, uncorrected."""
+        """Costs in the order of `StepWork.features`, without correction factors."""
         return (self.step_s, self.prefill_token_s, self.prefill_attended_s, self.decode_seq_s, self.decode_context_s)
 
     @property
     def is_usable(self) -> bool:
-        """Whether its numbers can be seconds at all: it may come from another process, or another release."""
+        """True if version and numbers are valid. A model may come from another process or another release."""
         factors = (self.prefill_factor, self.decode_factor, self.mixed_factor)
         numbers_are_sane = all(0 <= cost < math.inf for cost in self.coefficients) and all(
             0 < factor < math.inf for factor in factors
@@ -139,6 +158,7 @@ class StepCostModel:
         return numbers_are_sane and self.version == COSTS_VERSION and sum(self.coefficients) > 0
 
     def factor(self, kind: StepKind) -> float:
+        """Return the correction factor of a kind of step."""
         return {
             StepKind.PREFILL: self.prefill_factor,
             StepKind.DECODE: self.decode_factor,
@@ -146,14 +166,18 @@ class StepCostModel:
         }[kind]
 
     def uncorrected_step_s(self, work: StepWork) -> float:
+        """Return the duration of a step without correction factor, in seconds."""
         return sum(cost * amount for cost, amount in zip(self.coefficients, work.features, strict=True))
 
     def step_seconds(self, work: StepWork) -> float:
+        """Return the predicted duration of a step, in seconds."""
         return self.uncorrected_step_s(work) * self.factor(work.kind)
 
     def prefill_s(self, num_new_tokens: int, num_cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
-        """To compute `num_new_tokens` that follow `num_cached_tokens`, in steps of `chunk_tokens` with
-        nothing else in them."""
+        """Return the time to compute `num_new_tokens` after `num_cached_tokens`, in seconds.
+
+        The prompt is computed in steps of `chunk_tokens` tokens that contain nothing else.
+        """
         num_steps = -(-num_new_tokens // max(1, chunk_tokens))
         compute_s = self.prefill_token_s * num_new_tokens + self.prefill_attended_s * attended_tokens(
             num_new_tokens, num_cached_tokens
@@ -161,37 +185,46 @@ class StepCostModel:
         return (self.step_s * num_steps + compute_s) * self.prefill_factor
 
     def decode_step_s(self, num_seqs: float, context_tokens: float) -> float:
-        """A step that gives each of `num_seqs` sequences its next token; `context_tokens` is the sum of their
-        contexts."""
+        """Return the duration of a decode-only step, in seconds.
+
+        num_seqs: sequences that decode. context_tokens: sum of their context lengths.
+        """
         return (
             self.step_s + self.decode_seq_s * num_seqs + self.decode_context_s * context_tokens
         ) * self.decode_factor
 
     def to_plain(self) -> dict[str, object]:
-        """For the wire and the store; see `core.plain_json`."""
+        """Return the model as JSON-compatible values, for messages and the store (`core.plain_json`)."""
         plain: dict[str, object] = to_plain(self)
         return plain
 
     @staticmethod
     def from_plain(plain: object) -> "StepCostModel":
-        """Raises ValueError for what is none, is of another version, or cannot be seconds."""
+        """Return the model in `plain`. Raises ValueError if it is malformed, of another version, or not
+        usable."""
         model = from_plain(StepCostModel, plain)
         if not model.is_usable:
-            raise ValueError(f"a cost model of version {model.version} with costs {model.coefficients} cannot be used")
+            raise ValueError(
+                f"cost model of version {model.version} with costs {model.coefficients} cannot be used; must be of version "
+                f"{COSTS_VERSION} with finite costs of at least 0, not all 0: measure the costs again"
+            )
         return model
 
 
 def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
-    """The non-negative model with the least relative error over (work, seconds). A step that was held up
-    weighs little: relative to what it took, all costs are small. What the measurements do not tell apart goes
-    to few features. Raises ValueError unless both a step with prefill and a step with decode were measured,
-    all in finite times above 0."""
+    """Fit a model with non-negative costs to measured (work, seconds), by least squares of the relative
+    error.
+
+    A step that was delayed by something else has little weight, because its error is relative to its own
+    duration. If the measurements cannot separate features, the cost goes to few of them. Raises ValueError if
+    no step with prefill or no step with decode was measured, or if a duration is not finite and positive.
+    """
     if not all(0 < seconds < math.inf for _, seconds in measured):
-        raise ValueError("a measured step took no time, or for ever")
+        raise ValueError("a measured step has a duration that is not finite and above 0; measure again")
     if not any(work.num_prefill_tokens for work, _ in measured) or not any(
         work.num_decode_seqs for work, _ in measured
     ):
-        raise ValueError("costs need measurements of steps with prefill and of steps with decode")
+        raise ValueError("no step with prefill or no step with decode was measured; measure both")
     rows = [tuple(feature / seconds for feature in work.features) for work, seconds in measured]
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
 
@@ -206,10 +239,11 @@ def stall_free_step_s(
 
     decode_step_s: duration of the step without prefill.
     mixed_s: the decodes' part of the step with prefill.
-    slo_step_s: longest step that the TPOT SLOs of the decodes allow, 0 if they allow nothing extra. An SLO makes
-        steps longer, never shorter: an SLO below `STALL_FACTOR` decode steps is met only while no prompts come.
-    queued_s: time to compute all queued prompts. A long queue raises the limit, because otherwise more requests
-        would wait for prefill than are served by short steps.
+    slo_step_s: longest step that the TPOT SLOs of the decodes allow, 0 if they allow nothing extra. An SLO
+        makes steps longer, never shorter: an SLO below `STALL_FACTOR` decode steps is met only while no
+        prompts come.
+    queued_s: time to compute all queued prompts. A long queue raises the limit, because otherwise more
+        requests would wait for prefill than are served by short steps.
     num_prompts: queued prompts. Many prompts for few decodes raise the limit for the same reason.
     """
     by_queue_time = 1 / (1 - min(queued_s / QUEUE_TARGET_S, MAX_PREFILL_SHARE))
@@ -219,11 +253,11 @@ def stall_free_step_s(
 
 
 class CostCorrection:
-    """Follows how much longer live steps take than a model says, one factor a kind of step. Single owner: the
-    worker's event loop.
+    """Tracks how much longer live steps take than the model predicts, with one factor per kind of step.
 
-    A median-like follower of log(actual / predicted): each step moves the factor of its kind towards what it
-    saw, by a clipped amount, and those of the other kinds along with it.
+    It follows log(actual / predicted) like a running median. Each step moves the factor of its kind towards
+    the observed ratio by a limited amount, and moves the other factors with it. Not thread-safe: only the
+    worker's event loop uses it.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -231,19 +265,20 @@ class CostCorrection:
         self._log_factors = {kind: math.log(costs.factor(kind)) for kind in StepKind}
 
     def observe(self, work: StepWork, actual_s: float) -> None:
-        """One step that took `actual_s`. What no clock can have measured is ignored."""
+        """Record a step that took `actual_s` seconds. Durations that are not finite and positive are
+        ignored."""
         predicted_s = self._costs.uncorrected_step_s(work)
         if not 0 < actual_s < math.inf or predicted_s <= 0:
             return
         known = self._log_factors[work.kind]
-        off = max(-_CORRECTION_REACH, min(_CORRECTION_REACH, math.log(actual_s / predicted_s) - known))
+        off = max(-_MAX_CORRECTION, min(_MAX_CORRECTION, math.log(actual_s / predicted_s) - known))
         for kind, value in self._log_factors.items():
-            move = _CORRECTION_RATE * off * (1.0 if kind is work.kind else _KINSHIP)
+            move = _CORRECTION_RATE * off * (1.0 if kind is work.kind else _SHARED_CORRECTION)
             self._log_factors[kind] = max(-_MAX_LOG_FACTOR, min(_MAX_LOG_FACTOR, value + move))
 
     @property
     def costs(self) -> StepCostModel:
-        """The model as corrected so far."""
+        """The model with the present correction factors."""
         factors: Mapping[StepKind, float] = {kind: math.exp(value) for kind, value in self._log_factors.items()}
         return replace(
             self._costs,
@@ -254,8 +289,11 @@ class CostCorrection:
 
 
 def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """x >= 0 with the least sum of squares of `row · x - 1`. The optimum is the plain least squares solution
-    on the features where it is not 0, and five features have 31 such sets: all are tried."""
+    """Return x >= 0 that minimizes the sum of squares of `row · x - 1`.
+
+    The optimum is the unconstrained solution on some subset of the features. Five features have 31 subsets,
+    so all of them are tried.
+    """
     scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(NUM_FEATURES)]
     scaled = [[value / each for value, each in zip(row, scale, strict=True)] for row in rows]
     present = [i for i in range(NUM_FEATURES) if any(row[i] for row in rows)]
@@ -267,7 +305,7 @@ def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[floa
             solved = _solve([[normal[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen])
             if solved is None or min(solved) < 0:
                 continue
-            # At a least squares solution the sum of squares is what it was, less right · solved.
+            # At a least squares solution the sum of squares is reduced by right · solved.
             explained = sum(right[i] * value for i, value in zip(chosen, solved, strict=True))
             if explained > most_explained * (1 + 1e-12):
                 most_explained = explained
@@ -277,7 +315,7 @@ def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[floa
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Gaussian elimination with pivoting; None for a matrix that is as good as singular."""
+    """Solve a linear system by Gaussian elimination with pivoting. None if the matrix is nearly singular."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for column in range(size):

@@ -1,6 +1,7 @@
 """The engine: turns sequences and free blocks into step plans, and step results into tokens.
 
-It handles integers only. The device is behind the `Executor` Protocol, and the loop (`engine.loop`) runs the steps.
+It handles integers only. The device is behind the `Executor` Protocol, and the loop (`engine.loop`) runs the
+steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +33,9 @@ def unknown_costs() -> StepCostModel | None:
 class Engine:
     """Iteration-level batching (continuous batching) over one block pool.
 
-    A single caller repeats `plan`, runs the step, and calls `apply` with the result. Between steps it may call
-    `add`, `cancel`, `fail` and `received`. Everything that the worker must know is collected and returned by
-    `take_outcome`, and by `apply`, which calls it.
+    A single caller repeats `plan`, runs the step, and calls `apply` with the result. Between steps it may
+    call `add`, `cancel`, `fail` and `received`. Everything that the worker must know is collected and
+    returned by `take_outcome`, and by `apply`, which calls it.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Engine:
         self._progress: list[PrefillProgress] = []
         self._outputs: list[SequenceOutput] = []
 
-    # -- counts -------------------------------------------------------------------------------------------------------------------------
+    # -- counts --------------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -92,7 +93,8 @@ class Engine:
 
     @property
     def waiting_prefill_attended_tokens(self) -> int:
-        """Attention work of `waiting_prefill_tokens`, in (query, context) pairs (`core.step_cost.attended_tokens`)."""
+        """Attention work of `waiting_prefill_tokens`, in (query, context) pairs
+        (`core.step_cost.attended_tokens`)."""
         return sum(attended_tokens(num_tokens, before) for num_tokens, before in self._prefills())
 
     def _prefills(self) -> Iterable[PrefillPart]:
@@ -109,7 +111,7 @@ class Engine:
         receiving = sum(len(seq.token_ids) for seq in self._sequences.receiving.values())
         return receiving + sum(seq.num_computed_tokens for seq in self._sequences.running.values())
 
-    # -- between steps ------------------------------------------------------------------------------------------------------------------
+    # -- between steps -------------------------------------------------------------------------------------------------
 
     def check_request(self, request: SequenceRequest, *, num_more_waiting: int = 0) -> None:
         """Check that `request` can be added.
@@ -148,7 +150,8 @@ class Engine:
                 self._end(seq, SequenceState.CANCELLED)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
-        """End all remaining samples of a request with `failure` as their last output. Unknown ids are ignored."""
+        """End all remaining samples of a request with `failure` as their last output. Unknown ids are
+        ignored."""
         for seq in self._sequences.of_request(seq_id):
             for sample_index in seq.sample_indices:
                 self._outputs.append(
@@ -185,7 +188,7 @@ class Engine:
         seq.num_hashed_blocks = seq.num_computed_tokens // self.config.block_size_tokens
         self._append_tokens(seq, first_tokens)
 
-    # -- a step -------------------------------------------------------------------------------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     def next_step_budget(self) -> StepBudget:
         """Return the budget that the next step would have with the current sequences."""
@@ -201,8 +204,8 @@ class Engine:
     def plan(self) -> StepPlan:
         """Plan the next step; the plan is empty if there is nothing to compute.
 
-        Admits queued sequences and preempts running ones. Admissions are in the next `take_outcome`, which may
-        be called before the step runs.
+        Admits queued sequences and preempts running ones. Admissions are in the next `take_outcome`, which
+        may be called before the step runs.
         """
         self._allocator.allocate_for_decode()
         budget = self.config.max_num_batched_tokens
@@ -223,8 +226,8 @@ class Engine:
     def plan_ahead(self, plan: StepPlan) -> StepPlan:
         """Plan the step after `plan` while `plan` is running; empty if that step depends on its result.
 
-        The new step is launched like any other. Afterwards call `apply` for `plan` and then for the new step, or
-        `step_withdrawn` if the new step was withdrawn or cannot run because `plan` has failed.
+        The new step is launched like any other. Afterwards call `apply` for `plan` and then for the new step,
+        or `step_withdrawn` if the new step was withdrawn or cannot run because `plan` has failed.
         """
         following = StepPlan(
             step_id=self._next_step_id,
@@ -244,7 +247,8 @@ class Engine:
         self.pool.step_withdrawn()
 
     def without_placeholders(self, plan: StepPlan) -> StepPlan:
-        """Return `plan`, which is in flight, with its placeholder tokens filled in and ended sequences removed.
+        """Return `plan`, which is in flight, with its placeholder tokens filled in and ended sequences
+        removed.
 
         Placeholders stand for tokens that were unknown when the step was planned ahead.
         """
@@ -254,11 +258,13 @@ class Engine:
         return StepPlan(step_id=plan.step_id, sequences=tuple(self._step_sequence(seq, 1) for seq in seqs))
 
     def seq_id_of(self, key: int) -> int:
-        """Return the `seq_id` of the request to which the running sequence `key` belongs. All samples share it."""
+        """Return the `seq_id` of the request to which the running sequence `key` belongs. All samples share
+        it."""
         return self._sequences.running[key].seq_id
 
     def apply(self, plan: StepPlan, result: StepResult) -> EngineOutcome:
-        """Apply the result of a step and return what has happened. Sequences that ended meanwhile are skipped.
+        """Apply the result of a step and return what has happened. Sequences that ended meanwhile are
+        skipped.
 
         Raises ValueError if `result` is not of `plan`.
         """
@@ -300,7 +306,7 @@ class Engine:
         self._outputs.clear()
         return outcome
 
-    # -- planning -----------------------------------------------------------------------------------------------------------------------
+    # -- planning ------------------------------------------------------------------------------------------------------
 
     def _step_sequence(self, seq: EngineSequence, num_scheduled_tokens: int) -> StepSequence:
         begin = seq.num_computed_tokens
@@ -338,7 +344,7 @@ class Engine:
             banned_token_ids=end_token_ids(sampling, self.config.eos_token_ids) if is_below_minimum else (),
         )
 
-    # -- applying -----------------------------------------------------------------------------------------------------------------------
+    # -- applying ------------------------------------------------------------------------------------------------------
 
     def _advance(self, seq: EngineSequence, num_scheduled_tokens: int) -> None:
         """Count the computed tokens, and publish the hashes of blocks that became full."""
@@ -351,7 +357,8 @@ class Engine:
             self._progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 
     def _append_tokens(self, seq: EngineSequence, tokens: Sequence[SampledToken]) -> None:
-        """Append one new token per sample. Each unfinished sample but the first forks off as a new sequence."""
+        """Append one new token per sample. Each unfinished sample but the first forks off as a new
+        sequence."""
         by_sample = {token.sample_index: token for token in tokens}
         unfinished: list[SampledToken] = []
         for sample_index in seq.sample_indices:
@@ -398,7 +405,7 @@ class Engine:
             self.queued_prefix.remove(seq.seq_id)
         self.pool.unref(seq.drop_blocks())
 
-    # -- invariants ---------------------------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check all invariants of the engine and its pool. Expensive: for tests and audits only.

@@ -1,8 +1,9 @@
-"""The engine loop: plan, execute, apply, until the worker drains. Only this part of the engine waits for the device.
+"""The engine loop: plan, execute, apply, until the worker drains. Only this part of the engine waits for the
+device.
 
-While sequences only decode, the next step is planned before the current one has ended, and queued at the device
-(`engine.scheduling.async_scheduling`). The device then has no pause between steps. If a request arrives
-meanwhile, the queued step is withdrawn, unless the device has started it.
+While sequences only decode, the next step is planned before the current one has ended, and queued at the
+device (`engine.scheduling.async_scheduling`). The device then has no pause between steps. If a request
+arrives meanwhile, the queued step is withdrawn, unless the device has started it.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ log = get_logger(__name__)
 
 
 MAX_CONSECUTIVE_FAILED_REQUESTS = 2
-"""If this many different requests fail in steps of their own, and no step succeeds in between, the device is at
-fault and not the requests."""
+"""If this many different requests fail in steps of their own, and no step succeeds in between, the device is
+at fault and not the requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class EngineUnhealthy(BatonError):
 class EngineLoop:
     """Runs one engine on one executor, in one event loop.
 
-    `add`, `cancel`, `fail` and `received` may be called at any time. They take effect between steps, in the order
-    of the calls.
+    `add`, `cancel`, `fail` and `received` may be called at any time. They take effect between steps, in the
+    order of the calls.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class EngineLoop:
     ) -> None:
         """Create a loop; `run` starts it.
 
-        deliver: called with each non-empty outcome, after planning and after applying a step. It must not block.
-            It may call methods of this loop, and must ignore sequences that it no longer knows. Tokens of
-            sequences that merely continue are delivered after the next step was launched, while the device
+        deliver: called with each non-empty outcome, after planning and after applying a step. It must not
+            block. It may call methods of this loop, and must ignore sequences that it no longer knows. Tokens
+            of sequences that merely continue are delivered after the next step was launched, while the device
             computes. An exception of `deliver` or of the engine ends `run`.
-        on_step: called with each step that ran as planned and its duration in seconds. The duration counts from
-            the end of the previous step, or from the time when there was work again. It includes planning,
-            because the decoding sequences wait for that too.
+        on_step: called with each step that ran as planned and its duration in seconds. The duration counts
+            from the end of the previous step, or from the time when there was work again. It includes
+            planning, because the decoding sequences wait for that too.
         """
         self.engine = engine
         self.executor = executor
@@ -85,13 +86,13 @@ class EngineLoop:
         self._failed_requests: set[int] = set()  # seq_ids that failed since the last success
         engine.pool.on_freed(self._wake.set)
 
-    # -- inbox --------------------------------------------------------------------------------------------------------------------------
+    # -- inbox ---------------------------------------------------------------------------------------------------------
 
     def add(self, request: SequenceRequest) -> None:
         """Queue a sequence.
 
-        Raises Refused and ValueError as `Engine.check_request` does, and Refused with DRAINING after `run` has
-        returned.
+        Raises Refused and ValueError as `Engine.check_request` does, and Refused with DRAINING after `run`
+        has returned.
         """
         if self._has_ended:
             raise Refused(
@@ -151,7 +152,7 @@ class EngineLoop:
                 before = self.engine.queued_prefix.shared_tokens(request.seq_id)
                 yield len(request.token_ids) - before, before
 
-    # -- the loop -----------------------------------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run steps until drained. Raises EngineUnhealthy if the device is at fault."""
@@ -294,8 +295,8 @@ class EngineLoop:
     async def _isolate_failing_sequences(self, plan: StepPlan, error: Exception) -> StepResult:
         """Run each sequence of the failed `plan` in a step of its own, to find those that make it fail.
 
-        Running a part again writes the same KV to the same slots. The block copies are repeated until one part
-        has run; after that their sources may have been overwritten.
+        Running a part again writes the same KV to the same slots. The block copies are repeated until one
+        part has run; after that their sources may have been overwritten.
         """
         samples: dict[int, tuple[SampledToken, ...]] = {}
         failures: dict[int, Failure] = {}

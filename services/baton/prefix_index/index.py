@@ -72,7 +72,7 @@ class PrefixIndex:
         self._cooling: list[int] = []  # slots without claims of which something is expected still
         self._expected = ExpectedBlocks(max_expected_blocks)
 
-    # -- lives --------------------------------------------------------------------------------------------------------------------------
+    # -- lives ---------------------------------------------------------------------------------------------------------
 
     def join(self, worker: WorkerRef, max_blocks: int = MAX_BLOCKS_PER_LIFE) -> None:
         """A life begins, which ends any other of that worker. `max_blocks`: the size of its pool; it is
@@ -117,7 +117,7 @@ class PrefixIndex:
             heappush(self._free_slots, slot)
         return max_claims - left
 
-    # -- what workers say ---------------------------------------------------------------------------------------------------------------
+    # -- what workers say ----------------------------------------------------------------------------------------------
 
     def stored(self, worker: WorkerRef, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """The worker holds these now. Ignored for a life that has not joined; a claim that is known already
@@ -153,7 +153,7 @@ class PrefixIndex:
         self.num_claims -= len(gone)
         self._tidy(len(hashes))
 
-    # -- what schedulers ask and say ----------------------------------------------------------------------------------------------------
+    # -- what schedulers ask and say -----------------------------------------------------------------------------------
 
     def expect(self, worker: WorkerRef, hashes: Sequence[BlockHash], until_s: float) -> None:
         """A prompt that begins with these blocks was placed there: they count as held until `until_s`, or
@@ -191,7 +191,7 @@ class PrefixIndex:
             done |= mask
         return found
 
-    # -- what metrics ask ---------------------------------------------------------------------------------------------------------------
+    # -- what metrics ask ----------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -212,7 +212,7 @@ class PrefixIndex:
         life = self._life(worker)
         return sum(len(held) for held in life.held.values()) if life is not None else 0
 
-    # -- inside -------------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _life(self, worker: WorkerRef) -> _Life | None:
         life = self._lives.get(worker.worker_id)

@@ -283,8 +283,8 @@ def test_misuse_is_refused_by_name() -> None:
         lambda: pool.set_hash(free, A),
         lambda: pool.set_hash(used, NO_HASH),
         lambda: pool.set_hash(receives, A),
-        lambda: pool.mark_copies([used]),
-        lambda: pool.mark_copies([free]),
+        lambda: pool.mark_replicas([used]),
+        lambda: pool.mark_replicas([free]),
         pool.step_finished,
         pool.step_withdrawn,
     ]

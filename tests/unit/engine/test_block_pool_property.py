@@ -138,7 +138,7 @@ class Pools:
                 self.released([i])
         elif action == "copy":
             chosen = self.some(self.where("receiving"))
-            pool.mark_copies(chosen)
+            pool.mark_replicas(chosen)
             for i in chosen:
                 naive[i].is_copy = True
         elif action == "use":
@@ -151,7 +151,7 @@ class Pools:
         elif action == "forget":
             count = rng.randint(0, self.num_blocks)
             cold = sorted((i for i in self.where("cached") if naive[i].is_copy), key=lambda i: naive[i].goes)
-            assert pool.drop_copies(count) == len(cold[:count])
+            assert pool.evict_replicas(count) == len(cold[:count])
             for i in cold[:count]:
                 naive[i].block_hash, naive[i].is_copy, naive[i].released_at = NO_HASH, False, self.tick()
         elif action == "drop":
@@ -198,7 +198,7 @@ class Pools:
         assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined"))
         assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
         copies = [b for b in self.naive if b.is_copy and b.fill != "void"]
-        assert (pool.num_copies, pool.num_cold_copies) == (len(copies), sum(b.state == "cached" for b in copies))
+        assert (pool.num_replicas, pool.num_idle_replicas) == (len(copies), sum(b.state == "cached" for b in copies))
         assert self.generation_table.generations == [b.generation for b in self.naive]
         assert [pool.hash_of(i) for i in range(self.num_blocks)] == [b.block_hash for b in self.naive]
         here = {b.block_hash for b in self.naive} - {NO_HASH}

@@ -65,9 +65,9 @@ def test_models_that_differ_have_different_names(tmp_path: Path) -> None:
     [
         (
             {"num_hidden_layers": None, "hidden_size": 0},
-            "has no number num_hidden_layers, hidden_size, which --device emulated",
+            "has no positive integer num_hidden_layers, hidden_size; --device emulated",
         ),
-        ({"max_position_embeddings": 100}, "--max-model-len 300 is more than the model's own 100"),
+        ({"max_position_embeddings": 100}, "--max-model-len is 300; must be at most 100"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -202,8 +202,8 @@ class World:
         self.contents_of_hash |= {h: contents(tokens)[4 * i : 4 * i + 4] for i, h in enumerate(hashes)}
         held = pool.match(hashes, len(hashes))
         receiving = pool.allocate_receiving(len(hashes) - len(held)) or []
-        pool.mark_copies(receiving)
-        pool.drop_copies(max(0, pool.num_copies - max(len(receiving), pool.num_blocks // 4)))
+        pool.mark_replicas(receiving)
+        pool.evict_replicas(max(0, pool.num_replicas - max(len(receiving), pool.num_blocks // 4)))
         num_received = rng.choice([len(receiving), rng.randint(0, len(receiving))])
         for block_id, index in zip(receiving[:num_received], range(len(held), len(hashes)), strict=False):
             self.rig.executor.write(held + receiving, tokens[: 4 * index + 4], 4 * index)

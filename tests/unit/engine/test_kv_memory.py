@@ -32,7 +32,7 @@ def test_a_given_size_is_taken_as_it_is() -> None:
 
 
 def test_more_than_is_free_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory 700KiB is more than there is: \d+ MiB are free"):
+    with pytest.raises(ConfigError, match=r"--kv-memory is 700KiB; must be at most \d+ MiB: \d+ MiB are free"):
         blocks(kv_memory=700 * BLOCK, free=600 * BLOCK)
 
 
@@ -40,16 +40,14 @@ def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
     assert blocks(step_bytes=100 * BLOCK) == 450
     assert blocks(step_bytes=100 * BLOCK, num_sharing=2) == 200
     assert blocks(kv_memory=900 * BLOCK, step_bytes=100 * BLOCK) == 900
-    with pytest.raises(
-        ConfigError, match=r"more than there is: \d+ MiB are free here, of which the largest step takes \d+"
-    ):
+    with pytest.raises(ConfigError, match=r"at most \d+ MiB: \d+ MiB are free, and the largest step needs \d+"):
         blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)
 
 
 def test_less_than_one_sequence_is_refused() -> None:
     assert blocks(kv_memory=25 * BLOCK) == 25
     with pytest.raises(
-        ConfigError, match=r"holds the KV of 96 tokens, less than one sequence of 100.*--kv-memory 25KiB"
+        ConfigError, match=r"holds the KV of 96 tokens; must hold one sequence of 100.*--kv-memory to at least 25KiB"
     ):
         blocks(kv_memory=25 * BLOCK - 1)
     with pytest.raises(ConfigError, match="share of the free memory"):

@@ -58,7 +58,7 @@ async def test_refusals_come_at_once() -> None:
     with pytest.raises(Refused, match="length"):
         loop.add(sequence_request(9, range(60)))
     loop.add(sequence_request(1))
-    with pytest.raises(ValueError, match="exists"):
+    with pytest.raises(ValueError, match="already in use"):
         loop.add(sequence_request(1))
     loop.add(sequence_request(2))
     with pytest.raises(Refused) as refused:

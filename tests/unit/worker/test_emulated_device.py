@@ -69,5 +69,5 @@ def test_a_status_says_what_it_is(opened: Open) -> None:
 
 
 def test_too_little_memory_is_refused(opened: Open) -> None:
-    with pytest.raises(ConfigError, match="less than one sequence of 256"):
+    with pytest.raises(ConfigError, match="must hold one sequence of 256"):
         opened(kv_memory=2**20)

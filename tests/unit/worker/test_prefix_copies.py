@@ -24,7 +24,7 @@ assert int(MAX_PULLED_SHARE * P_BLOCKS) == NUM_BLOCKS
 
 def copies(node: Node) -> tuple[int, int]:
     node.pool.check()
-    return node.pool.num_copies, node.pool.num_cold_copies
+    return node.pool.num_replicas, node.pool.num_idle_replicas
 
 
 def hashes(made: Trio, prompt: bytes) -> list[BlockHash]:
@@ -127,7 +127,7 @@ async def test_copies_in_use_and_under_way_leave_the_rest_of_the_budget(is_slow:
             assert copies(made.p) == (12, 0)
         second = made.send(1, prompt=OTHER)
         await made.pair.settle()
-        assert made.p.pool.num_copies == NUM_BLOCKS
+        assert made.p.pool.num_replicas == NUM_BLOCKS
         made.p.executor.gate.set()
         assert await made.answered(*first) == 12 * BLOCK
         assert await made.answered(*second) == 8 * BLOCK

@@ -29,7 +29,7 @@ async def test_only_the_rest_is_computed() -> None:
         job = made.send_local()
         assert await made.answered_locally(job) == NUM_BLOCKS * BLOCK
         assert made.d.executor.plans[0].num_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
-        assert made.d.pool.num_copies == NUM_BLOCKS
+        assert made.d.pool.num_replicas == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("num_held", [0, 3, 40])

@@ -1,8 +1,7 @@
-"""A device that computes nothing and takes exactly as long as one would: its KV memory is real, its steps
-last what a cost model says.
+"""The emulated device: it waits for the predicted duration of each step instead of computing it.
 
-Workers that share a few cores do not slow each other so, and everything but the computing is what it is in
-production.
+Its KV memory is real and is transferred like that of a real model. Many emulated workers can share a few
+cores without slowing each other down, while everything but the forward pass runs as in production.
 """
 
 import asyncio
@@ -22,26 +21,33 @@ from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepR
 
 _SLOT_BYTES = 8
 _MAX_LATE_S = 0.020
-"""By how much steps that ended late may shorten those that follow. What is more was no timer but a machine
-that stood still."""
+"""A step that ended late shortens the next one by at most this time, in seconds. A longer delay means that
+the machine was suspended or overloaded, and is not made up for."""
 
 
 class EmulatedExecutor:
-    """Implements `Executor`. Each token's KV begins with its content (`content.py`), and the next token
-    follows from the last one, so a stale, foreign or torn block shows in the answer. In the first of a row of
-    steps in which a sequence samples all its KV is compared with its history, in the others its last slot and
-    one of its blocks in turn. The memory is its giver's."""
+    """Implements `Executor` without a model.
+
+    The KV of each token starts with a checksum of its prefix (`engine.kv_cache.checksum`), and the next token
+    is computed from the last checksum. A stale, foreign or torn block therefore changes the response. All KV
+    of a sequence is verified in its first decode step; every further step verifies its last slot and one more
+    block.
+    """
 
     def __init__(
         self, *, layout: KvLayout, kv: npt.NDArray[np.uint8], vocab_size: int, step_seconds: Callable[[StepPlan], float]
     ) -> None:
-        """`kv`: [num_blocks, block_bytes]. Raises LayoutMismatch if those are not the layout's blocks, or
-        have no room for the contents."""
+        """Create a device over memory that the caller owns.
+
+        kv: [num_blocks, block_bytes] KV memory.
+        step_seconds: returns the duration of a step in seconds.
+        Raises LayoutMismatch if the blocks are not of the size of `layout`, or too small for the checksums.
+        """
         num_blocks, block_bytes = kv.shape
         token_bytes = block_bytes // layout.block_size_tokens
         if block_bytes != layout.block_bytes or token_bytes < _SLOT_BYTES:
             raise LayoutMismatch(
-                f"block_bytes: the memory has {block_bytes}, the layout {layout.block_bytes}; a token needs {_SLOT_BYTES}"
+                f"block_bytes is {block_bytes}; must be {layout.block_bytes}, with at least {_SLOT_BYTES} bytes a token"
             )
         self._layout = layout
         self._kv = kv
@@ -49,25 +55,31 @@ class EmulatedExecutor:
         self._slots = tokens[:, :, :_SLOT_BYTES].view(np.uint64)[:, :, 0]
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
-        self._turns = StepQueue()
+        self._queue = StepQueue()
         self._last = LastResult()
         self._late_s = 0.0
-        self._going_on: dict[int, tuple[int, int]] = {}
-        """(KV entries, content of the last) of each sequence that sampled in the step before."""
+        self._sampled: dict[int, tuple[int, int]] = {}
+        """(KV entries, checksum of the last one) of each sequence that sampled in the preceding step, by
+        seq_id."""
 
     @property
     def layout(self) -> KvLayout:
+        """Layout of the KV memory."""
         return self._layout
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks in the KV memory."""
         return len(self._kv)
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor`. Raises KvCorrupted. Our own work is part of a step's time. By how much a step ends
-        late, the next is shorter."""
+        """Run one step and wait until its predicted duration is over. Raises KvCorrupted for wrong KV.
+
+        The time that the emulation itself takes is part of the duration. If a step ends late, the next is
+        shorter.
+        """
         loop = asyncio.get_running_loop()
-        async with self._turns.turn(plan.step_id):
+        async with self._queue.turn(plan.step_id):
             plan = self._last.fill_in(plan)
             end_s = loop.time() + self._step_seconds(plan) - self._late_s
             result = self._run(plan)
@@ -76,10 +88,11 @@ class EmulatedExecutor:
             return self._last.keep(result)
 
     def withdraw(self, step_id: int) -> bool:
-        return self._turns.withdraw(step_id)
+        """Cancel a queued step. Returns False if it is not queued."""
+        return self._queue.withdraw(step_id)
 
     async def aclose(self) -> None:
-        """Nothing to free."""
+        """Do nothing: the caller owns the memory."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         for source, destination in plan.block_copies:
@@ -87,15 +100,15 @@ class EmulatedExecutor:
         for sequence in plan.sequences:
             self._write(sequence)
         sampling = [(sequence, sequence.sample) for sequence in plan.sequences if sequence.sample is not None]
-        going_on: list[tuple[StepSequence, TokenIds]] = []
+        continued: list[tuple[StepSequence, TokenIds]] = []
         for sequence, sample in sampling:
-            if self._goes_on(sequence):
-                going_on.append((sequence, sample.history))
+            if self._continues(sequence):
+                continued.append((sequence, sample.history))
             else:
-                self._check(sequence, sample.history)
-        self._check_a_block_each(going_on, plan.step_id)
+                self._verify_all(sequence, sample.history)
+        self._verify_one_block_each(continued, plan.step_id)
         last = {sequence.seq_id: self._slot(sequence, sequence.context_len - 1) for sequence, _ in sampling}
-        self._going_on = {sequence.seq_id: (sequence.context_len, last[sequence.seq_id]) for sequence, _ in sampling}
+        self._sampled = {sequence.seq_id: (sequence.context_len, last[sequence.seq_id]) for sequence, _ in sampling}
         return StepResult(
             step_id=plan.step_id, samples={s.seq_id: self._draw(last[s.seq_id], sample) for s, sample in sampling}
         )
@@ -107,28 +120,32 @@ class EmulatedExecutor:
             block, offset = divmod(begin, self._layout.block_size_tokens)
             self._slots[sequence.block_table[block], offset] = extend(before, sequence.token_ids[0])
         else:
-            self._slots[self._places(sequence, begin, sequence.context_len)] = slots_of(sequence.token_ids, before)
+            self._slots[self._slot_indices(sequence, begin, sequence.context_len)] = slots_of(
+                sequence.token_ids, before
+            )
 
-    def _goes_on(self, sequence: StepSequence) -> bool:
-        """Whether it has nothing but its last token since the step before. Raises KvCorrupted if what was its
-        last slot has changed."""
-        num_slots, content = self._going_on.get(sequence.seq_id, (0, 0))
+    def _continues(self, sequence: StepSequence) -> bool:
+        """Return True if the sequence sampled in the preceding step and has only one new token since.
+
+        Raises KvCorrupted if its last slot has changed in between.
+        """
+        num_slots, content = self._sampled.get(sequence.seq_id, (0, 0))
         if num_slots == 0 or num_slots != sequence.kv_begin:
             return False
         if self._slot(sequence, num_slots - 1) != content:
             raise _corrupted(sequence, num_slots - 1)
         return True
 
-    def _check(self, sequence: StepSequence, history: TokenIds) -> None:
-        """Compare all its slots with its history."""
-        slots = self._slots[self._places(sequence, 0, sequence.context_len)]
+    def _verify_all(self, sequence: StepSequence, history: TokenIds) -> None:
+        """Compare all slots of a sequence with its tokens."""
+        slots = self._slots[self._slot_indices(sequence, 0, sequence.context_len)]
         if wrong := wrong_slot(slots[None], history, [START]):
             raise _corrupted(sequence, wrong[1])
 
-    def _check_a_block_each(self, sequences: Sequence[tuple[StepSequence, TokenIds]], turn: int) -> None:
-        """Compare one full block of each sequence with its history, another one at each turn."""
+    def _verify_one_block_each(self, sequences: Sequence[tuple[StepSequence, TokenIds]], step_id: int) -> None:
+        """Compare one full block of each sequence with its tokens. The block changes with the step."""
         size = self._layout.block_size_tokens
-        chosen = [(s, history, turn % (s.kv_begin // size) * size) for s, history in sequences if s.kv_begin >= size]
+        chosen = [(s, history, step_id % (s.kv_begin // size) * size) for s, history in sequences if s.kv_begin >= size]
         if not chosen:
             return
         slots = self._slots[[s.block_table[begin // size] for s, _, begin in chosen]]
@@ -146,8 +163,10 @@ class EmulatedExecutor:
         )
 
     def _allowed(self, last: int, sample: SampleRequest, sample_index: int) -> int:
-        """The token after a slot of content `last`, or the next that is not banned. Without a temperature it
-        is the same for all seeds and samples, as it is of a model."""
+        """Return the token after a slot with checksum `last`, or the next token id that is not banned.
+
+        With greedy sampling it is the same for all seeds and samples, as with a real model.
+        """
         seed, index = (0, 0) if sample.sampling.is_greedy else (sample.sampling.seed, sample_index)
         token_id = token_after(last, seed, index, sample.position, self._vocab_size)
         while token_id in sample.banned_token_ids:
@@ -158,10 +177,10 @@ class EmulatedExecutor:
         block, offset = divmod(index, self._layout.block_size_tokens)
         return int(self._slots[sequence.block_table[block], offset])
 
-    def _places(
+    def _slot_indices(
         self, sequence: StepSequence, begin: int, end: int
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """(block ids, offsets) of the slots from `begin` to `end`."""
+        """Return (block ids, offsets) of the slots `begin` to `end`."""
         blocks, offsets = np.divmod(np.arange(begin, end), self._layout.block_size_tokens)
         first = begin // self._layout.block_size_tokens
         table = np.array(sequence.block_table[first : int(blocks[-1]) + 1], dtype=np.intp)
@@ -169,4 +188,4 @@ class EmulatedExecutor:
 
 
 def _corrupted(sequence: StepSequence, slot: int) -> KvCorrupted:
-    return KvCorrupted(f"sequence {sequence.seq_id}, slot {slot} of {sequence.context_len}")
+    return KvCorrupted(f"sequence {sequence.seq_id}, slot {slot} of {sequence.context_len}: KV of another prefix")

@@ -1,5 +1,4 @@
-"""What a emulated worker needs to know of a model: its configuration and its tokenizer's name. No weight is
-read, none need be there."""
+"""The model of an emulated worker: only its configuration and tokenizer are read. Weights are not needed."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokeni
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedModel:
-    """The shape of a model whose steps are not computed. Its `model_fingerprint` is that of no real one."""
+    """The shape of a model whose steps are emulated. Its `model_fingerprint` never equals that of a real
+    model."""
 
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -26,7 +26,7 @@ class EmulatedModel:
     max_model_len: int
 
     def layout(self, block_size_tokens: int) -> KvLayout:
-        """As large as the real model's, so that as many bytes move."""
+        """Return a KV layout of the size of the real model's, so that transfers move as many bytes."""
         components = tuple(
             KvComponent(name=kind, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype)
             for kind in ("k", "v")
@@ -40,19 +40,23 @@ class EmulatedModel:
 
 
 def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int | None = None) -> EmulatedModel:
-    """Of the directory `path`, as its config.json has it in so many words: defaults that transformers would
-    add are not known here. Raises ModelError naming what is missing."""
+    """Read the model in directory `path` from its config.json.
+
+    Only values that are in the file are used; defaults of transformers are not known here. Raises ModelError
+    if the file is unreadable, lacks a value, or if `max_model_len` is more than the model supports.
+    """
     config = _read_config(path)
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
-    lacking = [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]
-    if lacking:
+    missing = [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]
+    if missing:
         raise ModelError(
-            f"{path / 'config.json'} has no number {', '.join(lacking)}, which --device emulated sizes KV by"
+            f"{path / 'config.json'} has no positive integer {', '.join(missing)}; "
+            "--device emulated needs it to size the KV"
         )
     own_len: int = config["max_position_embeddings"]
     if max_model_len is not None and max_model_len > own_len:
         raise ModelError(
-            f"--max-model-len {max_model_len} is more than the model's own {own_len} positions (max_position_embeddings)"
+            f"--max-model-len is {max_model_len}; must be at most {own_len} (max_position_embeddings of the model)"
         )
     own_dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype == "auto":
@@ -77,7 +81,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} has no readable config.json ({error}): give --model a model directory, a hub id, or demo"
         ) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path / 'config.json'} is no JSON object")
+        raise ModelError(f"{path / 'config.json'} is not a JSON object; give --model a model directory")
     return config
 
 

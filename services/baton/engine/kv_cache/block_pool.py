@@ -1,10 +1,15 @@
-"""Who uses which block of KV memory, and which content can be found again. Integers only; the memory itself
-is the executor's.
+"""The block pool: reference counts, content hashes and states of KV blocks. The executor owns the memory
+itself.
 
-Each block is in exactly one state: `receiving` or `quarantined` while a read of another worker's memory may
-write to it, else `used` while a sequence refers to it or a transfer pins it, else `cached` if its content is
-known by hash, else `free`. What was pulled out of another worker's cache is a *copy* until a second request
-has used it here: the first cached content to go (`idle_blocks`).
+Each block is in exactly one state:
+
+- `receiving` or `quarantined` while a read from another worker's memory may write to it;
+- otherwise `used` while a sequence refers to it or a transfer pins it;
+- otherwise `cached` if its content is known by hash;
+- otherwise `free`.
+
+Content that was pulled from another worker's cache is a replica until a second request has used it here. Idle
+replicas are evicted before other cached content (`engine.kv_cache.eviction`).
 """
 
 from collections import OrderedDict
@@ -21,8 +26,13 @@ from baton.engine.state.require import require
 
 
 class BlockFill(Enum):
-    """Whether a read of another worker's memory stands between a block and its use. VOID: that read came to
-    nothing, and the sequence that was to use the block has not let go of it yet."""
+    """State of the read from another worker that fills a block.
+
+    NONE: no read; the block is readable.
+    RECEIVING: a read is in progress.
+    QUARANTINED: the read was abandoned, but may still write to the block.
+    VOID: the read has failed or ended, and the sequence that was to use the block still refers to it.
+    """
 
     NONE = "none"
     RECEIVING = "receiving"
@@ -31,11 +41,10 @@ class BlockFill(Enum):
 
 
 class BlockPool:
-    """The blocks of one worker. The engine owns the references; transfers pin, land and quarantine
-    (`PinPool`, `LandingPool`).
+    """The blocks of one worker. Implements `core.interfaces.PinPool` and `ReceivingPool`.
 
-    Wrong use (a reference to a free block, a receiving that is none) raises ValueError and
-    leaves that block as it was.
+    The engine holds references. Transfers pin, receive and quarantine blocks. Wrong use, such as a reference
+    to a free block, raises ValueError and leaves that block unchanged.
     """
 
     def __init__(self, num_blocks: int, block_size_tokens: int, generation_table: GenerationTable) -> None:
@@ -46,48 +55,46 @@ class BlockPool:
         self._pins = [0] * num_blocks
         self._hash = [NO_HASH] * num_blocks
         self._fill = [BlockFill.NONE] * num_blocks
-        self._idle = EvictionQueue(num_blocks)
+        self._eviction_queue = EvictionQueue(num_blocks)
         self._by_hash: dict[BlockHash, int] = {}
-        self._same_content: dict[BlockHash, list[int]] = {}  # further blocks with that content, all of them used
+        self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
         self._num_receiving = 0
         self._num_quarantined = 0
         self._held_for_others = 0
-        self._changes: dict[BlockHash, KvEventKind] = {}  # net since last taken, so never more than twice the pool
+        self._changes: dict[BlockHash, KvEventKind] = {}  # net changes since last taken; at most twice the pool size
         self._on_freed: list[Callable[[], None]] = []
         self._steps_launched = 0
         self._steps_finished = 0
-        self._fenced: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # idle block -> last step that may still use it; oldest first
+        self._fenced: OrderedDict[int, int] = OrderedDict()  # idle block -> last step that may use it, oldest first
 
-    # -- counts -------------------------------------------------------------------------------------------------------------------------
+    # -- counts --------------------------------------------------------------------------------------------------------
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that can be handed out once no step is in flight: free ones, and cached ones that nobody
-        uses."""
-        return len(self._idle)
+        """Blocks that can be allocated when no step is in flight: free ones and idle cached ones."""
+        return len(self._eviction_queue)
 
     @property
-    def num_copies(self) -> int:
-        """Copies that are here, and those that are being read."""
-        return self._idle.num_copies
+    def num_replicas(self) -> int:
+        """Number of replicas, including those that are being received."""
+        return self._eviction_queue.num_replicas
 
     @property
-    def num_cold_copies(self) -> int:
-        """Those of them that nobody uses now: `drop_copies` can make as many free."""
-        return self._idle.num_cold
+    def num_idle_replicas(self) -> int:
+        """Number of replicas that are not in use. `evict_replicas` can free as many."""
+        return self._eviction_queue.num_idle_replicas
 
     @property
     def held_for_others(self) -> int:
-        """Blocks that only transfers keep."""
+        """Blocks that are pinned by a transfer and used by no sequence."""
         return self._held_for_others
 
     def counts(self) -> BlockCounts:
+        """Return the number of blocks in each state."""
         return BlockCounts(
             total=self.num_blocks,
-            free=self._idle.num_free,
-            cached=self._idle.num_cached,
+            free=self._eviction_queue.num_free,
+            cached=self._eviction_queue.num_cached,
             used=self.num_blocks - self.num_allocatable - self._num_receiving - self._num_quarantined,
             receiving=self._num_receiving,
             quarantined=self._num_quarantined,
@@ -95,30 +102,36 @@ class BlockPool:
         )
 
     def num_refs(self, block_id: int) -> int:
+        """Return the number of references to a block."""
         return self._refs[block_id]
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these nobody uses now."""
+        """Return how many of these blocks are not in use."""
         return sum(self._is_idle(b) for b in block_ids)
 
     def is_readable(self, block_id: int) -> bool:
-        """Whether no read stands between this block and its use."""
+        """Return True if the block does not wait for a read from another worker, and no such read may write
+        to it."""
         return self._fill[block_id] is BlockFill.NONE
 
     def on_freed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever blocks may have become allocatable, whether a sequence or a transfer freed them."""
+        """Call `callback` whenever blocks may have become allocatable, whether a sequence or a transfer freed
+        them."""
         self._on_freed.append(callback)
 
-    # -- handing out and taking back ----------------------------------------------------------------------------------------------------
+    # -- allocation and references -------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Blocks to compute into, each with a new life and one reference: none that a step in flight may
-        still read or write. None, and nothing changed, if there are not so many."""
-        chosen = list(islice((b for b in self._idle if b not in self._fenced), num_blocks))
+        """Allocate blocks to compute into. Each gets a new generation and one reference.
+
+        Blocks that a step in flight may still read or write are not allocated. Returns None, and changes
+        nothing, if fewer than `num_blocks` are available.
+        """
+        chosen = list(islice((b for b in self._eviction_queue if b not in self._fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
         for block_id in chosen:
-            self._idle.take(block_id)
+            self._eviction_queue.take(block_id)
             if self._hash[block_id] != NO_HASH:
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
@@ -126,7 +139,7 @@ class BlockPool:
         return chosen
 
     def allocate_receiving(self, num_blocks: int) -> list[int] | None:
-        """As `allocate`, to read into."""
+        """Allocate blocks to receive KV into. Otherwise as `allocate`."""
         chosen = self.allocate(num_blocks)
         for block_id in chosen or ():
             self._fill[block_id] = BlockFill.RECEIVING
@@ -134,23 +147,29 @@ class BlockPool:
         return chosen
 
     def ref(self, block_ids: Iterable[int]) -> None:
-        """One more reference on each; they must be used or cached."""
+        """Add a reference to each block. Raises ValueError for a free block."""
         for block_id in block_ids:
             self._take(block_id)
             self._count(block_id, refs=1)
 
     def unref(self, block_ids: Sequence[int]) -> None:
-        """One reference less on each. Given in a sequence's order they are released from the last on: a chain
-        is evicted from its tail."""
+        """Remove a reference from each block. Raises ValueError for a block without references.
+
+        Pass the blocks in the order of the sequence. They are released in reverse order, so that a chain is
+        evicted from its tail.
+        """
         for block_id in reversed(block_ids):
             if not self._refs[block_id]:
-                raise ValueError(f"block {block_id} has no reference to give back")
+                raise ValueError(f"block {block_id} has no reference; it cannot be unreferenced")
             self._count(block_id, refs=-1)
             self._release(block_id)
         self._notify_freed()
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Keep these for a transfer, also when their sequence is over; they must be used or cached."""
+        """Keep these blocks for a transfer, even after their sequence has ended.
+
+        Raises ValueError for a block that is free or not readable.
+        """
         for block_id in block_ids:
             if not self.is_readable(block_id):
                 raise ValueError(f"block {block_id} is {self._fill[block_id].value}; it cannot be pinned")
@@ -158,20 +177,22 @@ class BlockPool:
             self._count(block_id, pins=1)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
+        """Remove a pin from each block. Raises ValueError for a block without pins."""
         for block_id in reversed(block_ids):
             if not self._pins[block_id]:
-                raise ValueError(f"block {block_id} has no pin to give back")
+                raise ValueError(f"block {block_id} has no pin; it cannot be unpinned")
             self._count(block_id, pins=-1)
             self._release(block_id)
         self._notify_freed()
 
     def generation(self, block_id: int) -> int:
+        """Return the current generation of a block's content."""
         return self._generation_table.generation(block_id)
 
-    # -- content ------------------------------------------------------------------------------------------------------------------------
+    # -- content -------------------------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks that hold the leading ones of `hashes`, without taking a reference."""
+        """Return the blocks that hold the longest known prefix of `hashes`. Adds no reference."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -181,115 +202,138 @@ class BlockPool:
         return found
 
     def count_cached(self, hashes: Iterable[BlockHash]) -> int:
-        """How many leading blocks are here now. Nothing keeps them here."""
+        """Return how many leading blocks are in the pool now. Adds no reference, so they may be evicted."""
         return len(self.lookup(hashes))
 
     def match(self, hashes: Iterable[BlockHash], max_blocks: int) -> list[int]:
-        """At most `max_blocks` leading blocks, with a reference on each."""
+        """Return at most `max_blocks` leading blocks of `hashes`, with a reference added to each."""
         found = self.lookup(islice(hashes, max_blocks))
         self.ref(found)
         return found
 
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
-        """The block is full, computed and final: others may share it, and nobody writes it any more."""
+        """Publish the hash of a full block whose content is final, so that other sequences can share it.
+
+        Raises ValueError if the block has a hash already, is not in use, or is not readable.
+        """
         is_in_use = self.is_readable(block_id) and (self._refs[block_id] or self._pins[block_id])
         if self._hash[block_id] != NO_HASH or block_hash == NO_HASH or not is_in_use:
-            raise ValueError(f"block {block_id} cannot take hash {block_hash.hex()}: it has one or is not in use")
+            raise ValueError(f"hash {block_hash.hex()} cannot be set: block {block_id} has a hash or is not in use")
         self._publish(block_id, block_hash)
 
     def hash_of(self, block_id: int) -> BlockHash:
-        """NO_HASH: its content is not (yet) shared."""
+        """Return the published hash of a block; NO_HASH if it has none."""
         return self._hash[block_id]
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """The content of these is in doubt, and no other sequence uses it: it is not found by hash any more,
-        and as the blocks' life ends no read of them is proven."""
+        """Withdraw blocks whose content may be wrong. No other sequence may use them.
+
+        They can no longer be found by hash. Their generation ends, so a remote read of them fails validation.
+        """
         for block_id in block_ids:
             if self._hash[block_id] != NO_HASH:
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
 
     def hashes(self) -> list[BlockHash]:
-        """All content that can be found here, for a snapshot."""
+        """Return the hashes of all content in the pool, for a snapshot."""
         return list(self._by_hash)
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """What has come (STORED) and gone (EVICTED) since the last call, net: content that came and went
-        again is not named."""
+        """Return the net changes since the last call: content that was STORED or EVICTED.
+
+        Content that was stored and evicted again in between is not reported.
+        """
         events = [(kind, block_hash) for block_hash, kind in self._changes.items()]
         self._changes.clear()
         return events
 
-    # -- copies -------------------------------------------------------------------------------------------------------------------------
+    # -- replicas ------------------------------------------------------------------------------------------------------
 
-    def mark_copies(self, block_ids: Sequence[int]) -> None:
-        """What lands in these is a copy: until a second request uses it, or until it is not here any more."""
+    def mark_replicas(self, block_ids: Sequence[int]) -> None:
+        """Mark receiving blocks as replicas until a second request uses them or they are evicted.
+
+        Raises ValueError for a block that is not receiving.
+        """
         for block_id in block_ids:
             if self._fill[block_id] is not BlockFill.RECEIVING:
-                raise ValueError(f"block {block_id} is not receiving; it cannot become a copy")
-            self._idle.mark_copy(block_id)
+                raise ValueError(f"block {block_id} is not receiving; it cannot become a replica")
+            self._eviction_queue.mark_replica(block_id)
 
     def count_use(self, block_ids: Iterable[int]) -> None:
-        """A request has found these in the cache. A copy's first use is that of the request that it was
-        brought for; the second proves it worth keeping: from then on it is cached like any other."""
+        """Count a request that has found these blocks in the cache.
+
+        The first use of a replica is by the request for which it was pulled. With the second use it is no
+        longer a replica, and is cached like any other block.
+        """
         for block_id in block_ids:
-            self._idle.count_use(block_id)
+            self._eviction_queue.count_use(block_id)
 
-    def drop_copies(self, max_blocks: int) -> int:
-        """At most so many idle copies become free, the least recently used ones; returns how many."""
-        dropped = self._idle.coldest(max_blocks)
-        for block_id in dropped:
-            self._idle.take(block_id)
+    def evict_replicas(self, max_blocks: int) -> int:
+        """Evict at most `max_blocks` idle replicas, least recently used first. Returns how many."""
+        evicted = self._eviction_queue.oldest_replicas(max_blocks)
+        for block_id in evicted:
+            self._eviction_queue.take(block_id)
             self._forget_content(block_id)
-            self._idle.put(block_id, has_content=False)
-        return len(dropped)
+            self._eviction_queue.put(block_id, has_content=False)
+        return len(evicted)
 
-    # -- receiving (LandingPool) ----------------------------------------------------------------------------------------------------------
+    # -- receiving (ReceivingPool) -------------------------------------------------------------------------------------
 
     def mark_received(self, block_id: int, block_hash: BlockHash) -> None:
-        """See LandingPool. If its sequence is over the block stays as cache, or is free if it has no hash."""
+        """Record that a receiving block was filled and its read was validated.
+
+        block_hash: published for the block; NO_HASH for a partial last block, which is not shared.
+        If its sequence has ended, the block is cached, or free without a hash.
+        """
         self._end_receiving(block_id, BlockFill.NONE)
         if block_hash != NO_HASH:
             self._publish(block_id, block_hash)
         else:
-            self._idle.end_copy(block_id)  # another request will not find it
+            self._eviction_queue.unmark_replica(block_id)  # another request will not find it
         self._release(block_id)
         self._notify_freed()
 
     def drop_receiving(self, block_ids: Sequence[int]) -> None:
-        """See LandingPool. While its sequence has not let go, a block stays used."""
+        """End the reception of blocks that will not be filled, and to which no read can write.
+
+        A block to which a sequence still refers stays in use.
+        """
         for block_id in reversed(block_ids):
             self._end_receiving(block_id, BlockFill.VOID)
-            self._idle.end_copy(block_id)
+            self._eviction_queue.unmark_replica(block_id)
             self._release(block_id)
         self._notify_freed()
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """See LandingPool."""
+        """Take receiving blocks out of use until `end_quarantine`: an abandoned read may still write to
+        them."""
         for block_id in block_ids:
             self._end_receiving(block_id, BlockFill.QUARANTINED)
             self._num_quarantined += 1
 
     def end_quarantine(self, block_ids: Sequence[int]) -> None:
-        """See LandingPool."""
+        """Return quarantined blocks to use. Raises ValueError for a block that is not quarantined."""
         for block_id in reversed(block_ids):
             if self._fill[block_id] is not BlockFill.QUARANTINED:
                 raise ValueError(f"block {block_id} is not quarantined")
             self._fill[block_id] = BlockFill.VOID
-            self._idle.end_copy(block_id)
+            self._eviction_queue.unmark_replica(block_id)
             self._num_quarantined -= 1
             self._release(block_id)
         self._notify_freed()
 
-    # -- fence --------------------------------------------------------------------------------------------------------------------------
+    # -- fence ---------------------------------------------------------------------------------------------------------
 
     def step_launched(self) -> None:
-        """From now on the device may read and write blocks that are in use now, until as many steps have
-        finished."""
+        """Record that a step was given to the device. It may access all blocks that are in use now.
+
+        Blocks that become idle are not reallocated until the step has finished.
+        """
         self._steps_launched += 1
 
     def step_withdrawn(self) -> None:
-        """The step that was launched last has no result: it was not run, or has ended."""
+        """Record that the step that was launched last was not run, or has ended without result."""
         if self._steps_finished == self._steps_launched:
             raise ValueError("no step is in flight")
         self._steps_launched -= 1
@@ -298,22 +342,24 @@ class BlockPool:
         self._lift_fence()
 
     def step_finished(self) -> None:
-        """The oldest step in flight has completed on the device."""
+        """Record that the oldest step in flight has ended on the device."""
         if self._steps_finished == self._steps_launched:
             raise ValueError("no step is in flight")
         self._steps_finished += 1
         self._lift_fence()
 
-    # -- invariants ---------------------------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises AssertionError naming the first invariant that does not hold. Reads the whole pool: for
-        tests and audits."""
+        """Check all invariants. Reads the whole pool: for tests and audits only.
+
+        Raises AssertionError naming the first invariant that does not hold.
+        """
         idle = {b for b in range(self.num_blocks) if self._is_idle(b)}
         require(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
-        coming = {b for b in range(self.num_blocks) if self._fill[b] in (BlockFill.RECEIVING, BlockFill.QUARANTINED)}
-        self._idle.check(
-            idle=idle, contents={b for b in range(self.num_blocks) if self._hash[b] != NO_HASH}, coming=coming
+        incoming = {b for b in range(self.num_blocks) if self._fill[b] in (BlockFill.RECEIVING, BlockFill.QUARANTINED)}
+        self._eviction_queue.check(
+            idle=idle, contents={b for b in range(self.num_blocks) if self._hash[b] != NO_HASH}, incoming=incoming
         )
         require(self._fenced.keys() <= idle, "a block in use is fenced")
         require(
@@ -329,18 +375,20 @@ class BlockPool:
             require(self._refs[b] >= 0 and self._pins[b] >= 0, f"block {b} has negative counts")
             require(
                 self.is_readable(b) or (self._hash[b] == NO_HASH and not self._pins[b]),
-                f"block {b} is seen before it has landed",
+                f"block {b} is published or pinned before it was received",
             )
-            require(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and nobody's")
+            require(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and has no reference")
         found = [*self._by_hash.items(), *((h, b) for h, more in self._same_content.items() for b in more)]
-        require(all(self._hash[b] == h for h, b in found), "a hash finds a block of other content")
-        require(len(found) == sum(h != NO_HASH for h in self._hash), "a block's hash is not found, or twice")
+        require(all(self._hash[b] == h for h, b in found), "a hash leads to a block with another hash")
+        require(
+            len(found) == sum(h != NO_HASH for h in self._hash), "a block is not found by its hash, or is found twice"
+        )
         require(
             not any(self._is_idle(b) for more in self._same_content.values() for b in more),
-            "an idle block repeats another's content",
+            "an idle block has the same content as another",
         )
 
-    # -- inside -------------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _is_idle(self, block_id: int) -> bool:
         return not self._refs[block_id] and not self._pins[block_id] and self.is_readable(block_id)
@@ -349,15 +397,15 @@ class BlockPool:
         return self._pins[block_id] > 0 and not self._refs[block_id]
 
     def _take(self, block_id: int) -> None:
-        """Before a cached block is used again. Raises ValueError if it is free."""
+        """Take a cached block out of the eviction queue. Raises ValueError if the block is free."""
         if self._is_idle(block_id):
-            if self._idle.is_free(block_id):
-                raise ValueError(f"block {block_id} is free; its content is not there")
-            self._idle.take(block_id)
+            if self._eviction_queue.is_free(block_id):
+                raise ValueError(f"block {block_id} is free; it has no content to share")
+            self._eviction_queue.take(block_id)
             self._fenced.pop(block_id, None)  # it has a hash, so no step writes it
 
     def _release(self, block_id: int) -> None:
-        """After a reference, a pin or a read has ended: the block may be idle now."""
+        """Put the block into the eviction queue if no reference, pin or read is left."""
         if (
             self._refs[block_id]
             or self._pins[block_id]
@@ -366,8 +414,8 @@ class BlockPool:
             return
         self._fill[block_id] = BlockFill.NONE
         if self._hash[block_id] != NO_HASH and self._hash[block_id] in self._same_content:
-            self._forget_content(block_id)  # another block in use has it too
-        self._idle.put(block_id, has_content=self._hash[block_id] != NO_HASH)
+            self._forget_content(block_id)  # another block in use has the same content
+        self._eviction_queue.put(block_id, has_content=self._hash[block_id] != NO_HASH)
         if self._steps_launched > self._steps_finished:
             self._fenced[block_id] = self._steps_launched
 
@@ -381,9 +429,9 @@ class BlockPool:
         self._changed(block_hash, KvEventKind.STORED)
 
     def _forget_content(self, block_id: int) -> None:
-        """The block has no hash any more; the content is gone from here if no other block has it."""
+        """Remove the block's hash. The content is evicted if no other block has it."""
         block_hash, self._hash[block_id] = self._hash[block_id], NO_HASH
-        self._idle.end_copy(block_id)
+        self._eviction_queue.unmark_replica(block_id)
         others = [b for b in (self._by_hash[block_hash], *self._same_content.pop(block_hash, ())) if b != block_id]
         if others:
             self._by_hash[block_hash] = others[0]

@@ -1,5 +1,7 @@
-"""Which of the blocks that nobody uses is handed out next, and which blocks are copies: the worker that they
-came from has them, too."""
+"""The order in which idle blocks are reallocated, and the set of replicas.
+
+A replica is content that was pulled from another worker, which probably still has it.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -9,98 +11,104 @@ from baton.engine.state.require import require
 
 
 class EvictionQueue:
-    """Free blocks first, the longest free one ahead; then idle copies, and then what else is cached, the
-    least recently used one ahead.
+    """Idle blocks in the order of reallocation: free blocks, then idle replicas, then other cached blocks.
 
-    A block is marked as a copy while it is on its way here, and from then on until a second request has used
-    it or its content is gone.
+    Within each group the least recently used block comes first. A block is a replica from the time when it is
+    being received until a second request has used it or its content is gone.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._idle_replicas: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._copies: dict[int, bool] = {}  # idle or not -> whether a request has used it here
+        self._replicas: dict[int, bool] = {}  # replica, idle or in use -> True after its first use
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self._free, self._cold, self._cached)
+        return chain(self._free, self._idle_replicas, self._cached)
 
     def __len__(self) -> int:
         return self.num_free + self.num_cached
 
     @property
     def num_free(self) -> int:
+        """Number of idle blocks without content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        return len(self._cold) + len(self._cached)
+        """Number of idle blocks with content, replicas included."""
+        return len(self._idle_replicas) + len(self._cached)
 
     @property
-    def num_copies(self) -> int:
-        """Also those in use, and those on their way."""
-        return len(self._copies)
+    def num_replicas(self) -> int:
+        """Number of replicas, including those in use and those that are being received."""
+        return len(self._replicas)
 
     @property
-    def num_cold(self) -> int:
-        """Idle copies."""
-        return len(self._cold)
+    def num_idle_replicas(self) -> int:
+        """Number of replicas that are idle."""
+        return len(self._idle_replicas)
 
     def is_free(self, block_id: int) -> bool:
+        """Return True if the block is idle and has no content."""
         return block_id in self._free
 
     def put(self, block_id: int, *, has_content: bool) -> None:
-        """Nobody uses it any more."""
+        """Add a block that has become idle, as the most recently used of its group."""
         if not has_content:
             self._free[block_id] = None
-        elif block_id in self._copies:
-            self._cold[block_id] = None
+        elif block_id in self._replicas:
+            self._idle_replicas[block_id] = None
         else:
             self._cached[block_id] = None
 
     def take(self, block_id: int) -> None:
-        """Somebody uses it from now on."""
-        for blocks in (self._free, self._cached, self._cold):
+        """Remove a block that will be used. Raises ValueError if it is not idle."""
+        for blocks in (self._free, self._cached, self._idle_replicas):
             if block_id in blocks:
                 del blocks[block_id]
                 return
         raise ValueError(f"block {block_id} is not idle")
 
-    def mark_copy(self, block_id: int) -> None:
-        self._copies[block_id] = False
+    def mark_replica(self, block_id: int) -> None:
+        """Mark a block that is being received as a replica."""
+        self._replicas[block_id] = False
 
-    def end_copy(self, block_id: int) -> None:
-        """Its content is gone, or will not come. Nothing if it is no copy."""
-        self._copies.pop(block_id, None)
+    def unmark_replica(self, block_id: int) -> None:
+        """Record that a block's content is gone or will not arrive. Does nothing if it is no replica."""
+        self._replicas.pop(block_id, None)
 
     def count_use(self, block_id: int) -> None:
-        """A request has found it here. Nothing if it is no copy."""
-        was_used = self._copies.get(block_id)
+        """Count a request that found the block in the cache. The second use ends its time as a replica."""
+        was_used = self._replicas.get(block_id)
         if was_used is None:
             return
         if not was_used:
-            self._copies[block_id] = True
+            self._replicas[block_id] = True
             return
-        del self._copies[block_id]
-        if block_id in self._cold:
-            del self._cold[block_id]
+        del self._replicas[block_id]
+        if block_id in self._idle_replicas:
+            del self._idle_replicas[block_id]
             self._cached[block_id] = None
 
-    def coldest(self, max_blocks: int) -> list[int]:
-        """At most so many idle copies, in order."""
-        return list(islice(self._cold, max_blocks))
+    def oldest_replicas(self, max_blocks: int) -> list[int]:
+        """Return at most `max_blocks` idle replicas, least recently used first."""
+        return list(islice(self._idle_replicas, max_blocks))
 
-    def check(self, *, idle: set[int], contents: set[int], coming: set[int]) -> None:
-        """Raises AssertionError naming the first invariant that does not hold. `idle`: blocks that nobody
-        uses; `contents`: blocks, idle or not, whose content is known by hash; `coming`: blocks that are being
-        read into."""
-        require(self._free.keys() == idle - contents, "the idle blocks without content are not exactly the free ones")
+    def check(self, *, idle: set[int], contents: set[int], incoming: set[int]) -> None:
+        """Check the queue against the pool. Raises AssertionError naming the first violation.
+
+        idle: blocks that are not in use.
+        contents: blocks, idle or not, whose content is known by hash.
+        incoming: blocks that are receiving or quarantined.
+        """
+        require(self._free.keys() == idle - contents, "the free blocks are not exactly the idle blocks without content")
         require(
-            self._cold.keys() == idle & contents & self._copies.keys(),
-            "the idle copies with content are not exactly the cold ones",
+            self._idle_replicas.keys() == idle & contents & self._replicas.keys(),
+            "the queued replicas are not exactly the idle replicas with content",
         )
         require(
-            self._cached.keys() == (idle & contents) - self._copies.keys(),
-            "the other idle ones are not exactly the cached ones",
+            self._cached.keys() == (idle & contents) - self._replicas.keys(),
+            "the cached blocks are not exactly the other idle blocks with content",
         )
-        require(self._copies.keys() <= contents | coming, "a copy has no content, and none is coming")
+        require(self._replicas.keys() <= contents | incoming, "a replica has no content and is not being received")

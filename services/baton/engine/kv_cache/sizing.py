@@ -1,4 +1,4 @@
-"""How many KV blocks a worker can have in the memory that there is. Knows no tensors."""
+"""Computes how many KV blocks fit into the available memory. Uses no tensors."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -12,11 +12,11 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.runtime.config.byte_sizes import format_size
 
 HOST_SHARE = 0.5
-"""Of the memory that is free beside the model and its largest step, for KV; the rest is left to other
+"""Share of the host memory left after weights and peak activations that is used for KV. The rest is for other
 processes and the page cache."""
 DEVICE_SHARE = 0.9
-"""The same of a GPU's, where recorded steps and libraries take some, later. As vLLM leaves by default; not
-tried here."""
+"""The same share of GPU memory. The rest is for CUDA graphs and libraries, which allocate later. The value is
+vLLM's default; it was not tuned."""
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
@@ -27,29 +27,34 @@ _CGROUP_FILES = (
         ("total_inactive_file", "total_active_file"),
     ),
 )
-"""Of version 2, and of 1: limit, what is taken, and how much of that is files that the kernel keeps (weights
-just read) and gives up for whoever asks."""
+"""Files of cgroup version 2 and 1: limit, usage, and statistics with the names of the page cache counters.
+The kernel frees the page cache (weights that were just read, for example) when memory is needed."""
 
 
 def free_host_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory of this machine that can still be taken, within the limit of this process's cgroup."""
+    """Return the free memory of this machine in bytes, within the limit of this process's cgroup."""
     free, left = int(psutil.virtual_memory().available), left_in_cgroup_bytes(cgroup)
     return free if left is None else max(0, min(free, left))
 
 
 def left_in_cgroup_bytes(cgroup: Path = _CGROUP) -> int | None:
-    """What the limit of this process's cgroup leaves; None where there is none. Without one version 1 has
-    more than any machine."""
-    for limit, current, stat, kept in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # not of this version, or "max"
+    """Return how many bytes the limit of this process's cgroup leaves, or None without a limit.
+
+    Under cgroup version 1 an unlimited group reports a limit larger than any machine, which has the same
+    effect.
+    """
+    for limit, current, stat, page_cache in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # another cgroup version, or the limit is "max"
             return (
-                int((cgroup / limit).read_text()) - int((cgroup / current).read_text()) + _sum_of(cgroup / stat, kept)
+                int((cgroup / limit).read_text())
+                - int((cgroup / current).read_text())
+                + _sum_of(cgroup / stat, page_cache)
             )
     return None
 
 
 def _sum_of(stat: Path, names: Collection[str]) -> int:
-    """Bytes under these names in lines of NAME BYTES; 0 where there is no such file."""
+    """Return the sum of the named values in a file of `NAME BYTES` lines; 0 if the file is missing."""
     try:
         lines = stat.read_text().splitlines()
     except OSError:
@@ -68,20 +73,24 @@ def num_kv_blocks(
     num_sharing: int = 1,
     kv_memory: int | None = None,
 ) -> int:
-    """Blocks that fit into `kv_memory` bytes, or without it into this worker's part of a share of what is
-    free: `free` bytes, between `num_sharing` workers, of which the largest step of each takes `step_bytes`.
+    """Return the number of KV blocks of one worker.
 
-    Without `kv_memory` there are never more blocks than `max_num_seqs` sequences of full length can use.
-    Raises ConfigError if not even one such sequence fits, or if more is asked for than is free.
+    free: free memory in bytes, shared by `num_sharing` workers.
+    step_bytes: peak activations of the largest step, per worker.
+    share: share of the remaining memory that is used for KV.
+    kv_memory: size in bytes that was configured; replaces the share.
+
+    Without `kv_memory`, never more blocks than `max_num_seqs` sequences of `max_model_len` can use. Raises
+    ConfigError if one sequence of `max_model_len` does not fit, or if `kv_memory` is more than what is free.
     """
     if num_sharing < 1:
-        raise ValueError(f"num_sharing is {num_sharing}")
+        raise ValueError(f"num_sharing is {num_sharing}; must be at least 1")
     least = num_blocks_for(max_model_len, layout.block_size_tokens)
     if kv_memory is not None:
         if kv_memory > free - step_bytes:
             raise ConfigError(
-                f"--kv-memory {format_size(kv_memory)} is more than there is: {free >> 20} MiB are free here, of which the largest step "
-                f"takes {step_bytes >> 20}; give less"
+                f"--kv-memory is {format_size(kv_memory)}; must be at most {max(0, free - step_bytes) >> 20} MiB: "
+                f"{free >> 20} MiB are free, and the largest step needs {step_bytes >> 20} MiB"
             )
         blocks = kv_memory // layout.block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
@@ -91,7 +100,8 @@ def num_kv_blocks(
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:
         raise ConfigError(
-            f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens, less than one sequence of {max_model_len}: give at least "
-            f"--kv-memory {format_size(least * layout.block_bytes)}, or a smaller --max-model-len"
+            f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens; must hold one sequence of "
+            f"{max_model_len}: set --kv-memory to at least {format_size(least * layout.block_bytes)}, "
+            "or lower --max-model-len"
         )
     return blocks

@@ -14,8 +14,8 @@ from baton.engine.state.sequence_table import SequenceTable
 class BlockAllocator:
     """Allocates the blocks of one pool: first to running sequences for their next token, then to queued ones.
 
-    copies: (source, destination) blocks that the current plan must copy. The allocator holds a reference to each
-        source until `release_copies`.
+    copies: (source, destination) blocks that the current plan must copy. The allocator holds a reference to
+        each source until `release_copies`.
     admissions: admissions since the engine last took them.
     """
 
@@ -45,12 +45,14 @@ class BlockAllocator:
     def admit(self, budget: int) -> list[tuple[EngineSequence, int]]:
         """Admit queued sequences in order: each gets the blocks of all its tokens.
 
-        Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in all.
+        Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in
+        all.
 
         - A sequence that does not get its blocks blocks those behind it.
-        - If only the token budget is used up, a prefill keeps its claim on blocks. Pulled sequences, which need no
-          tokens in this step, may overtake it.
-        - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake them.
+        - If only the token budget is used up, a prefill keeps its claim on blocks. Pulled sequences, which
+          need no tokens in this step, may overtake it.
+        - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake
+          them.
         """
         scheduled: list[tuple[EngineSequence, int]] = []
         slots = self._config.max_num_seqs - sum(seq.num_slots for seq in self._sequences.admitted())

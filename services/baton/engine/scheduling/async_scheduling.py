@@ -1,8 +1,10 @@
-"""Async scheduling: plans the next step while the current one runs, so that the device does not wait for the host.
+"""Async scheduling: plans the next step while the current one runs, so that the device does not wait for the
+host.
 
-Only decodes are planned ahead, one token per sequence. Everything else (prefill, forks of samples, preemption) waits
-for the result of the current step. A sequence that turns out to have ended is in one step too many. The result of
-that step is ignored for it, and the pool's fence keeps its blocks from being reallocated until the step has ended.
+Only decodes are planned ahead, one token per sequence. Everything else (prefill, forks of samples,
+preemption) waits for the result of the current step. A sequence that turns out to have ended is in one step
+too many. The result of that step is ignored for it, and the pool's fence keeps its blocks from being
+reallocated until the step has ended.
 """
 
 from collections.abc import Iterable
@@ -24,8 +26,8 @@ def plan_next_decode(
 ) -> list[EngineSequence]:
     """Return the sequences that decode in the step after `plan`, while `plan` is running.
 
-    Each has a block for its token; missing blocks are allocated here. Empty if the next step depends on the result
-    of `plan`, or if all sequences end with it.
+    Each has a block for its token; missing blocks are allocated here. Empty if the next step depends on the
+    result of `plan`, or if all sequences end with it.
     """
     if sequences.queue or plan.block_copies or not sequences.running.keys() <= {part.seq_id for part in plan.sequences}:
         return []
@@ -44,7 +46,8 @@ def plan_next_decode(
 
 
 class LastResult:
-    """Keeps the result of the last successful step, to fill in the placeholders of the step that follows it."""
+    """Keeps the result of the last successful step, to fill in the placeholders of the step that follows
+    it."""
 
     def __init__(self) -> None:
         self._last: StepResult | None = None
@@ -52,8 +55,8 @@ class LastResult:
     def fill_in(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, which starts now, with the tokens that the preceding step has drawn.
 
-        Sequences that failed in that step are removed. Raises NothingToFollow if `plan` follows a step other than
-        the last successful one.
+        Sequences that failed in that step are removed. Raises NothingToFollow if `plan` follows a step other
+        than the last successful one.
         """
         last, self._last = self._last, None
         if plan.follows is None:
@@ -82,7 +85,8 @@ def _with_tokens(parts: Iterable[StepSequence], before: StepResult) -> Iterable[
 def _ensure_block(seq: EngineSequence, pool: BlockPool) -> bool:
     """Allocate a block for the token after the next, if it is missing. Returns False if no block is free.
 
-    Unlike in `BlockAllocator`, no copy is needed: the block of the next token is not shared with other samples.
+    Unlike in `BlockAllocator`, no copy is needed: the block of the next token is not shared with other
+    samples.
     """
     if len(seq.token_ids) // pool.block_size_tokens < len(seq.block_table):
         return True

@@ -1,7 +1,7 @@
 """Pure functions that order sequences and divide the token budget of a step between them.
 
-There is no separate prefill or decode phase. A sequence has some tokens whose KV is not computed, and a step computes
-a part of them.
+There is no separate prefill or decode phase. A sequence has some tokens whose KV is not computed, and a step
+computes a part of them.
 """
 
 from collections.abc import Iterable
@@ -11,20 +11,23 @@ from baton.engine.state.sequence import EngineSequence
 
 
 def admission_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """Return queued sequences in the order of admission: preempted ones first, then by priority and arrival."""
+    """Return queued sequences in the order of admission: preempted ones first, then by priority and
+    arrival."""
     return sorted(waiting, key=lambda seq: (seq.state is not SequenceState.PREEMPTED, seq.sort_key))
 
 
 def decode_order(running: Iterable[EngineSequence]) -> list[EngineSequence]:
     """Return the decoding sequences, highest priority first.
 
-    They get blocks in this order, and victims are taken from the end, so a sequence that got a block is not preempted later.
+    They get blocks in this order, and victims are taken from the end, so a sequence that got a block is not
+    preempted later.
     """
     return sorted((seq for seq in running if seq.num_uncomputed_tokens == 1), key=lambda seq: seq.sort_key)
 
 
 def preemption_victim(running: Iterable[EngineSequence]) -> EngineSequence | None:
-    """Return the sequence to preempt: the one with the lowest priority (highest number), then the latest arrival.
+    """Return the sequence to preempt: the one with the lowest priority (highest number), then the latest
+    arrival.
 
     None if no sequence may be preempted.
     """
@@ -50,8 +53,8 @@ def split_budget(
 def _chunk(seq: EngineSequence, budget: int, max_num_batched_tokens: int) -> int:
     """Return how many tokens of `seq` to schedule.
 
-    The last chunk of a long prompt is limited to a sixth of the prompt if another worker reads its KV. The reader
-    then has about four fifths of the KV when the prompt is done. Long means: at least four chunks.
+    The last chunk of a long prompt is limited to a sixth of the prompt if another worker reads its KV. The
+    reader then has about four fifths of the KV when the prompt is done. Long means: at least four chunks.
     """
     num_tokens = min(seq.num_uncomputed_tokens, budget)
     sixth = len(seq.token_ids) // 6

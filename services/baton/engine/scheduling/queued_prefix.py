@@ -13,7 +13,8 @@ from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
 class QueuedPrefixEstimate:
     """Tracks prompts from `add` until their request has ended.
 
-    This is an estimate: a shared prefix may be evicted, or the request that would compute it may be cancelled.
+    This is an estimate: a shared prefix may be evicted, or the request that would compute it may be
+    cancelled.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -46,7 +47,8 @@ class QueuedPrefixEstimate:
                 del self._num_of[block_hash]
 
     def shared_tokens(self, seq_id: int) -> int:
-        """Return the leading prompt tokens that were cached at `add`, or that an earlier prompt will compute."""
+        """Return the leading prompt tokens that were cached at `add`, or that an earlier prompt will
+        compute."""
         return self._shared_tokens.get(seq_id, 0)
 
     def __len__(self) -> int:

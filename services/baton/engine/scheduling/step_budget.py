@@ -6,8 +6,9 @@ the length of a step that carries prefill and decode (a mixed step):
 - The stall-free rule, `core.step_cost.stall_free_step_s`: a mixed step may take a fixed multiple of a
   decode-only step, or more if many prompts are queued. The scheduler predicts with the same function.
 - The SLO slack: if every decoding sequence has a TPOT SLO, a step may use a share of the time that the
-  sequences are ahead of it. A TPOT SLO limits the mean gap of a response, so a response that is ahead can wait
-  while a prompt is computed in one large step. Every wait reduces the slack that is left (least-laxity-first).
+  sequences are ahead of it. A TPOT SLO limits the mean gap of a response, so a response that is ahead can
+  wait while a prompt is computed in one large step. Every wait reduces the slack that is left
+  (least-laxity-first).
 
 `plan` is the only entry point that sizes a step. It is a pure function.
 
@@ -24,14 +25,15 @@ from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.sequence import EngineSequence
 
 SLO_TARGET_SHARE = 0.9
-"""Sequences are kept within this share of their TPOT SLO. The rest covers the path to the client and steps that
-take longer than predicted. A sequence that is beyond this share, but can still meet its SLO, gets no delay."""
+"""Sequences are kept within this share of their TPOT SLO. The rest covers the path to the client and steps
+that take longer than predicted. A sequence that is beyond this share, but can still meet its SLO, gets no
+delay."""
 SLACK_SHARE_PER_STEP = 0.25
 """One step uses at most this share of the smallest slack. The rest is left for prompts that arrive later, and
 for steps that get longer because more sequences decode."""
 EXPECTED_OUTPUT_SHARE = 0.25
-"""A sequence that may end with an end-of-text token is expected to produce this share of a mean response. Slack
-is recovered in later tokens, so tokens that may not come are not counted. The value is an estimate."""
+"""A sequence that may end with an end-of-text token is expected to produce this share of a mean response.
+Slack is recovered in later tokens, so tokens that may not come are not counted. The value is an estimate."""
 
 PrefillPart = tuple[int, int]
 """(tokens to compute, tokens before them) of one prompt."""

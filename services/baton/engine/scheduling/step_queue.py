@@ -17,7 +17,8 @@ class StepQueue:
     async def turn(self, step_id: int) -> AsyncIterator[None]:
         """Wait for the preceding step; the body of the `async with` runs the step.
 
-        Raises CancelledError if the step was withdrawn before, and RuntimeError if another step is queued already.
+        Raises CancelledError if the step was withdrawn before, and RuntimeError if another step is queued
+        already.
         """
         if self._is_running:
             await self._wait(step_id)

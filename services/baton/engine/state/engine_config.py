@@ -77,7 +77,7 @@ def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: i
     if needed > num_blocks:
         raise no_capacity(
             Reason.NO_CAPACITY,
-            f"prompt and max_tokens need {needed} KV blocks; this worker has {num_blocks}: send or ask for fewer tokens",
+            f"prompt and max_tokens need {needed} KV blocks; this worker has {num_blocks}: use fewer tokens",
         )
 
 

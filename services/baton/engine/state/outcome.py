@@ -29,7 +29,8 @@ class AdmittedSequence:
 class PrefillProgress:
     """Progress of a `prefill_only` sequence.
 
-    The KV of its first `num_computed_tokens` tokens is written, and the hashes of its full blocks are published.
+    The KV of its first `num_computed_tokens` tokens is written, and the hashes of its full blocks are
+    published.
     """
 
     seq_id: int
@@ -40,10 +41,11 @@ class PrefillProgress:
 class SequenceOutput:
     """New tokens of one sample, or its end.
 
-    output_index: position of the first new token in the response, over all attempts of the request; starts at 0.
-    finish, failure: one of them is set in the last output of a sample. Every sample that is not cancelled gets
-        exactly one. Exception: a `prefill_only` sequence ends with its first token, and has a `finish` only if
-        that token ends the response.
+    output_index: position of the first new token in the response, over all attempts of the request; starts at
+        0.
+    finish, failure: one of them is set in the last output of a sample. Every sample that is not cancelled
+        gets exactly one. Exception: a `prefill_only` sequence ends with its first token, and has a `finish`
+        only if that token ends the response.
     num_cached_tokens: prompt tokens that were found in the cache at the first admission.
     """
 
@@ -85,9 +87,10 @@ class EngineOutcome:
 class EngineCounters:
     """Totals since the engine was created.
 
-    cached_tokens: prompt tokens found in the cache at first admission. Re-admission after preemption is not counted.
-    mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the first
-        sample has ended. `prefill_only` sequences are not counted.
+    cached_tokens: prompt tokens found in the cache at first admission. Re-admission after preemption is not
+        counted.
+    mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the
+        first sample has ended. `prefill_only` sequences are not counted.
     """
 
     steps: int = 0

@@ -1,4 +1,5 @@
-"""`require`: the assertion that invariant checks use. The checks read all state, so only tests and audits run them."""
+"""`require`: the assertion that invariant checks use. The checks read all state, so only tests and audits run
+them."""
 
 
 def require(holds: bool, what: str) -> None:

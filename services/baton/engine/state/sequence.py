@@ -25,11 +25,13 @@ class SequenceRequest:
     token_ids: the prompt, followed by the output tokens that an earlier attempt has delivered.
     num_prompt_tokens: how many of `token_ids` are the prompt.
     root_hash: parent of the first block's hash.
-    block_hashes: hash of every full block of `token_ids`, in order. The engine extends the chain over new tokens.
+    block_hashes: hash of every full block of `token_ids`, in order. The engine extends the chain over new
+        tokens.
     sample_indices: which samples of the request to generate.
     priority: lower values are scheduled first.
     prefill_only: ends after the first token of each sample, whatever `max_tokens` says. Never preempted.
-    for_reader: another worker reads its KV. Not admitted while more than half of the pool is held for readers.
+    for_reader: another worker reads its KV. Not admitted while more than half of the pool is held for
+        readers.
     pulled: its KV is read from another worker instead of computed. Admission reserves all missing blocks, and
         `Engine.received` starts the sequence.
     tpot_slo_s: SLO for the mean time per output token, in seconds; 0 for none.
@@ -63,8 +65,8 @@ class SequenceRequest:
 class EngineSequence:
     """The state of one sequence. Until the first token it stands for all samples; then each sample forks off.
 
-    key: number given by the engine, used as `StepSequence.seq_id`. Samples of a request share `seq_id` and differ
-        in `key`.
+    key: number given by the engine, used as `StepSequence.seq_id`. Samples of a request share `seq_id` and
+        differ in `key`.
     arrival: order of arrival.
     sample_indices: the samples that it stands for.
     num_computed_tokens: leading tokens whose KV is in its blocks.
@@ -180,7 +182,8 @@ class EngineSequence:
         return blocks
 
     def hash_of_block(self, index: int, block_size_tokens: int) -> BlockHash:
-        """Return the chained hash of full block `index`. Its tokens are final. Call it for blocks in order."""
+        """Return the chained hash of full block `index`. Its tokens are final. Call it for blocks in
+        order."""
         while len(self.hashes) <= index:
             begin = len(self.hashes) * block_size_tokens
             parent = self.hashes[-1] if self.hashes else self.request.root_hash
@@ -224,8 +227,8 @@ def finish_reason(
 ) -> FinishReason | None:
     """Return why `token_id` ends its sample, or None if the sample continues.
 
-    num_tokens: prompt and output tokens before this one. Output is counted from `request.num_prompt_tokens`, so a
-    replayed attempt ends at the same token as the first one.
+    num_tokens: prompt and output tokens before this one. Output is counted from `request.num_prompt_tokens`,
+        so a replayed attempt ends at the same token as the first one.
     """
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
     if num_output_tokens >= sampling.min_tokens and token_id in end_token_ids(sampling, eos_token_ids):

@@ -9,8 +9,8 @@ from baton.engine.state.sequence import EngineSequence, SequenceRequest
 class SequenceTable:
     """Holds each sequence in the one dictionary that matches its state.
 
-    `queue`, `receiving` and `running` map `key` to sequence, and are read-only for callers. The table does not
-    handle blocks: the caller that moves a sequence must allocate or release them.
+    `queue`, `receiving` and `running` map `key` to sequence, and are read-only for callers. The table does
+    not handle blocks: the caller that moves a sequence must allocate or release them.
     """
 
     def __init__(self) -> None:

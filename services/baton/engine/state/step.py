@@ -14,8 +14,8 @@ from baton.core.request import Sampling, TokenLogprobs
 class SampleRequest:
     """Draws one token for each of `sample_indices` from the logits of the sequence's last scheduled token.
 
-    position: position of the token to draw, counted from the first prompt token. Together with the seed and the
-        sample index it selects the random noise.
+    position: position of the token to draw, counted from the first prompt token. Together with the seed and
+        the sample index it selects the random noise.
     history: prompt and output tokens so far, for penalties. Shared with the engine: read-only.
     num_prompt_tokens: how many of `history` are the prompt.
     banned_token_ids: end tokens that are not allowed because `min_tokens` is not reached.
@@ -37,8 +37,8 @@ class StepSequence:
     token_ids: [num_scheduled_tokens] tokens to compute.
     position_begin: position of the first token.
     kv_begin: index in the sequence's KV at which the first token is written. Index i is in block
-        `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window of
-        the layer.
+        `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window
+        of the layer.
     sample: the tokens to draw; None while prompt tokens remain.
     """
 
@@ -142,8 +142,8 @@ class Executor(Protocol):
         """Run one step after the current one. The KV of the step is written when this returns.
 
         Raises DeviceFault if the device is known to be at fault, and NothingToFollow. Any other exception is
-        attributed to a sequence of the step, which the loop finds by running them one by one. If several requests
-        fail in a row, the loop attributes it to the device.
+        attributed to a sequence of the step, which the loop finds by running them one by one. If several
+        requests fail in a row, the loop attributes it to the device.
         """
         ...
 

@@ -21,7 +21,7 @@ from baton.transfer.reader.pull import Pull
 log = get_logger(__name__)
 
 MAX_PULLED_SHARE = 0.25
-"""Upper bound on the share of blocks that are pulled copies: those under way, and those that no second request has
+"""Upper bound on the share of blocks that are replicas: those under way, and those that no second request has
 used yet."""
 MAX_COMPUTE_RATIO = 2.0
 """A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle device."""
@@ -49,7 +49,7 @@ class PrefixPuller:
         self._pool = engine.pool
         self._reader = reader
         self._costs = costs
-        self._max_copies = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks))
+        self._max_replicas = max(1, int(MAX_PULLED_SHARE * engine.pool.num_blocks))
         self._running: dict[BlockHash, _RunningPull] = {}  # by the first missing block
 
     async def pull(
@@ -117,7 +117,7 @@ class PrefixPuller:
                 "prefix_pull_skipped",
                 num_blocks=num_available,
                 num_free_blocks=self._num_free_blocks(),
-                num_copies=self._pool.num_copies,
+                num_replicas=self._pool.num_replicas,
             )
             return
         running.unallocated_blocks = 0
@@ -135,20 +135,20 @@ class PrefixPuller:
             self._pool.unref(receiving)
 
     def _allocate(self, num_blocks: int) -> list[int] | None:
-        """Allocate blocks for copies, evicting cold copies if the budget requires it. None if that is not possible."""
-        num_kept = self._pool.num_copies - self._pool.num_cold_copies
-        if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_copies:
+        """Allocate blocks for replicas, evicting idle ones if the budget requires it. None if that is not possible."""
+        num_kept = self._pool.num_replicas - self._pool.num_idle_replicas
+        if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_replicas:
             return None
         receiving = self._pool.allocate_receiving(num_blocks)
         if receiving is not None:
-            self._pool.mark_copies(receiving)
-            self._pool.drop_copies(max(0, self._pool.num_copies - self._max_copies))
+            self._pool.mark_replicas(receiving)
+            self._pool.evict_replicas(max(0, self._pool.num_replicas - self._max_replicas))
         return receiving
 
     def _num_affordable(self) -> int:
-        """Return how many more copies the budget allows if all cold copies are evicted."""
+        """Return how many more replicas the budget allows if all idle ones are evicted."""
         asked = sum(pull.unallocated_blocks for pull in self._running.values())
-        return self._max_copies - asked - (self._pool.num_copies - self._pool.num_cold_copies)
+        return self._max_replicas - asked - (self._pool.num_replicas - self._pool.num_idle_replicas)
 
     def _num_free_blocks(self) -> int:
         """Return the blocks that may be allocated. One spare block is kept for each running sequence."""

@@ -10,7 +10,7 @@ from tests.unit.engine.pools import EVICTED, A, B, C, D, allocated, make_pool, r
 def copied(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
     """Brought from another worker's cache, and in use by nobody."""
     block_ids = receiving(pool, len(hashes))
-    pool.mark_copies(block_ids)
+    pool.mark_replicas(block_ids)
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
         pool.mark_received(block_id, block_hash)
     pool.unref(block_ids)
@@ -37,7 +37,7 @@ def test_a_cold_copy_goes_before_older_content_and_after_free_blocks(num_uses: i
         use(pool, (C, D))
     (free,) = {*range(5)} - {*older, *copies}
     assert [allocated(pool, 1)[0] for _ in range(5)] == [free, *reversed(copies), *reversed(older)]
-    assert pool.num_copies == 0
+    assert pool.num_replicas == 0
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -50,7 +50,7 @@ def test_a_copy_that_a_second_request_uses_is_cached_like_any_other(is_idle: boo
         pool.check()
     else:
         use(pool, (A,))
-    assert (pool.num_copies, pool.num_cold_copies) == (1, 1)
+    assert (pool.num_replicas, pool.num_idle_replicas) == (1, 1)
     younger = stored_chain(pool, (C,))
     pool.unref(younger)
     assert [allocated(pool, 1)[0] for _ in range(3)] == [copies[1], copies[0], *younger]
@@ -60,42 +60,42 @@ def test_a_copy_in_use_is_counted_and_cannot_be_dropped() -> None:
     pool, _ = make_pool(4)
     copies = copied(pool, (A, B, C))
     held = pool.match((A,), 1)
-    assert (pool.num_copies, pool.num_cold_copies) == (3, 2)
+    assert (pool.num_replicas, pool.num_idle_replicas) == (3, 2)
     pool.take_events()
-    assert pool.drop_copies(1) == 1
+    assert pool.evict_replicas(1) == 1
     assert pool.take_events() == [(EVICTED, C)], "the tail of the chain"
-    assert pool.drop_copies(5) == 1
-    assert (pool.num_copies, pool.counts().free, pool.lookup((A, B, C))) == (1, 3, copies[:1])
+    assert pool.evict_replicas(5) == 1
+    assert (pool.num_replicas, pool.counts().free, pool.lookup((A, B, C))) == (1, 3, copies[:1])
     pool.unref(held)
-    assert (pool.num_copies, pool.num_cold_copies) == (1, 1)
+    assert (pool.num_replicas, pool.num_idle_replicas) == (1, 1)
     pool.check()
 
 
 def test_what_does_not_come_is_no_copy() -> None:
     pool, _ = make_pool(4)
     blocks = receiving(pool, 4)
-    pool.mark_copies(blocks)
+    pool.mark_replicas(blocks)
     pool.quarantine(blocks[:1])
     pool.drop_receiving(blocks[1:2])
     pool.mark_received(blocks[2], NO_HASH)
     pool.mark_received(blocks[3], A)
     pool.check()
-    assert pool.num_copies == 2
+    assert pool.num_replicas == 2
     pool.unref(blocks)
     pool.check()
-    assert (pool.num_copies, pool.num_cold_copies) == (2, 1), "what is quarantined still takes its memory"
+    assert (pool.num_replicas, pool.num_idle_replicas) == (2, 1), "what is quarantined still takes its memory"
     pool.end_quarantine(blocks[:1])
     pool.unpublish(pool.match((A,), 1))
-    assert pool.num_copies == 0
+    assert pool.num_replicas == 0
     pool.check()
 
 
 def test_a_copy_of_what_was_computed_meanwhile_is_free_again() -> None:
     pool, _ = make_pool(2)
     blocks = receiving(pool, 1)
-    pool.mark_copies(blocks)
+    pool.mark_replicas(blocks)
     stored_chain(pool, (A,))
     pool.mark_received(blocks[0], A)
     pool.unref(blocks)
-    assert (pool.num_copies, pool.counts().free, pool.counts().cached) == (0, 1, 0)
+    assert (pool.num_replicas, pool.counts().free, pool.counts().cached) == (0, 1, 0)
     pool.check()
