@@ -24,7 +24,7 @@ from baton.core.request import Sampling, TokenLogprobs
 from baton.engine.state.sequence import end_token_ids
 from baton.engine.state.step import SampleRequest
 from baton.model.loading.model_loader import eos_token_ids
-from baton.model.sampling.host_sampler import adjusted_logits, kept_token_ids, noise
+from baton.model.sampling.host_sampler import kept_token_ids, noise, processed_logits
 
 MAX_TAU = 1e-4
 TOKENS_PER_NEAR_TIE = 5_000
@@ -132,21 +132,21 @@ class ExactnessChecker:
             num_prompt_tokens=len(answer.prompt),
             banned_token_ids=end_token_ids(sampling, self._eos) if position < sampling.min_tokens else (),
         )
-        adjusted = adjusted_logits(logits, request)
+        processed = processed_logits(logits, request)
         if sampling.is_greedy:
-            temperature, values, surely, perhaps = 1.0, adjusted, adjusted, -np.inf
+            temperature, values, surely, perhaps = 1.0, processed, processed, -np.inf
         else:
             temperature = sampling.temperature
-            values = adjusted / temperature + noise(
-                sampling.seed, answer.sample_index, request.position, adjusted.shape[0]
+            values = processed / temperature + noise(
+                sampling.seed, answer.sample_index, request.position, processed.shape[0]
             )
-            surely = np.where(adjusted >= _least_kept(adjusted, request, -_TOP_P_SLACK) + tau, values, -np.inf)
-            perhaps = _least_kept(adjusted, request, _TOP_P_SLACK) - tau
-        kept = np.where(adjusted >= _least_kept(adjusted, request, 0.0), values, -np.inf)
+            surely = np.where(processed >= _least_kept(processed, request, -_TOP_P_SLACK) + tau, values, -np.inf)
+            perhaps = _least_kept(processed, request, _TOP_P_SLACK) - tau
+        kept = np.where(processed >= _least_kept(processed, request, 0.0), values, -np.inf)
         if token == int(kept.argmax()):
             return True
         behind = float(surely.max() - values[token]) * temperature
-        if adjusted[token] < perhaps or not behind <= tau:
+        if processed[token] < perhaps or not behind <= tau:
             raise NotExact(
                 f"{where}: token {token} where the reference has {int(kept.argmax())}, {behind:.3g} behind it (tau {tau:.3g})"
             )
@@ -174,12 +174,12 @@ class ExactnessChecker:
         return worst
 
 
-def _least_kept(adjusted: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
+def _least_kept(processed: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
     """The least adjusted logit that top-k, top-p and min-p keep, with top-p moved by `more_top_p`."""
     sampling = request.sampling
     if sampling.is_greedy:
         return -np.inf
     if sampling.top_p < 1.0:
         request = replace(request, sampling=replace(sampling, top_p=min(1.0, max(0.0, sampling.top_p + more_top_p))))
-    ids = kept_token_ids(adjusted / sampling.temperature, request)
-    return -np.inf if ids is None else float(adjusted[ids].min())
+    ids = kept_token_ids(processed / sampling.temperature, request)
+    return -np.inf if ids is None else float(processed[ids].min())

@@ -1,31 +1,24 @@
-"""A device that is behind, as a GPU is: a step that has been launched is said to compute for a while yet."""
+"""Imitates a device that is still computing when a step has been launched, as a GPU is."""
 
-import pytest
 import torch
 
-from baton.model.step import step_launch
-
-NUM_LOOKS = 20
+NUM_POLLS = 20
 
 
-class LateMark:
-    """Reached when it has been looked at often enough, or waited for."""
+class LateEvent:
+    """A device event that is complete after `NUM_POLLS` polls, or once something waits for it."""
 
     def __init__(self) -> None:
-        self._looks_left = NUM_LOOKS
+        self._polls_left = NUM_POLLS
 
-    def is_reached(self) -> bool:
-        self._looks_left -= 1
-        return self._looks_left <= 0
+    def is_complete(self) -> bool:
+        self._polls_left -= 1
+        return self._polls_left <= 0
 
     def wait(self) -> None:
-        self._looks_left = 0
+        self._polls_left = 0
 
 
-def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All executors over torch, from now on."""
-
-    def mark(_device: torch.device) -> LateMark:
-        return LateMark()
-
-    monkeypatch.setattr(step_launch, "mark", mark)
+def record_late_event(_device: torch.device) -> LateEvent:
+    """Take the place of `record_event` in `TorchExecutor`."""
+    return LateEvent()

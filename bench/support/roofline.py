@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import nn
 
 from baton.model.backends.fused_layers import PackedLinear
-from baton.model.backends.native_decoder import Product
-from baton.model.kernels.cpu.kernel_build import NoKernels
+from baton.model.backends.native_decoder import PackedGemm
+from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import load_kernels
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
@@ -62,8 +62,8 @@ def _ways(module: nn.Linear, num_threads: int, device: str) -> Iterator[Callable
     yield module
     if device == "cpu":
         yield PackedLinear(module)
-        with suppress(NoKernels):
-            yield Product(load_kernels(num_threads), module)
+        with suppress(KernelsUnavailable):
+            yield PackedGemm(load_kernels(num_threads), module)
         in_floats = deepcopy(module).float()
         yield lambda x: in_floats(x.float())
 

@@ -31,7 +31,7 @@ from baton.sim.sim_memory import SimMemory
 from baton.worker.worker_metrics import MeteredExecutor
 from tests import builders
 from tests.fake_executor import FakeExecutor, FakeGenerationTable
-from tests.late_device import make_late
+from tests.late_device import record_late_event
 
 pytestmark = pytest.mark.contract
 
@@ -50,8 +50,9 @@ class Device:
     at_fault: Callable[[StepSequence], StepSequence]
 
 
-def torch_device(name: str, kernels: str = "torch", dtype: str = "float32") -> Device:
+def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, is_late: bool = False) -> Device:
     from baton.model.backends.backend_selection import choose_backend
+    from baton.model.device.async_copy import record_event
     from baton.model.device.compute_thread import compute_thread
     from baton.model.device.kv_tensors import KvCache
     from baton.model.loading.model_loader import load_model
@@ -62,8 +63,9 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32") -> D
     cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
     cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
     unknown = token_ids([loaded.vocab_size])
-    way = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
-    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), way=way)
+    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    event = record_late_event if is_late else record_event
+    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend, record_event=event)
     return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 
 
@@ -111,7 +113,7 @@ def fake_device(*, raises: bool) -> Device:
 
 DEVICES: dict[str, Callable[[], Device]] = {
     "torch": lambda: torch_device("cpu"),
-    "torch-late": lambda: torch_device("cpu"),
+    "torch-late": lambda: torch_device("cpu", is_late=True),
     "kernels": lambda: torch_device("cpu", "auto"),
     "decoder": lambda: torch_device("cpu", "auto", "bfloat16"),
     "torch-cuda": lambda: torch_device("cuda"),
@@ -125,9 +127,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu if "cuda" in name else ()) for name in DEVICES])
-async def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
-    if request.param == "torch-late":
-        make_late(monkeypatch)
+async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
     device = DEVICES[request.param]()
     yield device
     await device.executor.aclose()

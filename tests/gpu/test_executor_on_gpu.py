@@ -9,6 +9,8 @@ from random import Random
 
 import pytest
 import torch
+from tests.unit.model.test_attention import check_step
+from tests.unit.model.test_executor import GOOD, SIZE, assert_same, part, plan
 
 from baton.core.errors import Reason
 from baton.model.device.compute_thread import compute_thread
@@ -19,10 +21,8 @@ from baton.model.loading.random_init import init_model
 from baton.model.torch_executor import TorchExecutor
 from baton.model.verification.verify_backend import verify_model
 from tests.exactness import ExactnessChecker
-from tests.integration.test_model_exactness import TINY_MODELS, WAYS, asked, blocks_for, loaded_for, worker_of
+from tests.integration.test_model_exactness import BACKENDS, TINY_MODELS, asked, blocks_for, loaded_for, worker_of
 from tests.scale import sized
-from tests.unit.model.test_attention import check_step
-from tests.unit.model.test_executor import GOOD, SIZE, assert_same, part, plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -39,7 +39,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def demo(kernels: str) -> LoadedModel:
     loaded = loaded_for(DEMO_DIR, kernels, DEVICE)
-    assert ("recorded" in WAYS[loaded].name) == (kernels == "auto")
+    assert ("CUDA graphs" in BACKENDS[loaded].name) == (kernels == "auto")
     return loaded
 
 

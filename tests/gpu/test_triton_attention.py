@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 import torch
+from tests.unit.model.test_attention import check_step
+from tests.unit.model.test_decode_graphs import Recorded, answers
 
-from baton.model.backends.cuda_graphs import CudaGraphs, GraphedForward
+from baton.model.backends.cuda_graphs import CudaGraphForward, CudaGraphs
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.random_init import init_model
 from baton.model.step.forward import ModelForward
 from tests.integration.test_model_exactness import TINY_MODELS
-from tests.unit.model.test_attention import check_step
-from tests.unit.model.test_decode_graphs import Recorded, answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.timeout(600)]
 
@@ -85,7 +85,7 @@ def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
         wanted = answers(loaded, own, counts)
     record = CudaGraphs() if device == "cuda" else Recorded()
     with closing(
-        GraphedForward(ModelForward(loaded.model), triton_decode, max_model_len=200, record=record)
+        CudaGraphForward(ModelForward(loaded.model), triton_decode, max_model_len=200, capture=record)
     ) as forward:
         for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

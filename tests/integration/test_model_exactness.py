@@ -68,7 +68,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-WAYS: dict[LoadedModel, Backend] = {}
+BACKENDS: dict[LoadedModel, Backend] = {}
 """How each is run. Two that were loaded from one path are two: torch's modules are only equal to
 themselves."""
 
@@ -77,7 +77,7 @@ def loaded_for(
     path: Path, kernels: str, device: str = "cpu", *, dtype: str = "float32", num_threads: int = 1
 ) -> LoadedModel:
     loaded = load_model(path, dtype=dtype, device=device)
-    WAYS[loaded] = choose_backend(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
+    BACKENDS[loaded] = choose_backend(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
     return loaded
 
 
@@ -104,7 +104,7 @@ def tiny(
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionParams:
     prompt: tuple[int, ...]
     sampling: Sampling
     num_samples: int = 1
@@ -126,13 +126,15 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
         )
         self.engine = Engine(config, pool, clock=lambda: 0.0)
-        self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), way=WAYS.get(loaded))
+        self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), backend=BACKENDS.get(loaded))
         self.executor.warm(max_num_seqs)
         self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 
-    def answer(self, asked: Sequence[Asked], before_step: Callable[[StepPlan], None] | None = None) -> list[Answer]:
+    def answer(
+        self, asked: Sequence[AttentionParams], before_step: Callable[[StepPlan], None] | None = None
+    ) -> list[Answer]:
         """All at once, one answer a sample, in order."""
         of_id = {}
         for one in asked:
@@ -166,7 +168,7 @@ class Worker:
             for sample_index in range(one.num_samples)
         ]
 
-    def _request(self, seq_id: int, one: Asked) -> SequenceRequest:
+    def _request(self, seq_id: int, one: AttentionParams) -> SequenceRequest:
         ids = token_ids(one.prompt)
         return SequenceRequest(
             seq_id=seq_id,
@@ -240,15 +242,15 @@ def random_prompts(rng: Random, count: int, vocab_size: int, longest: int) -> li
 
 def asked(
     seed: int, loaded: LoadedModel, count: int, *, longest: int, max_tokens: int, num_samples: int = 1
-) -> list[Asked]:
+) -> list[AttentionParams]:
     rng = Random(seed)
     return [
-        Asked(prompt, random_sampling(rng, rng.randint(1, max_tokens)), num_samples)
+        AttentionParams(prompt, random_sampling(rng, rng.randint(1, max_tokens)), num_samples)
         for prompt in random_prompts(rng, count, loaded.vocab_size, longest)
     ]
 
 
-def blocks_for(questions: Sequence[Asked], spare: int) -> int:
+def blocks_for(questions: Sequence[AttentionParams], spare: int) -> int:
     """Blocks that the largest of them needs alone, and some."""
     return max((len(q.prompt) + q.sampling.max_tokens + BLOCK) // BLOCK for q in questions) + spare
 
@@ -264,13 +266,13 @@ def test_demo(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
 def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(kernels: str) -> None:
     """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers
     rounds its logits, than its own bfloat16 is to float32 at p99, which ours is as close to
-    (`test_fused.py`); of 2,000 tokens one may be up to twice as far, since both sides err. Ways that round
+    (`test_decoder_backends.py`); of 2,000 tokens one may be up to twice as far, since both sides err. Ways that round
     their logits, too, may be off by one step of bfloat16 more."""
     loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
     prompts = random_prompts(Random(0), sized(25, 300), loaded.vocab_size, 200)
     with worker_of(loaded, num_blocks=60) as worker:
-        answers = worker.answer([Asked(prompt, sampling) for prompt in prompts])
+        answers = worker.answer([AttentionParams(prompt, sampling) for prompt in prompts])
         assert worker.engine.counters.preemptions > 0
         assert worker.engine.counters.cached_tokens > 0
     exact, theirs = (
@@ -287,7 +289,7 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
             logits = hidden.float() @ theirs.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
         best, second = logits.topk(2).values.unbind(-1)
-        step = 0.0 if WAYS[loaded].name == "our decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
+        step = 0.0 if BACKENDS[loaded].name == "native decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
         margins.append((best - second - step)[logits.argmax(-1) != torch.tensor(answer.tokens)])
         num_tokens += len(answer.tokens)
     differing, near = torch.cat(margins), float(np.quantile(torch.cat(errors).numpy(), 0.99))
@@ -309,9 +311,9 @@ def test_bfloat16_is_the_same_alone_among_others_and_computed_again(
         backend_selection, "can_decode", lambda model, kernels: True
     )  # also where oneDNN's products are faster
     loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
-    assert WAYS[loaded].name == "our decoder"
+    assert BACKENDS[loaded].name == "native decoder"
     questions = [
-        Asked(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
+        AttentionParams(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
         for i, q in enumerate(asked(8, loaded, sized(20, 100), longest=200, max_tokens=40))
     ]
     with worker_of(loaded, num_blocks=60) as worker:
@@ -337,7 +339,7 @@ def test_preempted(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
     """Too few blocks for all: sequences lose theirs in mid-answer and compute them again."""
     loaded, checker = tiny
     questions = [
-        Asked(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True))
+        AttentionParams(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True))
         for q in asked(3, loaded, sized(8, 60), longest=100, max_tokens=40)
     ]
     with worker_of(loaded, num_blocks=blocks_for(questions, 6)) as worker:
@@ -350,8 +352,8 @@ def test_prefix_hits(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     is left to compute."""
     loaded, checker = demo
     first = asked(4, loaded, sized(5, 60), longest=sized(120, 600), max_tokens=6)
-    again = [Asked(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]
-    whole = Asked(tuple(range(4 * BLOCK)), Sampling(max_tokens=4, temperature=0.0, num_logprobs=5))
+    again = [AttentionParams(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]
+    whole = AttentionParams(tuple(range(4 * BLOCK)), Sampling(max_tokens=4, temperature=0.0, num_logprobs=5))
     with worker_of(loaded, num_blocks=sized(200, 3000)) as worker:
         answers = worker.answer([*first, whole])
         assert len(whole.prompt) % BLOCK == 0
@@ -365,7 +367,7 @@ def test_several_samples(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     """n > 1: full blocks are shared, the tail block is copied; the samples differ."""
     loaded, checker = demo
     questions = [
-        Asked(q.prompt, Sampling(max_tokens=10, seed=i, num_logprobs=5, ignore_eos=True), 3)
+        AttentionParams(q.prompt, Sampling(max_tokens=10, seed=i, num_logprobs=5, ignore_eos=True), 3)
         for i, q in enumerate(asked(5, loaded, sized(4, 60), longest=120, max_tokens=8))
     ]
     with worker_of(loaded, num_blocks=sized(80, 600)) as worker:
@@ -394,7 +396,7 @@ def test_a_wrong_block_is_found(tiny: tuple[LoadedModel, ExactnessChecker], spoi
     nothing."""
     loaded, checker = tiny
     prompt = tuple(Random(7).choices(range(loaded.vocab_size), k=40))
-    question = Asked(prompt, Sampling(max_tokens=8, temperature=0.0, num_logprobs=5, ignore_eos=True))
+    question = AttentionParams(prompt, Sampling(max_tokens=8, temperature=0.0, num_logprobs=5, ignore_eos=True))
     with worker_of(loaded, num_blocks=16) as worker:
         spoilt: list[int] = []
 
@@ -419,7 +421,9 @@ def test_a_wrong_block_is_found(tiny: tuple[LoadedModel, ExactnessChecker], spoi
 def test_a_wrong_token_is_found(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     loaded, checker = demo
     with worker_of(loaded, num_blocks=32) as worker:
-        (answer,) = worker.answer([Asked((5, 6, 7), Sampling(max_tokens=4, num_logprobs=5, seed=3, ignore_eos=True))])
+        (answer,) = worker.answer(
+            [AttentionParams((5, 6, 7), Sampling(max_tokens=4, num_logprobs=5, seed=3, ignore_eos=True))]
+        )
     checker.check([answer])
     wrong = Answer(prompt=answer.prompt, sampling=answer.sampling, tokens=(answer.tokens[0] ^ 1, *answer.tokens[1:]))
     with pytest.raises(NotExact, match="output 0"):

@@ -26,7 +26,7 @@ from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, S
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.device.kv_tensors import KvCache, uniform_layout
 from baton.model.kernels.cpu.kernel_build import OPTIONS, SOURCES, build, find_compiler
-from baton.model.kernels.cpu.kernel_library import Kernels, kernel_of
+from baton.model.kernels.cpu.kernel_library import Kernels, paged_kernel
 from baton.runtime.process.anonymous_memory import allocate_anonymous
 from bench.support.roofline import measured
 from bench.systems.baton_cluster import machine, table
@@ -153,7 +153,7 @@ def in_turns(kernels: Sequence[Kernels], cache: KvCache, case: Case, heads: int,
         for own, each in zip(took_s, kernels, strict=True):
             layer = next(layers)
             began_s = time.perf_counter()
-            kernel_of(each)(query, layer, step, cache.head_dim**-0.5, None)
+            paged_kernel(each)(query, layer, step, cache.head_dim**-0.5, None)
             own.append(time.perf_counter() - began_s)
     return [statistics.median(own[2:]) for own in took_s]
 

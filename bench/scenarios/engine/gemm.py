@@ -21,7 +21,7 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
 from baton.engine.state.step import SampleRequest
 from baton.model.backends.fused_layers import PackedLinear
-from baton.model.backends.native_decoder import Product
+from baton.model.backends.native_decoder import PackedGemm
 from baton.model.device.compute_thread import compute_thread
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.sampling import device_sampler, host_sampler
@@ -59,7 +59,7 @@ def product_rows(num_threads: int, repeats: int) -> list[list[str]]:
     rows = []
     for k, n in SHAPES:
         module = nn.Linear(k, n, bias=False).bfloat16().requires_grad_(False)
-        ours, theirs, in_floats = Product(kernels, module), PackedLinear(module), deepcopy(module).float()
+        ours, theirs, in_floats = PackedGemm(kernels, module), PackedLinear(module), deepcopy(module).float()
         for num_rows in ROWS:
             x = torch.randn(num_rows, k).bfloat16()
             ours_s, theirs_s, floats_s = in_turns(

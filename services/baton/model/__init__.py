@@ -1,2 +1,1 @@
-"""The real device: transformers models over paged KV memory. Importing torch and transformers is for this
-package alone."""
+"""Runs transformers models over paged KV memory. Only this package imports torch and transformers."""

@@ -1,5 +1,5 @@
-"""What the largest step takes in memory besides weights and KV: run and measured, before the rest is given to
-KV."""
+"""Measures the peak memory of the largest possible step, besides weights and KV. The rest of the memory goes
+to KV."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +13,16 @@ from baton.core.kv.block_hash import num_blocks_for, token_ids
 from baton.core.request import Sampling
 from baton.engine.state.step import SampleRequest, StepPlan, StepSequence
 from baton.model.backends.backend_selection import Backend
-from baton.model.device.device_memory import give_back_freed
+from baton.model.device.device_info import release_freed_memory
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel
-from baton.model.step.step_launch import Launcher
+from baton.model.step.step_launch import StepLauncher
 
-_LOOK_S = 0.001
-_DRAW = SampleRequest(
-    sampling=Sampling(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, num_logprobs=20),  # what takes most: it sorts
+_POLL_INTERVAL_S = 0.001
+_COSTLIEST_SAMPLE = SampleRequest(
+    sampling=Sampling(
+        max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, num_logprobs=20
+    ),  # top_p sorts the vocabulary
     sample_indices=(0,),
     position=1,
     history=token_ids([0]),
@@ -29,45 +31,55 @@ _DRAW = SampleRequest(
 
 
 @torch.inference_mode()
-def measured_step_bytes(
-    loaded: LoadedModel, way: Backend, *, block_size_tokens: int, max_num_batched_tokens: int, max_num_seqs: int
+def measure_step_bytes(
+    loaded: LoadedModel, backend: Backend, *, block_size_tokens: int, max_num_batched_tokens: int, max_num_seqs: int
 ) -> int:
-    """Of a step with as many sequences as may be, each of which draws a token, and with all tokens that may
-    be: one has a part of a prompt. In the calling thread, which should be the one that computes. Raises
-    ModelError where there is not enough for it."""
+    """Run the largest step that the limits allow and return by how many bytes it raises memory use.
+
+    The step has `max_num_seqs` sequences that each sample a token, and `max_num_batched_tokens` tokens in
+    all. Call it in the compute thread. Raises ModelError if there is not enough memory for the step.
+    """
     longest = min(max(2, max_num_batched_tokens - max_num_seqs + 1), loaded.max_model_len)
     plan = _largest_step(longest, max_num_seqs, block_size_tokens)
     cache = KvCache.zeros(loaded.layout(block_size_tokens), num_blocks_for(longest, block_size_tokens), loaded.device)
-    cache.blocks.zero_()  # its memory is real before the step
-    launcher = Launcher(way.forward, way.kernel, cache, loaded.vocab_size)
-    give_back_freed()  # or the step would have what was taken before
+    cache.blocks.zero_()  # allocate the pages before the measurement
+    launcher = StepLauncher(backend.forward, backend.kernel, cache, loaded.vocab_size)
+    release_freed_memory()  # else the step would reuse it, and the peak would be too low
     try:
-        with _peak(loaded.device) as peak_bytes:
+        with _watch_peak_memory(loaded.device) as peak_bytes:
             launcher.launch(plan).result()
     except torch.OutOfMemoryError as error:
-        message = f"no memory for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences on {loaded.device}: give a smaller"
         raise ModelError(
-            f"{message} --max-num-batched-tokens or --max-num-seqs ({str(error).splitlines()[0]})"
+            f"no memory on {loaded.device} for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences: "
+            f"give a smaller --max-num-batched-tokens or --max-num-seqs ({str(error).splitlines()[0]})"
         ) from error
     finally:
         del cache, launcher
-        give_back_freed()
+        release_freed_memory()
     return peak_bytes()
 
 
 def _largest_step(longest: int, num_seqs: int, block_size_tokens: int) -> StepPlan:
-    """All but one write to the same place: what they compute is thrown away."""
+    """Return a step with one long prompt chunk and one token for each other sequence.
+
+    All sequences but the first write to block 0; their results are not used.
+    """
     prompt = StepSequence(
         seq_id=0,
         token_ids=token_ids([0] * longest),
         position_begin=0,
         kv_begin=0,
         block_table=tuple(range(num_blocks_for(longest, block_size_tokens))),
-        sample=_DRAW,
+        sample=_COSTLIEST_SAMPLE,
     )
     others = [
         StepSequence(
-            seq_id=seq_id, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_DRAW
+            seq_id=seq_id,
+            token_ids=token_ids([0]),
+            position_begin=0,
+            kv_begin=0,
+            block_table=(0,),
+            sample=_COSTLIEST_SAMPLE,
         )
         for seq_id in range(1, num_seqs)
     ]
@@ -75,26 +87,29 @@ def _largest_step(longest: int, num_seqs: int, block_size_tokens: int) -> StepPl
 
 
 @contextmanager
-def _peak(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Inside, memory is watched; afterwards it can be asked by how much it had grown at most."""
+def _watch_peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Record peak memory use inside the block. The yielded function returns its growth in bytes, afterwards.
+
+    On a host this samples the resident set every millisecond.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield lambda: torch.cuda.max_memory_allocated(device) - before
         return
-    process, has_ended = psutil.Process(), threading.Event()
-    before = most = int(process.memory_info().rss)
+    process, is_done = psutil.Process(), threading.Event()
+    before = peak_bytes_seen = int(process.memory_info().rss)
 
     def watch() -> None:
-        nonlocal most
-        while not has_ended.wait(_LOOK_S):
-            most = max(most, int(process.memory_info().rss))
+        nonlocal peak_bytes_seen
+        while not is_done.wait(_POLL_INTERVAL_S):
+            peak_bytes_seen = max(peak_bytes_seen, int(process.memory_info().rss))
 
-    watching = threading.Thread(target=watch, name="peak", daemon=True)
-    watching.start()
+    thread = threading.Thread(target=watch, name="peak", daemon=True)
+    thread.start()
     try:
-        yield lambda: most - before
+        yield lambda: peak_bytes_seen - before
     finally:
-        most = max(most, int(process.memory_info().rss))
-        has_ended.set()
-        watching.join()
+        peak_bytes_seen = max(peak_bytes_seen, int(process.memory_info().rss))
+        is_done.set()
+        thread.join()

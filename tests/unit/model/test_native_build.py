@@ -9,11 +9,11 @@ import pytest
 
 from baton.model.kernels.cpu.kernel_build import (
     HERE,
-    MAX_KEPT,
+    MAX_CACHED_LIBRARIES,
     NATIVE,
     OPTIONS,
     SOURCES,
-    NoKernels,
+    KernelsUnavailable,
     build,
     find_compiler,
 )
@@ -38,7 +38,7 @@ def test_what_other_processors_run_compiles(processor: str) -> None:
 
 def test_without_a_compiler_it_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
         build(tmp_path / "cache")
 
 
@@ -52,11 +52,11 @@ def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{broken.parent}:/usr/bin:/bin")
-    with pytest.raises(NoKernels, match="no such header"):
+    with pytest.raises(KernelsUnavailable, match="no such header"):
         build(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.so"))
     (tmp_path / "file").touch()
-    with pytest.raises(NoKernels, match="cannot be written"):
+    with pytest.raises(KernelsUnavailable, match="cannot be written"):
         build(tmp_path / "file" / "cache")
 
 
@@ -68,7 +68,7 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_pat
     script.chmod(0o755)
     cache = tmp_path / "cache"
     cache.mkdir()
-    for number in range(MAX_KEPT + 2):
+    for number in range(MAX_CACHED_LIBRARIES + 2):
         (cache / f"kernels-{number}.so").touch()
     (cache / "building-killed").mkdir()
     (cache / "building-killed" / "kernels.so").touch()
@@ -79,5 +79,5 @@ def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_pat
     for process in [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]:
         assert process.wait(60) == 0
     assert (tmp_path / "calls").read_text() == "x\n"
-    assert len(list(cache.glob("kernels-*.so"))) == MAX_KEPT
+    assert len(list(cache.glob("kernels-*.so"))) == MAX_CACHED_LIBRARIES
     assert not list(cache.glob("building-*")), "what a process left that was killed"

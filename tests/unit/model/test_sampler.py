@@ -16,7 +16,7 @@ from baton.core.kv.kv_layout import SAMPLER_VERSION
 from baton.core.request import Sampling
 from baton.engine.state.step import SampleRequest
 from baton.model.sampling import device_sampler, host_sampler, sampler
-from baton.model.sampling.device_sampler import least_kept
+from baton.model.sampling.device_sampler import truncation_threshold
 from baton.model.sampling.logits_processors import process_logits
 from baton.model.sampling.sampler import SampledStep, sample
 from baton.model.sampling.sampling_noise import noise_key
@@ -81,13 +81,13 @@ def adjusted_on_device(row: np.ndarray, asked: SampleRequest) -> np.ndarray:
 def kept_on_device(scaled: np.ndarray, asked: SampleRequest) -> np.ndarray:
     """Beside a row that keeps one token, and one that keeps nearly all."""
     rows = torch.from_numpy(np.stack([scaled, np.flip(scaled), scaled]))
-    least = least_kept(rows, [request(top_k=1), request(min_p=1e-30), asked])
+    least = truncation_threshold(rows, [request(top_k=1), request(min_p=1e-30), asked])
     found: np.ndarray = (rows[2] >= least[2]).nonzero()[:, 0].numpy()
     return found
 
 
 NOISES = pytest.mark.parametrize("noise", [host_sampler.noise, noise_on_device])
-ADJUSTERS = pytest.mark.parametrize("adjusted_logits", [host_sampler.adjusted_logits, adjusted_on_device])
+ADJUSTERS = pytest.mark.parametrize("processed_logits", [host_sampler.processed_logits, adjusted_on_device])
 KEEPERS = pytest.mark.parametrize("kept_token_ids", [host_sampler.kept_token_ids, kept_on_device])
 Noise = Callable[[int, int, int, int], np.ndarray]
 Adjuster = Callable[[np.ndarray, SampleRequest], np.ndarray]
@@ -183,40 +183,40 @@ def test_equal_logits_are_kept_together(kept_token_ids: Keeper, size: int) -> No
 
 
 @ADJUSTERS
-def test_penalties(adjusted_logits: Adjuster) -> None:
+def test_penalties(processed_logits: Adjuster) -> None:
     row = np.array([1.0, -1.0, 2.0, 2.0, 2.0], dtype=np.float32)
     history = (0, 1, 3, 3, 4)  # prompt 0, 1, 3; outputs 3, 4
-    found = adjusted_logits(row, request(history=history, num_prompt_tokens=3, repetition_penalty=2.0))
+    found = processed_logits(row, request(history=history, num_prompt_tokens=3, repetition_penalty=2.0))
     assert found.tolist() == [0.5, -2.0, 2.0, 1.0, 1.0]
-    found = adjusted_logits(
+    found = processed_logits(
         row, request(history=(0, 3, 3, 4), num_prompt_tokens=1, presence_penalty=0.5, frequency_penalty=0.25)
     )
     assert found.tolist() == [1.0, -1.0, 2.0, 2.0 - 0.5 - 0.5, 2.0 - 0.5 - 0.25]
 
 
 @ADJUSTERS
-def test_bias_comes_before_penalties_and_bans_after(adjusted_logits: Adjuster) -> None:
+def test_bias_comes_before_penalties_and_bans_after(processed_logits: Adjuster) -> None:
     row = np.array([1.0, 1.0, 1.0], dtype=np.float32)
     bias = ((0, 1.0), (2, 9.0), (0, 2.0))
-    found = adjusted_logits(row, request(history=(0, 1), repetition_penalty=2.0, logit_bias=bias, banned=(2,)))
+    found = processed_logits(row, request(history=(0, 1), repetition_penalty=2.0, logit_bias=bias, banned=(2,)))
     assert found.tolist() == [2.0, 0.5, -np.inf]
 
 
 @ADJUSTERS
-def test_history_can_grow_afterwards(adjusted_logits: Adjuster) -> None:
+def test_history_can_grow_afterwards(processed_logits: Adjuster) -> None:
     """No view of the engine's array is left behind: it could not grow."""
     asked = request(repetition_penalty=2.0)
-    kept = adjusted_logits(logits()[0].numpy(), asked)
+    kept = processed_logits(logits()[0].numpy(), asked)
     asked.history.append(4)
     assert kept.shape == (VOCAB,)
 
 
 def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarray:
     """What the drawn token is the argmax of, from the definition: -inf for what is not kept."""
-    adjusted, sampling = host_sampler.adjusted_logits(row, asked), asked.sampling
+    processed, sampling = host_sampler.processed_logits(row, asked), asked.sampling
     if sampling.is_greedy:
-        return adjusted
-    scaled = adjusted / sampling.temperature
+        return processed
+    scaled = processed / sampling.temperature
     kept = naive_kept(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
     hidden = [token not in kept for token in range(VOCAB)]
     return np.where(hidden, -np.inf, scaled + host_sampler.noise(sampling.seed, sample_index, asked.position, VOCAB))
@@ -383,7 +383,7 @@ def test_of_a_large_vocabulary_the_best_is_drawn_though_most_noise_is_never_work
     banned = tuple(np.argsort(row)[-3:].tolist())
     for seed in range(40):
         asked = request(temperature=temperature, seed=seed, samples=2, banned=banned)
-        scaled = host_sampler.adjusted_logits(row, asked) / temperature
+        scaled = host_sampler.processed_logits(row, asked) / temperature
         best = tuple(
             int((scaled + host_sampler.noise(seed, index, asked.position, size)).argmax()) for index in range(2)
         )

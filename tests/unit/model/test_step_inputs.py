@@ -36,6 +36,6 @@ def test_what_was_in_neither_of_two_steps_is_forgotten() -> None:
 def test_blocks_that_do_not_exist_are_refused_every_time(table: tuple[int, ...]) -> None:
     tables = BlockTables(10)
     for _ in range(2):
-        with pytest.raises(ValueError, match="where 0 to 9 exist"):
+        with pytest.raises(ValueError, match="must be 0 to 9"):
             tables.of(sequence(1, table))
         tables.next_step()

@@ -1,4 +1,7 @@
-"""Which KV each token of a step reads and writes, as index tensors: made once a step, used by every layer."""
+"""Builds the index tensors that tell attention which KV each token of a step reads and writes.
+
+They are made once per step and used by every layer.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,16 +17,18 @@ from baton.model.device.kv_tensors import KvCache
 T = TypeVar("T")
 
 TILE_TOKENS = 128
-"""Queries of a chunk are attended in tiles of this many, so that what lies above the diagonal is mostly not
-computed."""
+"""Queries per attention tile of a prompt chunk. Tiles skip most of the masked part of the matrix."""
 _MAX_GROUP_BYTES = 64 << 20
-"""KV gathered at a time for decodes."""
+"""Limit of the KV gathered at a time for decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One sequence's tokens of a step: rows `token_begin`, … of the packed batch, stored at `kv_begin`, … of
-    its cache."""
+    """One sequence's tokens of a step.
+
+    The tokens are rows `token_begin` and following of the packed batch. Their KV is stored at indices
+    `kv_begin` and following of the sequence's cache, in `block_ids`.
+    """
 
     token_begin: int
     num_tokens: int
@@ -37,11 +42,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
-    """Sequences with one token each and contexts of about one length, attended in one call.
+    """Decoding sequences with contexts of similar length, attended in one call.
 
-    tokens [num_seqs]; head_rows for `KvCache.gather`; mask [num_seqs, 1, 1, gathered tokens] to be added, or
-    None where all may be seen; (stale_seqs, stale_slots): gathered slots that nobody has written for this
-    sequence.
+    tokens: [num_seqs], rows in the packed batch.
+    head_rows: for `KvCache.gather`.
+    mask: additive, [num_seqs, 1, 1, gathered tokens]; None if every slot is visible.
+    stale_seqs, stale_slots: gathered slots that were never written for this sequence.
     """
 
     tokens: torch.Tensor
@@ -53,8 +59,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Query rows [token_begin, token_end) against gathered KV [kv_begin, kv_end); mask [rows, kv] to be
-    added."""
+    """Query rows [token_begin, token_end) against gathered KV [kv_begin, kv_end).
+
+    mask: additive, [rows, kv].
+    """
 
     token_begin: int
     token_end: int
@@ -65,7 +73,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Several tokens of one sequence."""
+    """Several tokens of one sequence, as tiles over one gathered context."""
 
     head_rows: torch.Tensor
     tiles: tuple[Tile, ...]
@@ -73,15 +81,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """How all tokens of a step are attended by layers of one window."""
+    """Attention work of one step for all layers with the same sliding window."""
 
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
 
 
 class CausalMasks:
-    """Masks of tiles, cut out of one per window: seen from its lower right corner, the mask of every tile is
-    the same."""
+    """Causal masks for tiles, cut out of one large mask per window.
+
+    Aligned at the lower right corner, the masks of all tiles are the same.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -89,37 +99,47 @@ class CausalMasks:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def tile(self, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor:
-        """[num_queries, num_keys], 0 where the last query may look if it is also the last key, and so on
-        upwards; -inf elsewhere."""
-        whole = self._masks.get(window)
-        if whole is None or whole.shape[1] < num_keys:
+        """Return the mask [num_queries, num_keys]: 0 for visible, -inf for hidden.
+
+        The last query is at the position of the last key, the query before it one position earlier, and so
+        on.
+        """
+        mask = self._masks.get(window)
+        if mask is None or mask.shape[1] < num_keys:
             size = max(1024, 1 << (num_keys - 1).bit_length())
             keys_back = torch.arange(size - 1, -1, -1, device=self._device)[None, :]
             queries_back = torch.arange(TILE_TOKENS - 1, -1, -1, device=self._device)[:, None]
             hidden = keys_back < queries_back
             if window is not None:
                 hidden |= keys_back >= queries_back + window
-            whole = torch.zeros(TILE_TOKENS, size, dtype=self._dtype, device=self._device).masked_fill_(
+            mask = torch.zeros(TILE_TOKENS, size, dtype=self._dtype, device=self._device).masked_fill_(
                 hidden, float("-inf")
             )
-            self._masks[window] = whole
-        return whole[TILE_TOKENS - num_queries :, whole.shape[1] - num_keys :]
+            self._masks[window] = mask
+        return mask[TILE_TOKENS - num_queries :, mask.shape[1] - num_keys :]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a layer asks of attention. `window`: how many tokens are seen, the current one included; None:
-    all."""
+class AttentionParams:
+    """Attention settings of one layer.
+
+    scaling: factor for the scores.
+    window: number of visible tokens, the current one included; None for all.
+    """
 
     scaling: float
     window: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """A step's sequences for kernels that follow block tables themselves, all int32: where each one's tokens
-    begin among the packed (and where the last one's end), how long its context is, where its block table
-    begins in `block_ids`."""
+class SequenceTables:
+    """A step's sequences as int32 arrays, for kernels that follow block tables themselves.
+
+    token_begin: [num_seqs + 1], first row of each sequence in the packed batch, then the end of the last.
+    context_len: [num_seqs].
+    table_begin: [num_seqs], start of each block table in `block_ids`.
+    block_ids: all block tables, one after the other.
+    """
 
     token_begin: np.ndarray
     context_len: np.ndarray
@@ -127,22 +147,22 @@ class Tables:
     block_ids: np.ndarray
 
 
-class Once:
-    """What the first layer of a step that asks has made, for the others, too."""
+class StepCache:
+    """Caches values that the first layer of a step computes and the other layers reuse."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
 
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return the value stored under `name`; call `make` for it the first time."""
         if name not in self._made:
             self._made[name] = make()
         made: T = self._made[name]
         return made
 
 
-class AttentionStep(Once):
-    """What attention needs to know about one step; handed to every layer as a keyword argument of the model's
-    forward."""
+class AttentionStep(StepCache):
+    """Attention inputs of one step, passed to every layer as a keyword argument of the model's forward."""
 
     def __init__(
         self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: Callable[..., torch.Tensor]
@@ -156,19 +176,21 @@ class AttentionStep(Once):
 
     @cached_property
     def token_rows(self) -> torch.Tensor:
-        """See `KvCache.token_rows`."""
-        return self.cache.token_rows(*self._places)
+        """Rows for `KvCache.write`, see `KvCache.token_rows`."""
+        return self.cache.token_rows(*self._block_and_offset)
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[num_tokens] int64: elements from the beginning of a layer's first block to each token's first
-        key."""
-        block_ids, offsets = self._places
+        """Offset of each token's first key from the start of a layer's first block, in elements.
+
+        int64 [num_tokens].
+        """
+        block_ids, offsets = self._block_and_offset
         return block_ids * self.cache.blocks.stride(0) + offsets * self.cache.head_dim
 
     @cached_property
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token its block and its place there, int64."""
+    def _block_and_offset(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block id and offset inside the block of each token, int64."""
         tables, size = self.tables, self.cache.block_size_tokens
         counts = np.diff(tables.token_begin)
         index = np.arange(tables.token_begin[-1], dtype=np.int64) + np.repeat(
@@ -178,34 +200,40 @@ class AttentionStep(Once):
         return self._tensor(block_ids.astype(np.int64)), self._tensor(index % size)
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> SequenceTables:
+        """The step's sequences as `SequenceTables`."""
         lengths = np.array([segment.block_ids.size for segment in self.segments], dtype=np.int32)
         end = self.segments[-1].token_begin + self.segments[-1].num_tokens
-        return Tables(
+        return SequenceTables(
             token_begin=np.array([*(segment.token_begin for segment in self.segments), end], dtype=np.int32),
             context_len=np.array([segment.context_len for segment in self.segments], dtype=np.int32),
             table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
             block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
         )
 
-    def tables_of(self, rows: np.ndarray) -> Tables:
-        """Of these tokens of the step alone, ascending: each is a sequence of one token, whose context ends
-        with it."""
+    def tables_for_rows(self, rows: np.ndarray) -> SequenceTables:
+        """Return tables in which each of these tokens is a sequence of one token.
+
+        `rows`: rows of the packed batch, ascending. Each context ends with the token itself.
+        """
         tables = self.tables
         of_row = np.searchsorted(tables.token_begin, rows, side="right") - 1
         behind = tables.token_begin[of_row + 1] - 1 - rows
-        return Tables(
+        return SequenceTables(
             token_begin=np.arange(rows.size + 1, dtype=np.int32),
             context_len=(tables.context_len[of_row] - behind).astype(np.int32),
             table_begin=tables.table_begin[of_row],
             block_ids=tables.block_ids,
         )
 
-    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
-        """Called by every layer; the self-proof listens here."""
+    def observe(self, layer: int, attention_mask: Any, attention_params: AttentionParams) -> None:
+        """Record what a layer asks for; called by every layer before it attends.
+
+        Does nothing here; `verify_masks` overrides it.
+        """
 
     def plan(self, window: int | None) -> WindowPlan:
-        """How layers of this window attend; made by the first of them."""
+        """Return the attention work for layers of this window; computed by the first such layer."""
         plan = self._plans.get(window)
         if plan is None:
             decodes = [s for s in self.segments if s.num_tokens == 1]
@@ -242,8 +270,11 @@ class AttentionStep(Once):
         return Chunk(head_rows=self.cache.head_rows(self._tensor(blocks)[None]), tiles=tuple(tiles))
 
     def _groups(self, segments: Sequence[Segment], window: int | None) -> list[DecodeGroup]:
-        """Longest contexts first; a group's shortest is not much shorter, and its KV not too large to be
-        gathered at once."""
+        """Group decodes by context length, longest first.
+
+        The shortest context of a group is almost as long as the longest, and the gathered KV stays within a
+        limit.
+        """
         size = self.cache.block_size_tokens
         token_bytes = 2 * self.cache.num_kv_heads * self.cache.head_dim * self.cache.blocks.element_size()
         spans = sorted(
@@ -276,15 +307,16 @@ class AttentionStep(Once):
         for row, (segment, first_block) in enumerate(spans):
             own = self._num_blocks(segment, first_block)
             tables[row, :own] = segment.block_ids[first_block : first_block + own]
-            tables[row, own:] = tables[row, 0]  # padding reads the sequence's own memory, never another's
+            # padding reads the sequence's own memory, never another sequence's
+            tables[row, own:] = tables[row, 0]
             lengths[row] = segment.context_len - first_block * size
             firsts[row] = self._first_seen(segment.kv_begin, window) - first_block * size
             ours[row] = own * size if own > 1 else longest * size
         slots = np.arange(longest * size)[None, :]
         hidden = (slots >= lengths[:, None]) | (slots < firsts[:, None])
-        # A hidden slot adds exp(-inf) = 0 times its value, which is NaN where the value is NaN: what nobody
-        # has written is zeroed. Padding blocks repeat the first block, all of which is written unless it is
-        # also the last.
+        # A hidden slot adds exp(-inf) = 0 times its value, which is NaN if the value is NaN. Slots that were
+        # never written may hold NaN, so they are zeroed. Padding blocks repeat the first block. All of that
+        # block is written, unless it is also the last.
         stale_seqs, stale_slots = np.nonzero((slots >= lengths[:, None]) & (slots < ours[:, None]))
         mask = None
         if hidden.any():

@@ -1,9 +1,9 @@
-"""Paged attention for transformers models: written under our own name into its attention interface, read from
-the worker's KV memory.
+"""Connects transformers models to paged attention and implements the reference attention kernel.
 
-No mask function is registered under `PAGED`, so transformers builds no masks for it and hands None down; what
-each layer may see follows from the step and the layer's `sliding_window`. Whatever else a model's attention
-asks for raises: an argument that is ignored here would change the model without an error.
+The attention function is registered under its own name in transformers' attention interface. No mask function
+is registered under that name, so transformers builds no masks and passes None. The visible tokens follow from
+the step and the layer's `sliding_window`. Any other argument that changes attention raises an error, because
+ignoring it would silently change the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,36 +14,43 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from baton.core.errors import ModelError
-from baton.model.attention.attention_inputs import Asked, AttentionStep
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep
 
 PAGED = "baton_paged"
+"""Name of the attention implementation in transformers."""
 STEP_ARGUMENT = "baton_step"
-_HARMLESS = frozenset(
+"""Keyword argument of the model's forward that carries the `AttentionStep`."""
+_IGNORED_KEYWORDS = frozenset(
     """position_ids use_cache cache_position position_embeddings output_attentions output_hidden_states output_router_logits""".split()
 )
-"""Keywords that models hand through and that do not change what attention computes: rotary is applied before,
-and nothing is recorded."""
-_MEANINGS: Mapping[str, str] = {
+"""Keywords that models pass through and that do not change attention.
+
+RoPE is applied before it, and recorded outputs do not matter.
+"""
+_KEYWORD_MEANINGS: Mapping[str, str] = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "softcap": "a soft cap",
     "position_bias": "a position bias",
 }
+"""Keywords that change attention, and their meaning for error messages."""
 
 PagedKernel = Callable[[torch.Tensor, int, AttentionStep, float, int | None], torch.Tensor]
+"""Computes attention for (query, layer, step, scaling, window), see `paged_attention`."""
 
 
 def paged_attention(
     query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Attend each query token to its own sequence's KV, up to and including its own index: the CPU reference
-    for every other kernel.
+    """Attend each query token to its own sequence's KV, up to and including its own index.
 
-    Shapes: query [num_heads, num_tokens, head_dim]; `step.cache.layer(layer)` [num_blocks, 2, num_kv_heads,
-    block_size_tokens, head_dim], a layer's strided view, already written for these tokens; returns
-    [num_tokens, num_heads, head_dim]. `window`: how many tokens are seen, the current one included; None:
-    all. Slots past a sequence's end may hold anything, NaN too. Source: PagedAttention, Kwon et al. 2023,
-    section 4.
+    query: [num_heads, num_tokens, head_dim].
+    step.cache: the KV of these tokens is already written. `cache.layer(layer)` is a strided view [num_blocks,
+    2, num_kv_heads, block_size_tokens, head_dim].
+    window: number of visible tokens, the current one included; None for all.
+
+    Returns [num_tokens, num_heads, head_dim]. Slots beyond a sequence's end may hold anything, also NaN. This
+    is the CPU reference for all other kernels. Source: PagedAttention, Kwon et al. 2023, section 4.
     """
     cache, (num_heads, num_tokens, head_dim) = step.cache, query.shape
     plan = step.plan(window)
@@ -85,30 +92,29 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface, for a packed batch.
+    """Compute attention for a packed batch; the function that transformers calls in each layer.
 
-    Shapes: query [1, num_heads, num_tokens, head_dim]; key and value [1, num_kv_heads, num_tokens, head_dim];
-    returns [1, num_tokens, num_heads, head_dim]. Raises ModelError for whatever this attention would leave
-    out.
+    query: [1, num_heads, num_tokens, head_dim].
+    key, value: [1, num_kv_heads, num_tokens, head_dim]; written to the cache first.
+    Returns ([1, num_tokens, num_heads, head_dim], None). Raises ModelError for any argument that paged
+    attention does not support.
     """
     name = type(module).__name__
     if baton_step is None:
         raise ModelError(
-            f"{name} does not hand keyword arguments down to its attention, so it cannot be served from paged KV memory"
+            f"{name} does not pass keyword arguments to its attention, so it cannot be served from paged KV memory"
         )
     for keyword, argument in others.items():
-        if argument is not None and keyword not in _HARMLESS:
-            meaning = _MEANINGS.get(keyword, "an attention argument")
-            raise ModelError(f"{name} asks for {meaning} ({keyword!r}), which paged attention does not have")
+        if argument is not None and keyword not in _IGNORED_KEYWORDS:
+            meaning = _KEYWORD_MEANINGS.get(keyword, "an attention argument")
+            raise ModelError(f"{name} asks for {meaning} ({keyword!r}), which paged attention does not support")
     if dropout:
         raise ModelError(f"{name} asks for dropout; a served model must be in evaluation mode")
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{name} is not causal; only causal attention can be paged")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < baton_step.cache.num_layers:
-        raise ModelError(
-            f"{name} has layer_idx {layer!r} where one of 0 to {baton_step.cache.num_layers - 1} is needed"
-        )
+        raise ModelError(f"{name} has layer_idx {layer!r}; must be between 0 and {baton_step.cache.num_layers - 1}")
     expected = (1, baton_step.cache.num_kv_heads, query.shape[2], baton_step.cache.head_dim)
     if tuple(key.shape) != expected or tuple(value.shape) != expected:
         raise ModelError(
@@ -116,7 +122,7 @@ def attend(
             "all layers need one number of KV heads and one head size, the same for keys and values"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    baton_step.observe(layer, attention_mask, Asked(scaling, sliding_window))
+    baton_step.observe(layer, attention_mask, AttentionParams(scaling, sliding_window))
     baton_step.cache.write(layer, baton_step.token_rows, key[0], value[0])
     return baton_step.kernel(query[0], layer, baton_step, scaling, sliding_window)[None], None
 

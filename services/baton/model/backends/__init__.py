@@ -1,1 +1,1 @@
-"""Backends: the ways to run a model, from plain torch to our own decoder."""
+"""Ways to run a model, from the model's own code to a decoder in C++."""

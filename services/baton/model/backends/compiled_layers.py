@@ -1,9 +1,8 @@
-"""The model's own code with its layers compiled: the operations between two products of matrices become one
-kernel.
+"""Runs the model's own code with each layer compiled by torch.compile.
 
-Attention is not compiled but called: it follows block tables that differ from step to step. All layers share
-what is compiled, for any number of tokens, so that it does not take long, and less at the next start
-(Inductor keeps what it makes). A CPU has `fused.py`.
+This fuses the operations between matrix products. Attention is called, not compiled, because its block tables
+change from step to step. All layers share one compiled graph with dynamic sizes, so compilation is short.
+Inductor's cache makes it shorter at the next start. CPUs use `fused_layers.py` instead.
 """
 
 from typing import Any
@@ -14,37 +13,41 @@ from transformers import AttentionInterface, PreTrainedModel
 from baton.model.attention.paged_attention import PAGED, attend
 from baton.model.step.forward import ModelForward
 
-_CALL = "_compiled_call_impl"
-"""What `Module.compile` makes, and a module calls in place of its own code."""
+_COMPILED_CALL = "_compiled_call_impl"
+"""Attribute that `Module.compile` sets, and that a module calls instead of its own `forward`."""
 
 
 class CompiledForward(ModelForward):
-    """Implements `Forward`. Whoever else runs the model runs its own code: it is what this is proven by."""
+    """Implements `Forward`. The compiled code is active only during `compute`, so that verification can run
+    the original."""
 
     def __init__(self, model: PreTrainedModel, *, backend: str = "inductor") -> None:
-        """Raises AttributeError if the model has no layers where models have them."""
+        """Compile every layer. Raises AttributeError if the model has no `layers` in its base model."""
         base: Any = model.base_model
         layers: list[torch.nn.Module] = list(base.layers)
         AttentionInterface.register(PAGED, torch.compiler.disable(attend))
         self._compiled = []
         for layer in layers:
             layer.compile(dynamic=True, backend=backend)
-            self._compiled.append((vars(layer), vars(layer).pop(_CALL)))
+            self._compiled.append((vars(layer), vars(layer).pop(_COMPILED_CALL)))
         super().__init__(model)
 
     def compute(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, sample_rows: torch.Tensor, attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `ModelForward.compute`."""
+        """Run the compiled model, see `ModelForward.compute`."""
         for layer, call in self._compiled:
-            layer[_CALL] = call
+            layer[_COMPILED_CALL] = call
         try:
             return super().compute(token_ids, position_ids, sample_rows, attention)
         finally:
             for layer, _ in self._compiled:
-                del layer[_CALL]
+                del layer[_COMPILED_CALL]
 
-    def settle(self) -> None:
-        """When all kinds of steps have run: no request waits for a compiler. What would have to be compiled
-        from now on runs as it is, in the whole process."""
+    def stop_recompiling(self) -> None:
+        """Disable further compilation in the whole process, so that no request waits for it.
+
+        Call it after all kinds of steps have run. Anything that would need a new graph runs uncompiled from
+        then on.
+        """
         torch.compiler.set_stance("eager_on_recompile")

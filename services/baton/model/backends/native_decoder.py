@@ -1,4 +1,5 @@
-"""The layers of a decoder as one call; its matrix products over weights that are packed once. bfloat16."""
+"""Calls the C++ decoder: all layers of a plain bfloat16 decoder in one call, over weights that are packed
+once."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,35 +8,35 @@ import torch
 from torch import nn
 
 from baton.core.errors import LayoutMismatch
-from baton.model.attention.attention_inputs import AttentionStep, Tables
-from baton.model.backends.decoder_layers import DecoderLayer, take_weights
+from baton.model.attention.attention_inputs import AttentionStep, SequenceTables
+from baton.model.backends.decoder_layers import DecoderLayer, free_weights
 from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_library import (
     DTYPES,
     AttentionArgs,
-    HeadsArgs,
     Kernels,
-    address,
+    RopeArgs,
     attention_args,
-    heads_args,
-    kv_of,
+    data_address,
+    layer_kv_address,
+    rope_args,
 )
 
-PANEL = 64
-"""Outputs that are computed together; see product.h."""
+PANEL_OUTPUTS = 64
+"""Outputs of one packed weight panel; `PANEL` of gemm.h."""
 
 
-class _ProductArgs(ctypes.Structure):
-    """`ProductArgs` of decoder.cpp."""
+class _GemmArgs(ctypes.Structure):
+    """ctypes mirror of `GemmArgs` in decoder.cpp."""
 
-    _fields_ = [("words", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64)]
+    _fields_ = [("packed", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64)]
 
 
 class _LayerArgs(ctypes.Structure):
-    """`LayerArgs` of decoder.cpp."""
+    """ctypes mirror of `LayerArgs` in decoder.cpp."""
 
     _fields_ = [
-        *((name, _ProductArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "kv")),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -43,7 +44,7 @@ class _LayerArgs(ctypes.Structure):
 
 
 class _DecoderArgs(ctypes.Structure):
-    """`DecoderArgs` of decoder.cpp."""
+    """ctypes mirror of `DecoderArgs` in decoder.cpp."""
 
     _fields_ = [
         *(
@@ -55,34 +56,36 @@ class _DecoderArgs(ctypes.Structure):
         ("size", ctypes.c_int32),
         ("eps", ctypes.c_float),
         *((name, AttentionArgs) for name in ("attention", "rows_attention")),
-        ("heads", HeadsArgs),
+        ("rope", RopeArgs),
     ]
 
 
-class Product:
-    """x [rows, k] -> [rows, n], for the weights of several modules, one under the other. `dtype`: of what
-    comes out, bfloat16 or, not rounded, float32."""
+class PackedGemm:
+    """Product x [rows, k] -> [rows, n] with packed bfloat16 weights; joins the outputs of several modules."""
 
     def __init__(self, kernels: Kernels, *modules: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
+        """`dtype`: of the result, bfloat16 or float32 (not rounded). Raises LayoutMismatch if the number of
+        inputs is odd."""
         self._dtype = dtype
         self._modules = modules
         weight = torch.cat([module.weight.data for module in modules])
         self._bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
         self.n, self.k = weight.shape
         if self.k % 2:
-            raise LayoutMismatch(f"a product of {self.k} inputs, which are no pairs")
-        self._words = kernels.words.take(-(-self.n // PANEL) * PANEL * self.k // 2)
+            raise LayoutMismatch(f"a product with {self.k} inputs: the number of inputs must be even")
+        self._packed = kernels.weight_arena.take(-(-self.n // PANEL_OUTPUTS) * PANEL_OUTPUTS * self.k // 2)
         self._kernels = kernels
-        kernels.pack(weight.data_ptr(), self._words.data_ptr(), self.n, self.k, kernels.num_threads)
-        self.args = _ProductArgs(self._words.data_ptr(), address(self._bias), self.n, self.k)
+        kernels.pack_weights(weight.data_ptr(), self._packed.data_ptr(), self.n, self.k, kernels.num_threads)
+        self.args = _GemmArgs(self._packed.data_ptr(), data_address(self._bias), self.n, self.k)
 
-    def own_weights(self) -> None:
-        take_weights(self._modules)
+    def release_model_weights(self) -> None:
+        """Free the modules' own weights; the packed copy stays."""
+        free_weights(self._modules)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x is contiguous."""
+        """Multiply `x`, bfloat16 and contiguous."""
         out = x.new_empty(x.shape[0], self.n, dtype=self._dtype)
-        self._kernels.product(
+        self._kernels.gemm(
             x.data_ptr(),
             ctypes.byref(self.args),
             out.data_ptr(),
@@ -94,11 +97,12 @@ class Product:
 
 
 class NativeDecoder:
-    """All layers and the last norm."""
+    """All layers and the final norm as one C++ call."""
 
     def __init__(
-        self, kernels: Kernels, layers: Sequence[DecoderLayer[Product]], final_norm: torch.Tensor, eps: float
+        self, kernels: Kernels, layers: Sequence[DecoderLayer[PackedGemm]], final_norm: torch.Tensor, eps: float
     ) -> None:
+        """`layers`: of one shape each. `final_norm`: its weight. `eps`: of all norms."""
         self._kernels = kernels
         self._layers = layers
         self._final_norm = final_norm
@@ -111,10 +115,14 @@ class NativeDecoder:
     def __call__(
         self, hidden: torch.Tensor, step: AttentionStep, cosine: torch.Tensor, sine: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [num_tokens, size], the embedding's, is written over; cosine, sine [num_tokens, head_dim /
-        2] float32; rows, ascending: whose last hidden states are asked for; the step's KV is written. Returns
-        what the last norm makes of those, [rows, size], and `finite` as in `Forwarded`. Raises LayoutMismatch
-        if the cache is another model's."""
+        """Run all layers, write the step's KV, and return the normed last hidden states and `finite`.
+
+        hidden [num_tokens, size]: the embeddings; overwritten.
+        cosine, sine [num_tokens, head_dim / 2] float32: from `rope_cos_sin`.
+        rows, ascending: tokens whose last hidden states are returned, [len(rows), size].
+        `finite` is as in `ForwardOutput`. Raises LayoutMismatch if the cache belongs to a model of another
+        shape.
+        """
         cache, slots = step.cache, step.slots
         (num_tokens, size), num_rows = hidden.shape, rows.numel()
         first = self._layers[0]
@@ -126,13 +134,14 @@ class NativeDecoder:
                 f"{len(self._layers)} layers with {first.qkv.n} outputs for queries and KV do not fit {cache.layout}"
             )
         for index, layer in enumerate(self._args):
-            layer.kv = kv_of(cache, index)
-        if self._scratch.numel() < num_tokens * self._scratch_columns:  # fresh pages cost more than some products
+            layer.kv = layer_kv_address(cache, index)
+        # reused: page faults cost more than some products
+        if self._scratch.numel() < num_tokens * self._scratch_columns:
             self._scratch = hidden.new_empty(num_tokens * self._scratch_columns)
         out = torch.empty_like(hidden)
         finite = torch.empty(num_tokens, dtype=torch.bool)
         tables = step.tables
-        rows_tables = tables if num_rows == num_tokens else step.tables_of(rows.numpy())
+        rows_tables = tables if num_rows == num_tokens else step.tables_for_rows(rows.numpy())
         args = _DecoderArgs(
             layers=ctypes.addressof(self._args),
             final_norm=self._final_norm.data_ptr(),
@@ -148,20 +157,20 @@ class NativeDecoder:
             eps=self._eps,
             attention=self._attention_args(cache, tables, num_heads),
             rows_attention=self._attention_args(cache, rows_tables, num_heads),
-            heads=heads_args(cache, slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads),
+            rope=rope_args(cache, slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads),
         )
-        self._kernels.decode(ctypes.byref(args))
+        self._kernels.decoder_forward(ctypes.byref(args))
         return out[:num_rows], finite
 
-    def _attention_args(self, cache: KvCache, tables: Tables, num_heads: int) -> AttentionArgs:
-        """With queries and outputs where `decoder.cpp` has them."""
+    def _attention_args(self, cache: KvCache, tables: SequenceTables, num_heads: int) -> AttentionArgs:
+        """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch memory."""
         first = self._layers[0]
         args = attention_args(cache, tables, num_heads, self._kernels.num_threads)
         args.q_token_stride, args.q_head_stride = first.qkv.n, cache.head_dim
         args.out_token_stride, args.out_head_stride = first.o.k, cache.head_dim
         return args
 
-    def _layer_args(self, layer: DecoderLayer[Product]) -> _LayerArgs:
+    def _layer_args(self, layer: DecoderLayer[PackedGemm]) -> _LayerArgs:
         return _LayerArgs(
             qkv=layer.qkv.args,
             o=layer.o.args,
@@ -169,8 +178,8 @@ class NativeDecoder:
             down=layer.down.args,
             input_norm=layer.input_norm.data_ptr(),
             post_norm=layer.post_norm.data_ptr(),
-            q_norm=address(layer.q_norm),
-            k_norm=address(layer.k_norm),
-            window=layer.asked.window or 0,
-            scale=layer.asked.scaling,
+            q_norm=data_address(layer.q_norm),
+            k_norm=data_address(layer.k_norm),
+            window=layer.attention_params.window or 0,
+            scale=layer.attention_params.scaling,
         )

@@ -1,6 +1,8 @@
-"""The decoder that most models are, wholly ours: a step's layers are one call, in which a team of threads
-stays awake from the first product to the last norm. In small batches what stands between products took longer
-than they did. In the last layer only those tokens that are sampled from are more than keys and values.
+"""Runs the plain decoder entirely in the C++ kernels: all layers of a step are one call.
+
+One team of threads runs from the first product to the last norm. In small batches the work between products
+would otherwise take longer than the products. The last layer computes only keys and values for tokens that
+are not sampled.
 """
 
 from collections.abc import Sequence
@@ -10,56 +12,63 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from baton.model.attention.attention_inputs import Asked
-from baton.model.backends.decoder_layers import decoder_layers, turns
-from baton.model.backends.fused_layers import has_onednn_products
-from baton.model.backends.native_decoder import NativeDecoder, Product
+from baton.model.attention.attention_inputs import AttentionParams
+from baton.model.backends.decoder_layers import decoder_layers, rope_cos_sin
+from baton.model.backends.fused_layers import has_onednn_bf16_gemm
+from baton.model.backends.native_decoder import NativeDecoder, PackedGemm
 from baton.model.kernels.cpu.kernel_library import Kernels
-from baton.model.step.forward import Forwarded
+from baton.model.step.forward import ForwardOutput
 from baton.model.step.step_inputs import PackedStep
 
 
-def can_decode(model: PreTrainedModel, kernels: Kernels) -> bool:
-    """Whether this is worth it for a model that `can_fuse`: our products are of bfloat16, and oneDNN's are
-    faster with AMX. On a processor that does not multiply pairs of it ours are only taken where oneDNN has
-    none: torch's own are many times slower there than products of floats. With AVX-512 alone oneDNN emulates
-    them; ours were not measured against that."""
+def prefers_native_gemm(model: PreTrainedModel, kernels: Kernels) -> bool:
+    """True if the native bfloat16 GEMM is expected to be faster than torch's for a model that
+    `is_plain_decoder`.
+
+    With AMX, oneDNN is faster. Without AVX512-BF16, the native GEMM is used only if oneDNN has none: torch's
+    fallback is many times slower than float32. oneDNN emulates bfloat16 on plain AVX-512; the native GEMM was
+    not measured against that.
+    """
     if model.dtype != torch.bfloat16:
         return False
-    if kernels.multiplies_pairs:
+    if kernels.has_bf16_dot:
         return not torch.cpu._is_amx_tile_supported()
-    return not has_onednn_products(model.dtype)
+    return not has_onednn_bf16_gemm(model.dtype)
 
 
 class DecoderForward:
-    """Implements `Forward`. `kernels` of the threads that a step has."""
+    """Implements `Forward` for the plain bfloat16 decoder with the native GEMM and kernels."""
 
-    def __init__(self, model: PreTrainedModel, asked: Sequence[Asked], kernels: Kernels) -> None:
-        """`model`: one that `can_fuse` and `can_decode`. `asked`: by each layer, see `prove_masks`. The model
-        still runs by itself. Raises LayoutMismatch where a product has inputs that are no pairs."""
+    def __init__(self, model: PreTrainedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> None:
+        """`model`: one for which `is_plain_decoder` and `prefers_native_gemm` are true; its own code still
+        works. `attention_params`: one per layer, from `verify_masks`. `kernels`: with the number of threads
+        of a step. Raises LayoutMismatch if a product has an odd number of inputs."""
         base: Any = model.base_model
         self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._layers = decoder_layers(model, asked, lambda *modules: Product(kernels, *modules))
+        self._layers = decoder_layers(model, attention_params, lambda *modules: PackedGemm(kernels, *modules))
         self._decoder = NativeDecoder(
             kernels, self._layers, base.norm.weight, float(cast(Any, model.config).rms_norm_eps)
         )
-        # Not rounded: two logits near 8 that bfloat16 tells apart differ by 0.06, twice what else is wrong
-        # with them at p99.
-        self._head = Product(kernels, cast(nn.Linear, model.lm_head), dtype=torch.float32)
+        # Logits stay float32. Neighbouring bfloat16 values near 8 differ by 0.06, twice the p99 of all other
+        # errors.
+        self._head = PackedGemm(kernels, cast(nn.Linear, model.lm_head), dtype=torch.float32)
         self._rotary: Any = base.rotary_emb
 
-    def __call__(self, step: PackedStep) -> Forwarded:
-        cosine, sine = turns(self._rotary, step.position_ids)
+    def __call__(self, step: PackedStep) -> ForwardOutput:
+        cosine, sine = rope_cos_sin(self._rotary, step.position_ids)
         normed, finite = self._decoder(self._embedding[step.token_ids], step.attention, cosine, sine, step.sample_rows)
-        return Forwarded(logits=self._head(normed), finite=finite)
+        return ForwardOutput(logits=self._head(normed), finite=finite)
 
-    def own_weights(self) -> None:
-        """Take them out of the model, see `take_weights`. What is left to it is the embedding, norms and
-        biases. Tied embeddings are held both ways: rows are looked up plain and multiplied packed."""
-        self._head.own_weights()
+    def release_model_weights(self) -> None:
+        """Free the model's projection weights, see `free_weights`; its own code then raises.
+
+        The model keeps the embedding, norms and biases. Tied embeddings are held twice: plain for look-up and
+        packed for the product.
+        """
+        self._head.release_model_weights()
         for layer in self._layers:
-            for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                product.own_weights()
+            for projection in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                projection.release_model_weights()
 
     def close(self) -> None:
-        """Nothing was put into the model."""
+        """Do nothing: this pass installs nothing in the model."""

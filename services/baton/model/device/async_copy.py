@@ -1,8 +1,6 @@
-"""Numbers between the host and a device while nobody waits: through pinned memory, in the order of the
-device's stream.
+"""Copies arrays between host and device without waiting, through pinned memory, in the order of the stream.
 
-A plain copy to a GPU waits for all that was launched before it. On a CPU there is nothing to copy and nothing
-to wait for.
+A plain copy to a GPU waits for all work launched before it. On a CPU nothing is copied and nothing waits.
 """
 
 from typing import Protocol
@@ -12,49 +10,53 @@ import torch
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device once what was launched before has run. `values` may be written again at once, unless the
-    device is a CPU."""
+    """Return `values` on the device; a GPU copies them when the work launched before has run.
+
+    The caller may overwrite `values` right away, except on a CPU, where the tensor shares their memory.
+    """
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def download(values: torch.Tensor) -> torch.Tensor:
-    """On the host once a `Mark` that is made afterwards is reached."""
+    """Return `values` on the host. The content is valid once a `DeviceEvent` recorded afterwards is complete."""
     if values.device.type == "cpu":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
-class Mark(Protocol):
-    """A place in what a device has been given to do."""
+class DeviceEvent(Protocol):
+    """A point in the device's queue of work."""
 
-    def is_reached(self) -> bool: ...
+    def is_complete(self) -> bool:
+        """True if the device has done all work before this point."""
+        ...
 
     def wait(self) -> None:
-        """Until it is. Raises torch.AcceleratorError if the device failed before."""
+        """Wait until the event is complete. Raises torch.AcceleratorError if the device failed before it."""
         ...
 
 
-class _Reached:
-    def is_reached(self) -> bool:
+class _CompletedEvent:
+    def is_complete(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return, because a CPU has computed everything when the call returns."""
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self) -> None:
         self._event = torch.cuda.Event(blocking=True)
         self._event.record()
 
-    def is_reached(self) -> bool:
+    def is_complete(self) -> bool:
         return self._event.query()
 
     def wait(self) -> None:
         self._event.synchronize()
 
 
-def mark(device: torch.device) -> Mark:
-    """Behind all that the calling thread has given to the device."""
-    return _CudaMark() if device.type == "cuda" else _Reached()
+def record_event(device: torch.device) -> DeviceEvent:
+    """Return an event after all work that the calling thread has given to the device."""
+    return _CudaEvent() if device.type == "cuda" else _CompletedEvent()

@@ -1,4 +1,4 @@
-"""A device's KV blocks, and as many in host memory, which transports reach everywhere."""
+"""Copies KV blocks between a device and a host buffer of equal size, which every transport can reach."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,30 +14,38 @@ log = get_logger(__name__)
 
 
 class HostStaging:
-    """Copies single blocks in either direction. On a GPU in a stream of its own: neither waits for steps that
-    are being computed, so blocks to copy must be ones that no such step writes or reads."""
+    """Copies single blocks in either direction, on a GPU in a separate stream.
+
+    A copy does not wait for running steps. Therefore no running step may read or write the blocks being
+    copied.
+    """
 
     def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
-        """`host`: [num_blocks, block_bytes], which the caller keeps until this is closed."""
+        """`host`: uint8 [num_blocks, block_bytes]; must stay allocated until `close`.
+
+        Raises ValueError if the shape differs from that of the device's blocks.
+        """
         self._device = cache.blocks.view(cache.num_blocks, -1).view(torch.uint8)
         self._host = torch.from_numpy(host)
         if self._host.shape != self._device.shape:
             raise ValueError(
-                f"{tuple(self._host.shape)} bytes of host memory for {tuple(self._device.shape)} of the device"
+                f"the host buffer is {tuple(self._host.shape)} bytes; the device's blocks need {tuple(self._device.shape)}"
             )
         self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self._is_pinned = self._stream is not None and _pin(self._host, cache.device)
 
     def close(self) -> None:
-        """Once nothing is copied any more: the host memory is then as it came."""
+        """Undo the pinning of the host buffer. Call it after the last copy."""
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
 
     def to_host(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the device to the same indices of the host buffer, and wait for it."""
         self._copy(self._device, self._host, block_ids)
 
     def to_device(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the host buffer to the same indices on the device, and wait for it."""
         self._copy(self._host, self._device, block_ids)
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor, block_ids: Sequence[int]) -> None:
@@ -52,25 +60,25 @@ class HostStaging:
 
 
 def _pin(host: torch.Tensor, device: torch.device) -> bool:
-    """Lets the GPU's copy engines read and write it by themselves; returns whether it is ours to undo. Else
-    the driver copies through pages of its own, slower, so what the system refuses (a limit on locked memory)
-    is no error."""
-    if host.is_pinned():  # by a transport that knows the GPU
+    """Register the host buffer with CUDA for faster copies. Return True if this call did it.
+
+    The system may refuse, for example because of the limit on locked memory. Copies then go through the
+    driver's own buffers, slower, so this is logged and not an error.
+    """
+    if host.is_pinned():  # pinned by a transport that supports the GPU
         return False
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     except RuntimeError as error:
-        log.warning(
-            "host_memory_not_pinned", problem=str(error), hint="KV goes through host memory slower; see `ulimit -l`"
-        )
-        with suppress(RuntimeError):  # the next launch is told of an error that is left, whoever left it
+        log.warning("host_memory_not_pinned", problem=str(error), hint="KV copies are slower; raise `ulimit -l`")
+        with suppress(RuntimeError):  # clears the pending CUDA error, which the next launch would report
             torch.zeros(1, device=device)
         return False
     return True
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[slice]:
-    """Neighbours together."""
+    """Yield slices of consecutive block ids."""
     for _, group in groupby(enumerate(block_ids), key=lambda numbered: numbered[1] - numbered[0]):
         ids = [block_id for _, block_id in group]
         yield slice(ids[0], ids[-1] + 1)

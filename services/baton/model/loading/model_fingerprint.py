@@ -1,4 +1,4 @@
-"""Which model this is, by content: configuration, weights and load dtype. Fast enough for every start."""
+"""Identifies a model by content: configuration, weights and load dtype. Fast enough to run at every start."""
 
 import json
 import math
@@ -11,18 +11,18 @@ from typing import Any, BinaryIO
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
 
-_WHOLE_TENSOR_BYTES = 64 << 10
+_FULLY_HASHED_BYTES = 64 << 10
 _SAMPLES = 4
 _SAMPLE_BYTES = 8 << 10
 _MAX_HEADER_BYTES = 256 << 20
-_NOT_CONTENT = frozenset(
+_IGNORED_CONFIG_KEYS = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
 )
-"""Configuration keys that do not change a result; the dtype that matters is the one loaded in."""
+"""Configuration keys that do not change a result. The dtype that matters is the one the weights are loaded in."""
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that transformers will load, in order. Raises ModelError if there are none, or not all."""
+    """Return the safetensors files that transformers will load, in order. Raises ModelError if any is missing."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -42,7 +42,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def num_weights(model_dir: Path) -> int:
-    """Numbers in its files. Raises ModelError."""
+    """Return the number of weights in a model's files. Raises ModelError if a file is missing or unreadable."""
     total = 0
     for path in weight_files(model_dir):
         with _reading(path) as file:
@@ -51,11 +51,14 @@ def num_weights(model_dir: Path) -> int:
 
 
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
-    """Hex digest of what decides this model's KV. Of each tensor name, shape and place count, and its bytes:
-    all of them up to 64 KiB, samples from its whole length above. So models of one shape differ, however
-    little was trained. Raises ModelError."""
+    """Return a hex digest of everything that determines this model's KV.
+
+    It covers configuration, dtype, and each tensor's name, shape, dtype and bytes. Tensors up to 64 KiB are
+    hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor. So two models
+    of one shape differ even after little training. Raises ModelError if a file is missing or unreadable.
+    """
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
-    content = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
+    content = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     for part in (dtype, json.dumps(content, sort_keys=True, default=str)):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     for path in weight_files(model_dir):
@@ -74,8 +77,10 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """(tensors, where their data begins). Format: 8 bytes little-endian header length, JSON header, data (the
-    safetensors README)."""
+    """Return (tensor entries by name, offset where the tensor data begins) of a safetensors file.
+
+    Format: 8 bytes little-endian header length, JSON header, data (the safetensors README).
+    """
     header_len = int.from_bytes(file.read(8), "little")
     if header_len > _MAX_HEADER_BYTES:
         raise ValueError(f"its header claims {header_len} bytes")
@@ -90,7 +95,7 @@ def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
         begin, end = entry["data_offsets"]
         digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
         size = end - begin
-        if size <= _WHOLE_TENSOR_BYTES:
+        if size <= _FULLY_HASHED_BYTES:
             places = [(begin, size)]
         else:
             places = [(begin + (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]

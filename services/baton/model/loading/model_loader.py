@@ -1,5 +1,4 @@
-"""Load a model for serving: a transformers class with our paged attention, or a `ModelError` that says what
-is missing."""
+"""Loads a transformers model with paged attention for serving. Raises ModelError if it cannot be served."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
-from baton.model.device.device_memory import free_bytes
+from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
 from baton.model.loading.model_support import causal_lm_class, kv_heads
@@ -22,8 +21,7 @@ from baton.model.loading.model_support import causal_lm_class, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to be served, and what the rest of a worker needs to know about it. `eos_token_ids` may
-    be empty."""
+    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty."""
 
     path: Path
     model: PreTrainedModel
@@ -46,7 +44,7 @@ class LoadedModel:
         return self.model.device
 
     def layout(self, block_size_tokens: int) -> KvLayout:
-        """How this model's KV lies in memory."""
+        """Return how this model's KV is laid out in memory, for blocks of `block_size_tokens` tokens."""
         num_kv_heads, head_dim = kv_heads(self.config)
         return uniform_layout(
             model_fingerprint=self.model_fingerprint,
@@ -62,10 +60,12 @@ class LoadedModel:
 def load_model(
     path: Path, *, dtype: str = "auto", device: str = "auto", max_model_len: int | None = None
 ) -> LoadedModel:
-    """Load the directory `path` (see `hub.resolve_model`); reads nothing from the network.
+    """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
-    dtype: auto is the checkpoint's own; device: auto is cuda where there is a GPU. Raises ModelError naming
-    what the model has or lacks.
+    dtype: `auto` uses the checkpoint's own.
+    device: `auto` uses CUDA if there is a GPU.
+    max_model_len: at most the model's own; None uses that.
+    Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     config = _read_config(path)
     model_class = causal_lm_class(config)
@@ -73,11 +73,13 @@ def load_model(
     load_dtype = _load_dtype(config, dtype)
     target = _device(device)
     size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    check_room(size, free_bytes(target), what, str(target))
+    require_free_memory(size, free_bytes(target), what, str(target))
     if target.type != "cpu":
-        check_room(size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}")
+        require_free_memory(
+            size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}"
+        )
     config._attn_implementation = PAGED
-    disable_progress_bar()  # a worker's standard error is a log
+    disable_progress_bar()  # a worker's standard error is its log
     fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
     try:
         model, info = cast(Any, model_class).from_pretrained(
@@ -92,7 +94,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
     missing = sorted(info["missing_keys"])
-    if missing:  # transformers would fill them with random numbers
+    if missing:  # transformers would initialise them randomly
         raise ModelError(
             f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]}"
         )
@@ -108,17 +110,17 @@ def load_model(
     )
 
 
-def check_room(needed: int, free: int, what: str, where: str) -> None:
-    """Raises ModelError with the numbers if `needed` bytes are not free."""
+def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
+    """Raise ModelError, with the numbers, if `needed` bytes are more than `free`."""
     if needed > free:
         raise ModelError(
-            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: give a smaller model, a --dtype of fewer bytes, or "
-            "more memory"
+            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: give a smaller model, a --dtype of fewer bytes, "
+            "or more memory"
         )
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Ids that end a text: those of generation_config.json, else of config.json."""
+    """Return the token ids that end a text, from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             value = json.loads((path / name).read_text()).get("eos_token_id")
@@ -138,7 +140,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{path / 'config.json'} is of no model that this version of transformers knows: {error}"
+            f"{path / 'config.json'} describes a model that this version of transformers does not support: {error}"
         ) from error
     return config
 
@@ -161,10 +163,10 @@ def _device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
+def _max_model_len(config: PreTrainedConfig, requested: int | None) -> int:
     own: int = config.max_position_embeddings
-    if asked is not None and asked > own:
+    if requested is not None and requested > own:
         raise ModelError(
-            f"--max-model-len {asked} is more than the model's own {own} positions (max_position_embeddings)"
+            f"--max-model-len {requested} is more than the model's own {own} positions (max_position_embeddings)"
         )
-    return own if asked is None else asked
+    return own if requested is None else requested

@@ -1,4 +1,4 @@
-"""Named model shapes for benchmarks: configurations whose random weights cost what the real ones cost."""
+"""Defines named model shapes for benchmarks. Their random weights cost as much to run as the real ones."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -87,12 +87,13 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: _qwen3(4_096, 12_288, 36, 32, False),
     "llama3-8b": _llama3_8b,
 }
+"""Configuration factories by the name that `baton model init --like` takes."""
 
 
 def shape_config(name: str) -> PreTrainedConfig:
-    """A new configuration of that shape. Raises ModelError naming the nearest if there is none."""
+    """Return a new configuration of the named shape. Raises ModelError if the name is unknown."""
     if name not in SHAPES:
         near = get_close_matches(name, SHAPES, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise ModelError(f"there is no shape {name!r}{hint} Known: {', '.join(SHAPES)}")
+        raise ModelError(f"unknown shape {name!r}{hint} Known: {', '.join(SHAPES)}")
     return SHAPES[name]()

@@ -1,5 +1,4 @@
-"""From what `--model` says to a directory of files: the demo model, a directory, or a hub id that is fetched
-once."""
+"""Resolves `--model` to a directory: the demo model, a local directory, or a hub id that is downloaded once."""
 
 import os
 import re
@@ -12,17 +11,19 @@ DEMO_DIR = Path(__file__).parents[2] / "demo"
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 _TEXTS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
-"""Some repositories hold the weights a second time, as pickles or under other names."""
+"""Excludes the second copy of the weights that some repositories hold, as pickles or under other names."""
 
 
 def resolve_model(model: str, *, weights: bool = True) -> Path:
-    """The directory of `demo`, of a directory's path, or of a hub id (`owner/name`, `owner/name@revision`).
-    Without `weights` a hub's are left where they are: tokenizer, chat template and configuration are all that
-    a gateway reads.
+    """Return the directory of `demo`, of a local path, or of a hub id (`owner/name`, `owner/name@revision`).
 
-    A hub id is downloaded, with a progress bar, unless the cache has it; token, cache directory, endpoint and
-    offline mode are those of the hub's own tools (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE). Call it
-    once, before any worker starts, and give the workers the directory. Raises ModelError saying what to do.
+    weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
+    and configuration.
+
+    A hub id is downloaded, with a progress bar, unless it is in the cache. Token, cache directory, endpoint
+    and offline mode are configured as for the hub's own tools (HF_TOKEN, HF_HOME, HF_ENDPOINT,
+    HF_HUB_OFFLINE). Call this once, before any worker starts, and pass the directory to the workers. Raises
+    ModelError with the remedy.
     """
     if model == DEMO:
         return DEMO_DIR
@@ -63,7 +64,8 @@ def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(f"{repo_id} is not in the cache and the hub cannot be reached: {_NETWORK_ADVICE}") from error
-    except Exception as error:  # the hub's client lets many kinds of network errors through, by versions different ones
+    # the hub's client raises many kinds of network errors, depending on its version
+    except Exception as error:
         raise ModelError(
             f"{repo_id} cannot be downloaded ({type(error).__name__}: {error}): {_NETWORK_ADVICE}"
         ) from error

@@ -1,5 +1,7 @@
-"""Which models can be served from paged KV memory: checked on the configuration and the class, before any
-weight is read."""
+"""Checks from its configuration and class if a model can be served from paged KV memory.
+
+This needs no weights, so an unsupported model is refused early.
+"""
 
 from typing import Any, cast
 
@@ -9,14 +11,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from baton.core.errors import ModelError
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layer types that can be served."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary frequencies that depend on the position alone. `dynamic` and `longrope` change with the longest
-position in the batch."""
+"""RoPE types whose frequencies depend only on the position.
+
+Those of `dynamic` and `longrope` change with the longest position in the batch.
+"""
 
 
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that serves this configuration. Raises ModelError naming everything about it that cannot be
-    served."""
+    """Return the class that runs this configuration. Raises ModelError if it cannot be served.
+
+    The error names every unsupported property.
+    """
     name = f"{config.model_type} ({', '.join(config.architectures or ()) or 'no architecture named'})"
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only language models can be served")
@@ -69,8 +76,10 @@ def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> l
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Every rotary type in the configuration; in transformers 5 `rope_parameters` is one dict, or one for
-    each layer type."""
+    """Return every RoPE type in the configuration.
+
+    In transformers 5, `rope_parameters` is one dict, or one for each layer type.
+    """
     found: set[str] = set()
     for attribute in ("rope_parameters", "rope_scaling"):
         parameters: Any = getattr(config, attribute, None)
@@ -82,8 +91,10 @@ def _rope_types(config: PreTrainedConfig) -> set[str]:
 
 
 def kv_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """(KV heads, head size) as the configuration has them; attention raises if a layer then caches another
-    shape."""
+    """Return (number of KV heads, head size) from the configuration.
+
+    If a layer then caches another shape, attention raises an error.
+    """
     heads = config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or heads, getattr(
         config, "head_dim", None

@@ -1,4 +1,4 @@
-"""Write a model with random weights: every tensor seeded by its own name, one shard in memory at a time."""
+"""Writes a model with random weights. Each tensor is seeded by its name, and one shard is in memory at a time."""
 
 import json
 import shutil
@@ -18,16 +18,19 @@ from baton.model.loading.model_support import causal_lm_class
 
 SHARD_BYTES = 2 << 30
 ROUTER_LOGIT_STD = 2.0
-"""Routers are initialised wide: with logits all alike, rounding would choose the experts."""
+"""Standard deviation of MoE router logits. If they were all alike, rounding would choose the experts."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes written, bytes in all)."""
+WriteProgress = Callable[[int, int], None]
+"""Called with (bytes written, total bytes)."""
 
 
-def init_like(shape: str, out: Path, *, seed: int = 0, progress: Progress | None = None) -> None:
-    """`baton model init --like SHAPE --out DIR`: bfloat16 weights, the demo's tokenizer. Raises ModelError;
-    `out` must be new or empty."""
+def init_like(shape: str, out: Path, *, seed: int = 0, progress: WriteProgress | None = None) -> None:
+    """Write bfloat16 random weights of a named shape, with the demo's tokenizer.
+
+    This is `baton model init --like SHAPE --out DIR`. Raises ModelError if the shape is unknown or `out` is
+    not empty.
+    """
     config = shape_config(shape)
     config.dtype = torch.bfloat16
     init_model(config, out, seed=seed, progress=progress)
@@ -39,11 +42,13 @@ def init_model(
     *,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: WriteProgress | None = None,
 ) -> None:
-    """Random weights of `config` in its dtype (float32 if it has none), with the demo's tokenizer and ends of
-    text. The same seed gives the same files. Raises ModelError if `out` holds files, OSError if it cannot be
-    written."""
+    """Write random weights of `config` in its dtype (float32 if it has none), with the demo's tokenizer.
+
+    The same seed writes the same files. Raises ModelError if `out` is not empty, OSError if it cannot be
+    written.
+    """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty: give --out a new directory")
     model_class = causal_lm_class(config)
@@ -66,11 +71,11 @@ def init_model(
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(
-            {name: _random(name, shapes[name], dtype, config, seed) for name in names},
+            {name: _random_tensor(name, shapes[name], dtype, config, seed) for name in names},
             out / file,
             metadata={"format": "pt"},
         )
-        (out / file).chmod(0o644)  # safetensors makes files that only their owner can read
+        (out / file).chmod(0o644)  # safetensors creates files that only their owner can read
         weight_map.update(dict.fromkeys(names, file))
         written += sum(_num_elements(shapes[name]) for name in names) * dtype.itemsize
         if progress is not None:
@@ -85,7 +90,10 @@ def _num_elements(shape: tuple[int, ...]) -> int:
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> Iterator[list[str]]:
-    """Names in order, as many to a shard as fit; a tensor larger than a shard has one of its own."""
+    """Yield lists of tensor names, in order, whose tensors fit into one shard.
+
+    A tensor larger than a shard gets its own.
+    """
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -99,8 +107,10 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int)
         yield names
 
 
-def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, config: PreTrainedConfig, seed: int) -> torch.Tensor:
-    """Norms are one, biases zero, everything else normal with the configuration's own spread."""
+def _random_tensor(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, config: PreTrainedConfig, seed: int
+) -> torch.Tensor:
+    """Return ones for norms, zeros for biases, and random normal values for all other tensors."""
     if len(shape) == 1:
         return torch.zeros(shape, dtype=dtype) if name.endswith("bias") else torch.ones(shape, dtype=dtype)
     tensor_seed = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

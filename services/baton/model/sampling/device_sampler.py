@@ -1,5 +1,7 @@
-"""Drawing where the logits are, all rows of a kind at once, without waiting for the device: for a GPU.
-`host_sampler.py` draws the same."""
+"""Draws tokens on the device, for a GPU: all rows of a kind together and without waiting for the device.
+
+`host_sampler.py` draws the same tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,36 +17,41 @@ from baton.model.sampling.sampling_noise import GOLDEN, MIX_1, MIX_2, noise_key
 
 _MASK = (1 << 64) - 1
 _MAX_VALUES = 1 << 22
-"""Of float64 in one array, of which there are eight or so at a time."""
+"""Limit of float64 values in one array. About eight such arrays exist at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """On the device: token_ids, one for each of the requests' samples; have_choice [len(requests)]: whether
-    there was a token to draw."""
+class DrawnTokens:
+    """Drawn tokens, on the device.
+
+    token_ids: one for each sample of the requests.
+    have_choice: bool [len(requests)], False if bias and bans left no token to draw.
+    """
 
     token_ids: torch.Tensor
     have_choice: torch.Tensor
 
 
-def draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> Drawn:
-    """logits [len(requests), vocab_size], float32. The token ids that requests name must exist, see
-    `adjusting.unknown_token_id`."""
-    of_row = np.cumsum([0, *(len(request.sample_indices) for request in requests)])
-    token_ids = torch.zeros(int(of_row[-1]), dtype=torch.int64, device=logits.device)
+def draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> DrawnTokens:
+    """Draw the tokens of all requests. `logits`: float32 [len(requests), vocab_size].
+
+    Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
+    """
+    first_draw = np.cumsum([0, *(len(request.sample_indices) for request in requests)])
+    token_ids = torch.zeros(int(first_draw[-1]), dtype=torch.int64, device=logits.device)
     have_choice = torch.ones(len(requests), dtype=torch.bool, device=logits.device)
     for rows in _chunks(requests, logits.shape[1]):
         index = upload(np.array(rows), logits.device)
-        asking = [requests[row] for row in rows]
-        adjusted = process_logits(logits[index].double(), asking)
-        have_choice[index] = adjusted.amax(dim=-1) > -torch.inf
-        places = np.concatenate([np.arange(of_row[row], of_row[row + 1]) for row in rows])
-        token_ids[upload(places, logits.device)] = _best(adjusted, asking)
-    return Drawn(token_ids, have_choice)
+        chunk_requests = [requests[row] for row in rows]
+        processed = process_logits(logits[index].double(), chunk_requests)
+        have_choice[index] = processed.amax(dim=-1) > -torch.inf
+        places = np.concatenate([np.arange(first_draw[row], first_draw[row + 1]) for row in rows])
+        token_ids[upload(places, logits.device)] = _best(processed, chunk_requests)
+    return DrawnTokens(token_ids, have_choice)
 
 
 def _chunks(requests: Sequence[SampleRequest], vocab_size: int) -> Iterator[list[int]]:
-    """Rows that are drawn in the same way, not too many at a time."""
+    """Yield lists of rows that are drawn in the same way, limited in size."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for row, request in enumerate(requests):
         kinds.setdefault((request.sampling.is_greedy, _is_truncated(request)), []).append(row)
@@ -61,16 +68,18 @@ def _chunks(requests: Sequence[SampleRequest], vocab_size: int) -> Iterator[list
         yield chunk
 
 
-def _best(adjusted: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """One token id for each sample, of requests of one kind; the lowest id of equals. adjusted
-    [len(requests), vocab_size], float64, is written over."""
-    device = adjusted.device
+def _best(processed: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
+    """Return one token id for each sample of requests of one kind; of equal values the lowest id.
+
+    `processed`: float64 [len(requests), vocab_size]; overwritten.
+    """
+    device = processed.device
     owners = upload(np.repeat(np.arange(len(requests)), [len(request.sample_indices) for request in requests]), device)
     if requests[0].sampling.is_greedy:
-        return adjusted.argmax(dim=-1)[owners]
-    scaled = adjusted.div_(upload(np.array([[request.sampling.temperature] for request in requests]), device))
+        return processed.argmax(dim=-1)[owners]
+    scaled = processed.div_(upload(np.array([[request.sampling.temperature] for request in requests]), device))
     if _is_truncated(requests[0]):
-        scaled.masked_fill_(scaled < least_kept(scaled, requests), -torch.inf)
+        scaled.masked_fill_(scaled < truncation_threshold(scaled, requests), -torch.inf)
     keys = [
         noise_key(request.sampling.seed, index, request.position)
         for request in requests
@@ -84,10 +93,12 @@ def _is_truncated(request: SampleRequest) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def least_kept(scaled: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """What top-k, then top-p, then min-p leave of `scaled` = adjusted logits / temperature, float64
-    [len(requests), vocab_size], as a lower bound [len(requests), 1]: so which of two equal logits is kept
-    does not depend on an order."""
+def truncation_threshold(scaled: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
+    """Return the lowest scaled logit that top-k, then top-p, then min-p keep, for each row.
+
+    `scaled`: float64 [len(requests), vocab_size], processed logits / temperature. The result is
+    [len(requests), 1]. Because it is a threshold, tokens with equal logits are all kept or all dropped.
+    """
     vocab_size, device = scaled.shape[1], scaled.device
     with np.errstate(divide="ignore"):
         log_min_p = upload(np.log([[request.sampling.min_p] for request in requests]), device)
@@ -103,8 +114,11 @@ def least_kept(scaled: torch.Tensor, requests: Sequence[SampleRequest]) -> torch
 
 
 def noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """As `host_sampler.noise`, float64 [len(keys), vocab_size], for keys of `noise_key`."""
-    signed = np.array(keys, dtype=np.uint64).view(np.int64)  # torch has no arithmetic of unsigned numbers
+    """Return Gumbel noise, float64 [len(keys), vocab_size]; equal to `host_sampler.noise`.
+
+    `keys`: from `noise_key`.
+    """
+    signed = np.array(keys, dtype=np.uint64).view(np.int64)  # torch has no unsigned 64-bit arithmetic
     bits = _strides(vocab_size, device) + upload(signed[:, None], device)
     spare = torch.empty_like(bits)
     bits.bitwise_xor_(_shifted(bits, 30, spare)).mul_(_signed(MIX_1))
@@ -115,7 +129,7 @@ def noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.T
 
 
 def _shifted(bits: torch.Tensor, by: int, out: torch.Tensor) -> torch.Tensor:
-    """To the right without the sign."""
+    """Shift right without sign extension."""
     return torch.bitwise_right_shift(bits, by, out=out).bitwise_and_(_MASK >> by)
 
 
@@ -125,5 +139,5 @@ def _signed(bits: int) -> int:
 
 @lru_cache(maxsize=4)
 def _strides(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """How far each token id is from a key, int64 [1, vocab_size]."""
+    """Return the distance of each token id's splitmix64 state from its key, int64 [1, vocab_size]."""
     return (torch.arange(1, vocab_size + 1, device=device) * _signed(GOLDEN))[None]

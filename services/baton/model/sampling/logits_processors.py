@@ -1,4 +1,4 @@
-"""Bias, penalties and bans, of many rows at once."""
+"""Applies logit bias, penalties and bans to many rows of logits."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,11 +13,11 @@ _Column = tuple[np.ndarray, np.ndarray]
 
 
 def process_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """`logits` [len(requests), vocab_size], float64, written over and returned, after bias, penalties and
-    bans, in this order.
+    """Apply bias, penalties and bans, in this order, to rows of logits in place, and return them.
 
-    The repetition penalty counts prompt and outputs, presence and frequency outputs only. All token ids must
-    exist, see `unknown_token_id`: a GPU would not survive others.
+    logits: float64 [len(requests), vocab_size].
+    The repetition penalty counts prompt and outputs; presence and frequency penalties count outputs only. All
+    token ids must exist, see `unknown_token_id`, because an index error would stop a GPU.
     """
     _at(logits, map(_biases, requests), lambda now, by: now + by)
     _at(logits, map(_repeated, requests), lambda now, by: torch.where(now > 0, now / by, now * by))
@@ -27,7 +27,7 @@ def process_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> t
 
 
 def unknown_token_id(request: SampleRequest, vocab_size: int) -> int | None:
-    """One that the request names, or has in the history that it wants penalized, and that does not exist."""
+    """Return a token id outside the vocabulary that the request bans, biases or penalises, or None."""
     named = [*request.banned_token_ids, *(token_id for token_id, _ in request.sampling.logit_bias)]
     if request.sampling.has_penalties and len(request.history):
         named.append(int(np.array(request.history).max()))
@@ -39,7 +39,7 @@ def _at(
     columns: Iterable[_Column | None],
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Change the logits that the columns name, each at most once."""
+    """Change the logits at the columns of each row, each at most once."""
     found = [(row, *column) for row, column in enumerate(columns) if column is not None]
     if not found:
         return

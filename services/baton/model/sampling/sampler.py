@@ -1,10 +1,10 @@
-"""Keyed Gumbel sampling: `argmax(logits / temperature + g)` over what top-k, top-p and min-p keep; g from a
-counter-based hash of (seed, sample_index, position, token id).
+"""Samples tokens with keyed Gumbel noise: `argmax(logits / temperature + g)`, after truncation.
 
-The same request draws the same tokens wherever and however often it runs, and rounding noise in the logits
-flips a token as rarely as in greedy decoding. Everything after the model's float32 logits is float64, so that
-it adds no noise of its own. `SAMPLER_VERSION` in `core/kv/kv_layout.py` changes with anything here, and in
-what draws, that changes a token. Nothing waits for the device until `Draws.result`.
+Truncation is top-k, top-p and min-p. The noise g is a hash of (seed, sample_index, position, token id). So
+the same request draws the same tokens wherever and however often it runs, and rounding errors in the logits
+change a token as rarely as in greedy decoding. Everything after the model's float32 logits is float64, so
+that it adds no error of its own. Increase `SAMPLER_VERSION` in `core/kv/kv_layout.py` if a change here or in
+the modules that draw changes a token. Nothing waits for the device before `PendingSamples.result`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +21,16 @@ from baton.model.device.async_copy import download, upload
 from baton.model.sampling import device_sampler, host_sampler
 from baton.model.sampling.logits_processors import unknown_token_id
 
-Asking = Sequence[tuple[int, SampleRequest]]
-"""(seq_id, request) of each row."""
+RowRequests = Sequence[tuple[int, SampleRequest]]
+"""(seq_id, request) of each row of the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """`samples` by sequence; a sequence whose logits or request were at fault is in `failures` instead."""
+    """Sampled tokens by sequence.
+
+    A sequence with faulty logits or an invalid request is in `failures` instead.
+    """
 
     samples: Mapping[int, tuple[SampledToken, ...]]
     failures: Mapping[int, Failure]
@@ -35,8 +38,11 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Logprobs:
-    """Of `rows`, which ask for them, on the host once the device is done: chosen [draws of these rows], top
-    [rows, most asked for]."""
+    """Logprobs of the rows that ask for them, on the host once the device is done.
+
+    chosen: [draws of these rows].
+    top_values, top_ids: [number of rows, most logprobs that a row asks for].
+    """
 
     rows: Sequence[int]
     chosen: torch.Tensor
@@ -45,28 +51,35 @@ class _Logprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
-    """Tokens that a device draws. `token_ids` [num_draws], int64, on the device: row after row (`of_row`),
-    each request's samples in order; a row that fails has some token id or other. `found`: token ids, whether
-    each row is numbers, whether it has a choice; on the host once the device is done. `refused`: by row."""
+class PendingSamples:
+    """Tokens that the device is drawing.
 
-    asking: Asking
-    of_row: Sequence[range]
+    row_requests: the requests, by row.
+    draws_of_row: the range of draws of each row.
+    refused: failures of invalid requests, by row.
+    token_ids: int64 [num_draws], on the device; row after row, each request's samples in order. Arbitrary for
+    a row that fails.
+    found: token ids, then for each row if its logits are finite, then if it has a token to draw; on the host
+    once the device is done.
+    """
+
+    row_requests: RowRequests
+    draws_of_row: Sequence[range]
     refused: Mapping[int, Failure]
     token_ids: torch.Tensor
     found: torch.Tensor
     logprobs: _Logprobs | None
 
     def result(self) -> SampledStep:
-        """Once the device is done."""
-        found, num_rows = self.found.tolist(), len(self.asking)
-        are_numbers, have_choice = found[-2 * num_rows : -num_rows], found[-num_rows:]
+        """Return the samples. Call it after the device is done."""
+        found, num_rows = self.found.tolist(), len(self.row_requests)
+        are_finite, have_choice = found[-2 * num_rows : -num_rows], found[-num_rows:]
         logprobs = self._logprobs_of_draws()
         failures: dict[int, Failure] = {}
         samples: dict[int, tuple[SampledToken, ...]] = {}
-        for row, (seq_id, request) in enumerate(self.asking):
-            if not are_numbers[row]:
-                failures[seq_id] = numerical_error("logits that are not numbers")
+        for row, (seq_id, request) in enumerate(self.row_requests):
+            if not are_finite[row]:
+                failures[seq_id] = numerical_error("NaN or infinite logits")
             elif row in self.refused:
                 failures[seq_id] = self.refused[row]
             elif not have_choice[row]:
@@ -74,7 +87,7 @@ class Draws:
             else:
                 samples[seq_id] = tuple(
                     SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
-                    for index, draw in zip(request.sample_indices, self.of_row[row], strict=True)
+                    for index, draw in zip(request.sample_indices, self.draws_of_row[row], strict=True)
                 )
         return SampledStep(samples=samples, failures=failures)
 
@@ -86,50 +99,55 @@ class Draws:
         for row, ids, values in zip(
             self.logprobs.rows, self.logprobs.top_ids.tolist(), self.logprobs.top_values.tolist(), strict=True
         ):
-            num = self.asking[row][1].sampling.num_logprobs or 0
+            num = self.row_requests[row][1].sampling.num_logprobs or 0
             top = tuple(zip(ids[:num], values[:num], strict=True))
-            found.update((draw, TokenLogprobs(logprob=next(chosen), top=top)) for draw in self.of_row[row])
+            found.update((draw, TokenLogprobs(logprob=next(chosen), top=top)) for draw in self.draws_of_row[row])
         return found
 
 
-def sample(logits: torch.Tensor, asking: Asking) -> Draws:
-    """Draw every row's tokens. logits [len(asking), vocab_size], any float dtype."""
+def sample(logits: torch.Tensor, row_requests: RowRequests) -> PendingSamples:
+    """Start drawing the tokens of every row. `logits`: [len(row_requests), vocab_size], any float dtype."""
     logits, device = logits.float(), logits.device
-    best = logits.max(dim=-1)  # NaN wins a maximum
-    of_row = _draws_of(asking)
+    best = logits.max(dim=-1)  # the maximum is NaN if any logit is
+    draws_of_row = _draws_of(row_requests)
     token_ids = best.indices
-    if any(len(own) != 1 for own in of_row):
-        token_ids = token_ids[_owners(of_row, device)]
-    have_choice = torch.ones(len(asking), dtype=torch.bool, device=device)
-    special = [row for row, (_, request) in enumerate(asking) if not _is_plain_greedy(request)]
+    if any(len(own) != 1 for own in draws_of_row):
+        token_ids = token_ids[_owners(draws_of_row, device)]
+    have_choice = torch.ones(len(row_requests), dtype=torch.bool, device=device)
+    special = [row for row, (_, request) in enumerate(row_requests) if not _is_plain_greedy(request)]
     refused = {
-        row: _cannot_sample(f"token id {unknown} is outside the vocabulary of {logits.shape[-1]}")
+        row: _cannot_sample(f"token id {unknown} is outside the vocabulary of {logits.shape[-1]} tokens")
         for row in special
-        if (unknown := unknown_token_id(asking[row][1], logits.shape[-1])) is not None
+        if (unknown := unknown_token_id(row_requests[row][1], logits.shape[-1])) is not None
     }
     if rows := [row for row in special if row not in refused]:
         drawn = (_draw_on_host if device.type == "cpu" else device_sampler.draw)(
-            _rows(logits, rows), [asking[row][1] for row in rows]
+            _rows(logits, rows), [row_requests[row][1] for row in rows]
         )
-        token_ids[_index(chain.from_iterable(of_row[row] for row in rows), device)] = drawn.token_ids
+        token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), device)] = drawn.token_ids
         have_choice[_index(rows, device)] = drawn.have_choice
     found = torch.cat((token_ids, torch.isfinite(best.values).long(), have_choice.long()))
-    logprobs = _logprobs(logits, asking, of_row, token_ids)
-    return Draws(
-        asking=asking, of_row=of_row, refused=refused, token_ids=token_ids, found=download(found), logprobs=logprobs
+    logprobs = _logprobs(logits, row_requests, draws_of_row, token_ids)
+    return PendingSamples(
+        row_requests=row_requests,
+        draws_of_row=draws_of_row,
+        refused=refused,
+        token_ids=token_ids,
+        found=download(found),
+        logprobs=logprobs,
     )
 
 
-def _draw_on_host(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> device_sampler.Drawn:
+def _draw_on_host(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> device_sampler.DrawnTokens:
     drawn = [host_sampler.draw(row, request) for row, request in zip(logits.numpy(), requests, strict=True)]
     found = [ids or (0,) * len(request.sample_indices) for ids, request in zip(drawn, requests, strict=True)]
-    return device_sampler.Drawn(
+    return device_sampler.DrawnTokens(
         torch.tensor(list(chain.from_iterable(found))), torch.tensor([ids is not None for ids in drawn])
     )
 
 
 def numerical_error(what: str) -> Failure:
-    """NaN or infinity where numbers should be: this sequence ends, the others go on."""
+    """Return the failure of a sequence whose computation gave NaN or infinity. Other sequences continue."""
     return Failure(
         code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message=f"the model computed {what} for this request"
     )
@@ -140,17 +158,17 @@ def _cannot_sample(why: str) -> Failure:
 
 
 def _logprobs(
-    logits: torch.Tensor, asking: Asking, of_row: Sequence[range], token_ids: torch.Tensor
+    logits: torch.Tensor, row_requests: RowRequests, draws_of_row: Sequence[range], token_ids: torch.Tensor
 ) -> _Logprobs | None:
-    """Of the model's own distribution, float32, for the rows that ask for them."""
-    rows = [row for row, (_, request) in enumerate(asking) if request.sampling.num_logprobs is not None]
+    """Return logprobs of the model's own distribution, float32, for the rows that ask for them."""
+    rows = [row for row, (_, request) in enumerate(row_requests) if request.sampling.num_logprobs is not None]
     if not rows:
         return None
     logprobs = torch.log_softmax(_rows(logits, rows), dim=-1)
-    most = max(asking[row][1].sampling.num_logprobs or 0 for row in rows)
+    most = max(row_requests[row][1].sampling.num_logprobs or 0 for row in rows)
     top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
-    drawn = token_ids[_index(chain.from_iterable(of_row[row] for row in rows), logits.device)]
-    chosen = logprobs[_owners([of_row[row] for row in rows], logits.device), drawn]
+    drawn = token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), logits.device)]
+    chosen = logprobs[_owners([draws_of_row[row] for row in rows], logits.device), drawn]
     return _Logprobs(rows=rows, chosen=download(chosen), top_values=download(top.values), top_ids=download(top.indices))
 
 
@@ -163,14 +181,14 @@ def _index(numbers: Iterable[int], device: torch.device) -> torch.Tensor:
 
 
 def _owners(draws: Sequence[range], device: torch.device) -> torch.Tensor:
-    """Of each draw, whose it is among these."""
+    """Return for each draw the index of its row among these."""
     return upload(np.repeat(np.arange(len(draws)), [len(own) for own in draws]), device)
 
 
-def _draws_of(asking: Asking) -> list[range]:
-    """Of each row, where its tokens are among all."""
-    ends = accumulate(len(request.sample_indices) for _, request in asking)
-    return [range(end - len(request.sample_indices), end) for end, (_, request) in zip(ends, asking, strict=True)]
+def _draws_of(row_requests: RowRequests) -> list[range]:
+    """Return the range of draws of each row."""
+    ends = accumulate(len(request.sample_indices) for _, request in row_requests)
+    return [range(end - len(request.sample_indices), end) for end, (_, request) in zip(ends, row_requests, strict=True)]
 
 
 def _is_plain_greedy(request: SampleRequest) -> bool:

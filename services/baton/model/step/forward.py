@@ -1,4 +1,5 @@
-"""From a packed step to logits: the one thing that differs between ways to run a model."""
+"""Defines the interface of a forward pass, from a packed step to logits, and runs the model's own code behind
+it."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,35 +12,41 @@ from baton.model.step.step_inputs import PackedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forwarded:
-    """logits [num_samples, vocab_size], a row for each of the step's `sample_rows`; finite [num_tokens]:
-    whether all that a token leaves is numbers, at least its keys and values (before they are normed and
-    turned) and, if it is sampled from, its last hidden state. Both on the device, valid until the next step;
-    nobody has waited for them. A value that is not a number in any layer's keys, values or activations of a
-    token is one in what comes behind it, too: the token attends to itself, and the residual stream carries it
-    on. So KV that is not numbers never leaves its sequence."""
+class ForwardOutput:
+    """Result of one forward pass, on the device. Valid until the next step; the device may still be computing
+    it.
+
+    logits: [num_samples, vocab_size], one row for each of the step's `sample_rows`.
+    finite: bool [num_tokens], False if a token's KV contains NaN or infinity. It covers at least the last
+    layer's keys and values (before norm and RoPE) and, for a sampled token, its last hidden state.
+
+    Checking the last layer is enough. A token attends to itself and the residual stream carries its values
+    on, so NaN in any layer of a token reaches its last layer. Therefore no non-finite KV leaves its sequence
+    unnoticed.
+    """
 
     logits: torch.Tensor
     finite: torch.Tensor
 
 
 class Forward(Protocol):
-    """Writes the step's KV and computes what is asked for."""
+    """Writes the KV of a step's tokens to the cache and computes the logits of its sample rows."""
 
-    def __call__(self, step: PackedStep) -> Forwarded: ...
+    def __call__(self, step: PackedStep) -> ForwardOutput: ...
 
     def close(self) -> None:
-        """Take out of the model what was put into it."""
+        """Remove from the model the hooks or replacements that this pass installed."""
         ...
 
 
 def are_finite(hidden: torch.Tensor) -> torch.Tensor:
-    """hidden [num_tokens, hidden_size] -> bool [num_tokens], on its device."""
+    """Return for each row of `hidden` [num_tokens, hidden_size] whether all values are finite: bool
+    [num_tokens]."""
     return torch.isfinite(hidden.float().sum(dim=-1))
 
 
 class ModelForward:
-    """The model's own code, whatever its architecture, with our attention inside."""
+    """Runs the model's own code, of any architecture, with paged attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -47,15 +54,17 @@ class ModelForward:
         self._finite = torch.empty(0, dtype=torch.bool)
         self._handle = model.base_model.register_forward_hook(self._see)
 
-    def __call__(self, step: PackedStep) -> Forwarded:
+    def __call__(self, step: PackedStep) -> ForwardOutput:
         logits, finite = self.compute(step.token_ids, step.position_ids, step.sample_rows, step.attention)
-        return Forwarded(logits=logits, finite=finite)
+        return ForwardOutput(logits=logits, finite=finite)
 
     def compute(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, sample_rows: torch.Tensor, attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, finite) as in `Forwarded`, both on the device, for which nothing waits here. `attention`:
-        the step, for `attend`."""
+        """Run the model and return (logits, finite) as in `ForwardOutput`, without waiting for the device.
+
+        `attention`: the step, which `paged_attention.attend` receives as a keyword argument.
+        """
         arguments: dict[str, Any] = {
             "input_ids": token_ids[None],
             "position_ids": position_ids[None],
@@ -73,4 +82,4 @@ class ModelForward:
         self._handle.remove()
 
     def _see(self, _module: torch.nn.Module, _arguments: object, output: Any) -> None:
-        self._finite = are_finite(output[0][0])  # the hidden states come first in every base model's output
+        self._finite = are_finite(output[0][0])  # every base model returns the hidden states first

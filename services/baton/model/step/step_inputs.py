@@ -1,5 +1,4 @@
-"""From a `StepPlan` to tensors: each sequence is checked alone, then all are packed into one batch without
-padding."""
+"""Turns a `StepPlan` into tensors: checks each sequence separately, then packs them without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +14,13 @@ from baton.model.device.kv_tensors import KvCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One sequence's share of a step, checked: token_ids [num_tokens], block_ids those of its table that hold
-    its context."""
+class PreparedSequence:
+    """One sequence's checked part of a step.
+
+    token_ids: int64 [num_tokens].
+    block_ids: int64, the blocks that hold its context.
+    The other fields are as in `StepSequence`.
+    """
 
     seq_id: int
     token_ids: np.ndarray
@@ -29,7 +32,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """token_ids and position_ids [num_tokens]; sample_rows [parts that sample]: the last token of each."""
+    """The tensors of one step, on the device.
+
+    attention: index tensors for the paged attention.
+    token_ids, position_ids: [num_tokens], all sequences one after the other.
+    sample_rows: row of the last token of each sequence that samples.
+    """
 
     attention: AttentionStep
     token_ids: torch.Tensor
@@ -38,8 +46,10 @@ class PackedStep:
 
 
 class BlockTables:
-    """Block tables as arrays, checked; one is made again only where a sequence has another tuple. Holds those
-    of the step at hand and of the one before it."""
+    """Caches block tables as checked arrays; converts one only if a sequence has a new tuple.
+
+    It holds the tables of the current step and of the step before.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -47,37 +57,48 @@ class BlockTables:
         self._now: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
 
     def next_step(self) -> None:
+        """Start a new step; tables that the last step did not use are dropped."""
         self._before, self._now = self._now, {}
 
     def of(self, sequence: StepSequence) -> np.ndarray:
-        """int64 [blocks], not to be written. Raises ValueError for blocks that do not exist."""
+        """Return a sequence's block table, int64 [num_blocks], read-only.
+
+        Raises ValueError for blocks that do not exist.
+        """
         known = self._before.get(sequence.seq_id)
         if known is None or known[0] is not sequence.block_table:
             block_ids = np.array(sequence.block_table, dtype=np.int64)
             if block_ids.size and (block_ids.min() < 0 or block_ids.max() >= self._num_blocks):
                 raise ValueError(
-                    f"block ids {block_ids.min()} to {block_ids.max()} where 0 to {self._num_blocks - 1} exist"
+                    f"block ids {block_ids.min()} to {block_ids.max()}; must be 0 to {self._num_blocks - 1}"
                 )
             known = sequence.block_table, block_ids
         self._now[sequence.seq_id] = known
         return known[1]
 
 
-def prepare(sequence: StepSequence, tables: BlockTables, block_size_tokens: int, vocab_size: int) -> Part:
-    """Raises ValueError for what would harm other sequences: ids outside the vocabulary, blocks that do not
-    exist, too short a table."""
+def prepare_sequence(
+    sequence: StepSequence, tables: BlockTables, block_size_tokens: int, vocab_size: int
+) -> PreparedSequence:
+    """Check one sequence of a plan. Raises ValueError for anything that would harm other sequences.
+
+    That is token ids outside the vocabulary, blocks that do not exist, or a block table that is too short.
+    """
     token_ids = np.array(sequence.token_ids, dtype=np.int64)
     if not token_ids.size or sequence.kv_begin < 0 or sequence.position_begin < 0:
-        raise ValueError(f"{token_ids.size} tokens at position {sequence.position_begin}, KV index {sequence.kv_begin}")
+        raise ValueError(
+            f"{token_ids.size} tokens at position {sequence.position_begin}, KV index {sequence.kv_begin}; "
+            "there must be at least one token, and neither may be negative"
+        )
     if token_ids.max() >= vocab_size:
-        raise ValueError(f"token id {token_ids.max()} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token id {token_ids.max()} is outside the vocabulary of {vocab_size} tokens")
     num_blocks = -(-sequence.context_len // block_size_tokens)
     block_ids = tables.of(sequence)[:num_blocks]
     if block_ids.size < num_blocks:
         raise ValueError(
             f"{block_ids.size} blocks for a context of {sequence.context_len} tokens, which needs {num_blocks}"
         )
-    return Part(
+    return PreparedSequence(
         seq_id=sequence.seq_id,
         token_ids=token_ids,
         position_begin=sequence.position_begin,
@@ -87,8 +108,8 @@ def prepare(sequence: StepSequence, tables: BlockTables, block_size_tokens: int,
     )
 
 
-def pack(parts: Sequence[Part], cache: KvCache, masks: CausalMasks, kernel: PagedKernel) -> PackedStep:
-    """All parts' tokens behind each other; there is at least one part."""
+def pack(parts: Sequence[PreparedSequence], cache: KvCache, masks: CausalMasks, kernel: PagedKernel) -> PackedStep:
+    """Pack the tokens of all sequences, at least one, into one batch."""
     counts = np.array([part.token_ids.size for part in parts])
     ends = np.cumsum(counts)
     begins = ends - counts

@@ -1,8 +1,10 @@
-"""One step, from its plan to a device that has it, and from there to its result: two halves, so that a device
-can be given the next step before this one has ended."""
+"""Launches a step on the device and reads its result later.
+
+The two halves are separate so that the device can be given the next step before this one has ended.
+"""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,141 +15,164 @@ from baton.core.errors import Code, Failure, Reason
 from baton.engine.state.step import StepPlan, StepResult, StepSequence
 from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import PagedKernel
-from baton.model.device.async_copy import Mark, download, mark, upload
+from baton.model.device.async_copy import DeviceEvent, download, record_event, upload
 from baton.model.device.kv_tensors import KvCache
-from baton.model.sampling.sampler import Draws, numerical_error, sample
+from baton.model.sampling.sampler import PendingSamples, numerical_error, sample
 from baton.model.step.forward import Forward
-from baton.model.step.step_inputs import BlockTables, Part, pack, prepare
+from baton.model.step.step_inputs import BlockTables, PreparedSequence, pack, prepare_sequence
 from baton.runtime import failpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
-    """A step that the device has been given. `failures`: of sequences that are not in it. `draws`: None if
-    `parts` is empty. `finite` [num_tokens], on the host once `mark` is reached: see `Forwarded`."""
+class LaunchedStep:
+    """A step that was given to the device and may still run.
+
+    sequences: those in the batch, in order.
+    failures: the sequences that could not be put into the batch, by `seq_id`.
+    draws: the tokens being sampled; None if the batch is empty.
+    finite: bool [num_tokens], see `ForwardOutput`; on the host, valid once `done` is complete.
+    done: complete when the device has computed the step.
+    """
 
     step_id: int
-    parts: Sequence[Part]
+    sequences: Sequence[PreparedSequence]
     failures: Mapping[int, Failure]
-    draws: Draws | None
+    draws: PendingSamples | None
     finite: torch.Tensor
-    mark: Mark
+    done: DeviceEvent
 
     def result(self) -> StepResult:
-        """Waits until the device is done. Raises torch.AcceleratorError if it has failed."""
-        self.mark.wait()
+        """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device failed."""
+        self.done.wait()
         failures = dict(self.failures)
         if self.draws is None:
             return StepResult(step_id=self.step_id, samples={}, failures=failures)
-        drawn = self.draws.result()
-        failures.update(drawn.failures)
+        sampled = self.draws.result()
+        failures.update(sampled.failures)
         failures.update(
-            (seq_id, numerical_error("KV or hidden states that are not numbers")) for seq_id in self._bad_seq_ids()
+            (seq_id, numerical_error("NaN or infinite KV or hidden states")) for seq_id in self._non_finite_seq_ids()
         )
-        samples = {seq_id: tokens for seq_id, tokens in drawn.samples.items() if seq_id not in failures}
+        samples = {seq_id: tokens for seq_id, tokens in sampled.samples.items() if seq_id not in failures}
         return StepResult(step_id=self.step_id, samples=samples, failures=failures)
 
     @cached_property
-    def drawn_at(self) -> Mapping[int, int]:
-        """Of each sequence that samples, where its first token is in `draws.token_ids`."""
+    def first_draw(self) -> Mapping[int, int]:
+        """Index of each sampling sequence's first token in `draws.token_ids`, by `seq_id`."""
         if self.draws is None:
             return {}
-        return {seq_id: own.start for (seq_id, _), own in zip(self.draws.asking, self.draws.of_row, strict=True)}
+        return {
+            seq_id: draws.start
+            for (seq_id, _), draws in zip(self.draws.row_requests, self.draws.draws_of_row, strict=True)
+        }
 
-    def drawn_for(self, parts: Sequence[Part]) -> torch.Tensor:
-        """The token that each of these, which are in `drawn_at`, goes on from: int64 [len(parts)], on the
-        device."""
+    def last_tokens_of(self, sequences: Sequence[PreparedSequence]) -> torch.Tensor:
+        """Return the token drawn for each sequence, int64 [len(sequences)], on the device.
+
+        All sequences must be in `first_draw`. Does not wait for the device.
+        """
         assert self.draws is not None
         token_ids = self.draws.token_ids
-        return token_ids[
-            upload(np.array([self.drawn_at[part.seq_id] for part in parts], dtype=np.int64), token_ids.device)
-        ]
+        index = np.array([self.first_draw[sequence.seq_id] for sequence in sequences], dtype=np.int64)
+        return token_ids[upload(index, token_ids.device)]
 
-    def _bad_seq_ids(self) -> list[int]:
-        """Sequences that left something that is not a number."""
+    def _non_finite_seq_ids(self) -> list[int]:
+        """Return the sequences of which at least one token is not finite."""
         finite = self.finite.numpy()
         if finite.all():
             return []
-        ends = np.cumsum([part.token_ids.size for part in self.parts])
+        ends = np.cumsum([sequence.token_ids.size for sequence in self.sequences])
         return [
-            part.seq_id
-            for part, end in zip(self.parts, ends, strict=True)
-            if not finite[end - part.token_ids.size : end].all()
+            sequence.seq_id
+            for sequence, end in zip(self.sequences, ends, strict=True)
+            if not finite[end - sequence.token_ids.size : end].all()
         ]
 
 
-class Launcher:
-    """Gives steps to the device of one model and one KV memory, in the calling thread, which is the only one
-    that does."""
+class StepLauncher:
+    """Launches steps of one model over one KV memory. Only one thread may use it, and no other launches steps."""
 
-    def __init__(self, forward: Forward, kernel: PagedKernel, cache: KvCache, vocab_size: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        kernel: PagedKernel,
+        cache: KvCache,
+        vocab_size: int,
+        *,
+        record_event: Callable[[torch.device], DeviceEvent] = record_event,
+    ) -> None:
+        """`record_event`: marks the current end of the device's queue; tests replace it to imitate a slow device."""
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
+        self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._tables = BlockTables(cache.num_blocks)
         self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
-        """`after`: the step that `plan` follows, whose tokens only the device knows; see `can_follow`. A
-        sequence that cannot be in a step is in `failures`. Whatever it raises, the device has done by then
-        what it was given."""
+    def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
+        """Give one step to the device and return without waiting for it.
+
+        `after`: the step that `plan` follows; its tokens are then read on the device, see `can_follow`.
+        Sequences that cannot be put into the batch are reported in `failures`. If this raises, it first waits
+        until the device has finished everything it was given.
+        """
         try:
             return self._launch(plan, after)
         except Exception:
-            mark(self._cache.device).wait()
+            self._record_event(self._cache.device).wait()
             raise
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether `plan` can be launched before the tokens that it goes on from are known here: nothing but
-        the model asks for them."""
+        """True if `plan` can be launched before the tokens of the step before it are known on the host.
+
+        Penalties and failpoints read those tokens on the host, so they prevent it.
+        """
         return not self._failpoints_armed and not any(
             part.sample and part.sample.sampling.has_penalties for part in plan.sequences
         )
 
-    def _launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+    def _launch(self, plan: StepPlan, after: LaunchedStep | None) -> LaunchedStep:
         failpoints.hit("executor_step", step=plan.step_id)
         self._cache.copy_blocks(plan.block_copies)
-        sequences = [one for one in plan.sequences if after is None or one.seq_id in after.drawn_at]
-        parts, failures = self._prepared(sequences)
+        sequences, failures = self._prepared(
+            part for part in plan.sequences if after is None or part.seq_id in after.first_draw
+        )
         draws, finite = None, torch.ones(0, dtype=torch.bool)
-        if parts:
-            step = pack(parts, self._cache, self._masks, self._kernel)
-            forwarded = self._forward(step if after is None else replace(step, token_ids=after.drawn_for(parts)))
-            finite = download(forwarded.finite)
-            sampling = [part for part in parts if part.sample is not None]
-            logits = self._poisoned(forwarded.logits, sampling) if self._failpoints_armed else forwarded.logits
-            draws = sample(logits, [(part.seq_id, part.sample) for part in sampling if part.sample is not None])
-        return Launched(
+        if sequences:
+            step = pack(sequences, self._cache, self._masks, self._kernel)
+            output = self._forward(step if after is None else replace(step, token_ids=after.last_tokens_of(sequences)))
+            finite = download(output.finite)
+            sampling = [sequence for sequence in sequences if sequence.sample is not None]
+            logits = self._with_failpoints(output.logits, sampling) if self._failpoints_armed else output.logits
+            draws = sample(logits, [(one.seq_id, one.sample) for one in sampling if one.sample is not None])
+        return LaunchedStep(
             step_id=plan.step_id,
-            parts=parts,
+            sequences=sequences,
             failures=failures,
             draws=draws,
             finite=finite,
-            mark=mark(self._cache.device),
+            done=self._record_event(self._cache.device),
         )
 
-    def _prepared(self, sequences: Iterable[StepSequence]) -> tuple[list[Part], dict[int, Failure]]:
+    def _prepared(self, parts: Iterable[StepSequence]) -> tuple[list[PreparedSequence], dict[int, Failure]]:
         failures: dict[int, Failure] = {}
-        parts: list[Part] = []
+        sequences: list[PreparedSequence] = []
         self._tables.next_step()
-        for sequence in sequences:
+        for part in parts:
             try:
                 if self._failpoints_armed:
-                    for token in dict.fromkeys(sequence.token_ids):
-                        failpoints.hit("sequence_step", seq=sequence.seq_id, token=token)
-                parts.append(prepare(sequence, self._tables, self._cache.block_size_tokens, self._vocab_size))
-            except (
-                Exception
-            ) as error:  # whatever it is, it is this sequence's: nothing of the others has been touched yet
+                    for token in dict.fromkeys(part.token_ids):
+                        failpoints.hit("sequence_step", seq=part.seq_id, token=token)
+                sequences.append(prepare_sequence(part, self._tables, self._cache.block_size_tokens, self._vocab_size))
+            except Exception as error:
+                # Nothing of the other sequences has been touched, so only this sequence fails.
                 message = f"this request's step cannot be prepared: {error}"
-                failures[sequence.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
-        return parts, failures
+                failures[part.seq_id] = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
+        return sequences, failures
 
-    def _poisoned(self, logits: torch.Tensor, sampling: Sequence[Part]) -> torch.Tensor:
-        """A failpoint at `logits` that raises makes that sequence's logits NaN, so that the real check is
-        what finds them."""
-        for row, part in enumerate(sampling):
+    def _with_failpoints(self, logits: torch.Tensor, sampling: Sequence[PreparedSequence]) -> torch.Tensor:
+        """Set a sequence's logits to NaN if failpoint `logits` raises for it, so that the real check finds them."""
+        for row, sequence in enumerate(sampling):
             try:
-                failpoints.hit("logits", seq=part.seq_id, token=int(part.token_ids[-1]))
+                failpoints.hit("logits", seq=sequence.seq_id, token=int(sequence.token_ids[-1]))
             except failpoints.FailpointError:
                 logits[row] = float("nan")
         return logits

@@ -1,9 +1,9 @@
-"""Prove, at every start, that paged attention computes what the model's own attention computes, or refuse to
-serve the model.
+"""Verifies at every start that paged attention computes what the model's own attention computes.
 
-Two halves. What each layer may see is compared with the mask that transformers would build for it, up to the
-longest context: exact, in any dtype. Then a packed, chunked, paged pass over memory full of NaN is compared
-with the model's own sdpa pass.
+There are two checks. The first compares what each layer may see with the mask that transformers would build,
+up to the longest context; it is exact in every dtype. The second compares the logits of packed, chunked,
+paged passes with those of the model's own SDPA pass. Unwritten KV memory is NaN in these passes, so that
+reading it shows.
 """
 
 import random
@@ -17,29 +17,33 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
-from baton.model.attention.attention_inputs import Asked, AttentionStep, CausalMasks, Segment
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PAGED, STEP_ARGUMENT, PagedKernel, attend, paged_attention
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel
 from baton.model.step.forward import Forward, ModelForward
-from baton.model.step.step_inputs import Part, pack
+from baton.model.step.step_inputs import PreparedSequence, pack
 
 _PAGED_WITH_MASKS = "baton_paged_proof"
+"""Paged attention for which transformers hands over a description of the mask."""
 _NUM_PROBES = 64
+"""Random query positions at which masks are compared."""
 _FLOAT32_LIMIT = 1e-3
 _HALF_LIMIT = 0.1
+"""Relative error of the logits that rounding may cause, in float32 and in half precision."""
 _NOISE_FACTOR = 10.0
+"""Allowed error as a multiple of the model's own error between batch sizes, if that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Mask:
-    """Stands where transformers would put a mask: the function that says who sees whom."""
+class _MaskFunction:
+    """Takes the place of a mask in transformers. `function` tells if a query sees a key."""
 
     function: Any
 
 
-def _describe_mask(*, mask_function: Any, **_others: Any) -> _Mask:
-    return _Mask(mask_function)
+def _describe_mask(*, mask_function: Any, **_others: Any) -> _MaskFunction:
+    return _MaskFunction(mask_function)
 
 
 AttentionInterface.register(_PAGED_WITH_MASKS, attend)
@@ -47,16 +51,19 @@ AttentionMaskInterface.register(_PAGED_WITH_MASKS, _describe_mask)
 
 
 def verify_model(loaded: LoadedModel, *, block_size_tokens: int, kernel: PagedKernel = paged_attention) -> None:
-    """Both halves, for a model that runs by its own code."""
+    """Run both checks on a model that runs by its own code. Raises ModelError if one fails."""
     verify_masks(loaded, block_size_tokens)
     verify_logits(loaded, block_size_tokens, kernel=kernel)
 
 
-def verify_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ...]:
-    """What each layer asks of attention, which is proven to be all that its own mask says. Takes one short
-    pass. Raises ModelError naming the layer that differs. The model is as it was afterwards."""
-    with _told(loaded):
-        return _prove_masks(loaded, block_size_tokens)
+def verify_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[AttentionParams, ...]:
+    """Check that each layer's scale and window describe its mask completely, and return them by layer.
+
+    Takes one short pass. Raises ModelError that names the layer that differs. The model is unchanged
+    afterwards.
+    """
+    with _as_model_error(loaded):
+        return _check_masks(loaded, block_size_tokens)
 
 
 def verify_logits(
@@ -67,16 +74,21 @@ def verify_logits(
     forward: Forward | None = None,
     longest: int = 0,
 ) -> None:
-    """The model computes what it does with sdpa: by its own code with `kernel`, or as `forward` runs it.
-    Takes a few short passes, and more for one prompt of `longest` tokens. Raises ModelError saying by how
-    much it differs. The model is as it was afterwards."""
-    with _told(loaded):
-        _prove_numbers(loaded, block_size_tokens, kernel, forward, longest)
+    """Check that the model computes the same logits as with SDPA, within rounding.
+
+    kernel: paged attention for the model's own code.
+    forward: runs the model; None: its own code.
+    longest: length of one additional prompt, 0 for none.
+    Takes a few short passes. Raises ModelError with the size of the difference. The model is unchanged
+    afterwards.
+    """
+    with _as_model_error(loaded):
+        _check_logits(loaded, block_size_tokens, kernel, forward, longest)
 
 
 @contextmanager
-def _told(loaded: LoadedModel) -> Iterator[None]:
-    """Whatever a foreign architecture does with our arguments, it cannot be served."""
+def _as_model_error(loaded: LoadedModel) -> Iterator[None]:
+    """Turn any error of foreign model code into a ModelError: such a model cannot be served."""
     try:
         with torch.inference_mode():
             yield
@@ -99,38 +111,38 @@ def _attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]
         model.set_attn_implementation(PAGED)
 
 
-class _WatchedStep(AttentionStep):
-    """Notes what each layer was given."""
+class _RecordingStep(AttentionStep):
+    """Records what each layer passes to attention."""
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], masks: CausalMasks, kernel: PagedKernel) -> None:
         super().__init__(cache, segments, masks, kernel)
-        self.seen: list[tuple[int, Any, Asked]] = []
+        self.seen: list[tuple[int, Any, AttentionParams]] = []
 
-    def observe(self, layer: int, attention_mask: Any, asked: Asked) -> None:
-        self.seen.append((layer, attention_mask, asked))
+    def observe(self, layer: int, attention_mask: Any, attention_params: AttentionParams) -> None:
+        self.seen.append((layer, attention_mask, attention_params))
 
 
-def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ...]:
-    """Every layer attends once, and sees exactly the tokens that its own mask would show it."""
+def _check_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[AttentionParams, ...]:
+    """Check that every layer attends exactly once, and sees exactly the tokens that its own mask shows."""
     name = type(loaded.model).__name__
     cache = KvCache.zeros(loaded.layout(block_size_tokens), 1, loaded.device)
     num_tokens = min(4, block_size_tokens)
     segment = Segment(token_begin=0, num_tokens=num_tokens, kv_begin=0, block_ids=np.zeros(1, dtype=np.int64))
-    step = _WatchedStep(cache, [segment], CausalMasks(cache.dtype, cache.device), paged_attention)
+    step = _RecordingStep(cache, [segment], CausalMasks(cache.dtype, cache.device), paged_attention)
     tokens = torch.arange(num_tokens, device=loaded.device)[None]
     with _attention_of(loaded.model, _PAGED_WITH_MASKS):
         arguments: dict[str, Any] = {STEP_ARGUMENT: step}
         loaded.model(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments)
     if sorted(layer for layer, _, _ in step.seen) != list(range(cache.num_layers)):
         raise ModelError(f"{name} does not attend exactly once in each of its {cache.num_layers} layers")
-    proven: set[tuple[int, int | None]] = set()  # layers of a kind share one mask
-    for layer, mask, asked in step.seen:
-        window = asked.window
-        if not isinstance(mask, _Mask):
-            raise ModelError(f"layer {layer} of {name} makes its attention mask itself, so what it may see is unknown")
-        if (id(mask), window) in proven:
+    checked: set[tuple[int, int | None]] = set()  # layers of one kind share a mask
+    for layer, mask, attention_params in step.seen:
+        window = attention_params.window
+        if not isinstance(mask, _MaskFunction):
+            raise ModelError(f"layer {layer} of {name} builds its own attention mask, so what it may see is unknown")
+        if (id(mask), window) in checked:
             continue
-        proven.add((id(mask), window))
+        checked.add((id(mask), window))
         for query in _probes(loaded.max_model_len, window):
             keys = torch.arange(max(0, query - 2 * (window or query)), min(query + 2, loaded.max_model_len))
             zero = torch.zeros((), dtype=torch.int64)
@@ -138,17 +150,19 @@ def _prove_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[Asked, ..
             paged = (keys <= query) & (keys > query - (window or query + 1))
             if not torch.equal(shown, paged):
                 raise ModelError(
-                    f"layer {layer} of {name} masks attention in a way that its sliding_window {window} does not tell"
+                    f"layer {layer} of {name} has an attention mask that differs from its sliding_window {window}"
                 )
-    return tuple(asked for _, _, asked in sorted(step.seen, key=lambda seen: seen[0]))
+    return tuple(attention_params for _, _, attention_params in sorted(step.seen, key=lambda seen: seen[0]))
 
 
 def _probes(max_model_len: int, window: int | None) -> list[int]:
-    """Query positions to compare masks at: the ends, both sides of the window and of powers of two, some in
-    between."""
+    """Return query positions to compare masks at.
+
+    These are both ends, both sides of the window and of powers of two, and some random positions.
+    """
     rng = random.Random(0)
     powers = [1 << bit for bit in range(max_model_len.bit_length())]
-    places = [
+    positions = [
         0,
         max_model_len - 1,
         *powers,
@@ -156,42 +170,47 @@ def _probes(max_model_len: int, window: int | None) -> list[int]:
         *(rng.randrange(max_model_len) for _ in range(_NUM_PROBES)),
     ]
     if window is not None:
-        places += [window - 2, window - 1, window, window + 1, 2 * window]
-    return sorted({p for p in places if 0 <= p < max_model_len})
+        positions += [window - 2, window - 1, window, window + 1, 2 * window]
+    return sorted({p for p in positions if 0 <= p < max_model_len})
 
 
-def _prove_numbers(
+def _check_logits(
     loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel, forward: Forward | None, longest: int
 ) -> None:
-    """Prompts around block boundaries, computed together in uneven chunks and single tokens, against each
-    alone with sdpa."""
+    """Compare prompts computed together with each prompt alone under SDPA.
+
+    Their lengths are around block boundaries.
+    """
     rng = random.Random(0)
-    size = block_size_tokens
-    lengths = [min(n, loaded.max_model_len) for n in (size + 3, 2 * size, 5, *([longest] if longest else ()))]
+    block_size = block_size_tokens
+    lengths = [
+        min(n, loaded.max_model_len) for n in (block_size + 3, 2 * block_size, 5, *([longest] if longest else ()))
+    ]
     prompts = [torch.tensor([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in lengths]
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
-        alone = [_logits(loaded, prompt[None])[0] for prompt in prompts]
-        doubled = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
-    noise = _difference(doubled, alone, loaded.dtype)
+        reference = [_logits(loaded, prompt[None])[0] for prompt in prompts]
+        batched = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
+    noise = _difference(batched, reference, loaded.dtype)
     with nullcontext(forward) if forward is not None else closing(ModelForward(loaded.model)) as computing:
-        ways = [
-            _paged_logits(loaded, prompts, size, kernel, computing, rng, only_ends=only_ends)
+        passes = [
+            _paged_passes(loaded, prompts, block_size, kernel, computing, rng, only_ends=only_ends)
             for only_ends in (False, True)
         ]
     errors = [
         _difference(
-            [logits for _, logits in found],
-            [each[at] for each, (at, _) in zip(alone, found, strict=True)],
+            [logits for _, logits in results],
+            [each[at] for each, (at, _) in zip(reference, results, strict=True)],
             loaded.dtype,
         )
-        for found in ways
+        for results in passes
     ]
-    error = float(np.max(errors))  # not a number, if one is none
+    error = float(np.max(errors))  # NaN if any error is NaN
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
     if not error <= limit:
         raise ModelError(
-            f"{type(loaded.model).__name__} computes something else with paged attention: its logits differ from its own sdpa pass by "
-            f"{error:.2g} of their spread, where {limit:.2g} could be rounding; it needs more than causal or sliding-window attention"
+            f"{type(loaded.model).__name__} computes different logits with paged attention: they differ from its own SDPA pass by "
+            f"{error:.2g} of their standard deviation, and rounding explains at most {limit:.2g}; "
+            "only models with plain causal or sliding-window attention can be served"
         )
 
 
@@ -200,43 +219,45 @@ def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torc
     return logits.float().cpu()
 
 
-def _paged_logits(
+def _paged_passes(
     loaded: LoadedModel,
     prompts: Sequence[torch.Tensor],
-    size: int,
+    block_size: int,
     kernel: PagedKernel,
     forward: Forward,
     rng: random.Random,
     *,
     only_ends: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each prompt's (positions, logits) from one packed pass after another, a random share of each prompt at
-    a time, in scattered blocks; what is longer than some blocks in larger shares until its last one. Of every
-    token, or, as requests ask, of the last of each share."""
-    tables = [np.array([0] * -(-len(p) // size), dtype=np.int64) for p in prompts]
+    """Compute prompts in packed passes, a random chunk of each at a time, in scattered blocks.
+
+    Prompts much longer than a block go in larger chunks until the last. Returns (positions, logits) of each
+    prompt: of every token, or with `only_ends` of the last token of each chunk, as requests ask for them.
+    """
+    tables = [np.array([0] * -(-len(p) // block_size), dtype=np.int64) for p in prompts]
     free = list(range(sum(len(table) for table in tables) + 1))
     rng.shuffle(free)
     for table in tables:
         table[:] = [free.pop() for _ in table]
-    cache = KvCache.zeros(loaded.layout(size), sum(len(table) for table in tables) + 1, loaded.device)
+    cache = KvCache.zeros(loaded.layout(block_size), sum(len(table) for table in tables) + 1, loaded.device)
     cache.blocks.fill_(float("nan"))
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * len(prompts)
-    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    results: list[list[torch.Tensor]] = [[] for _ in prompts]
     at: list[list[int]] = [[] for _ in prompts]
     while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
-        shares = [_share(rng, len(prompt) - done[i], size) for i, prompt in enumerate(prompts)]
+        chunk_sizes = [_chunk_size(rng, len(prompt) - done[i], block_size) for i, prompt in enumerate(prompts)]
         parts = [
-            Part(
+            PreparedSequence(
                 seq_id=i,
-                token_ids=prompts[i][done[i] : done[i] + share].numpy(),
+                token_ids=prompts[i][done[i] : done[i] + chunk_size].numpy(),
                 position_begin=done[i],
                 kv_begin=done[i],
-                block_ids=tables[i][: -(-(done[i] + share) // size)],
+                block_ids=tables[i][: -(-(done[i] + chunk_size) // block_size)],
                 sample=None,
             )
-            for i, share in enumerate(shares)
-            if share
+            for i, chunk_size in enumerate(chunk_sizes)
+            if chunk_size
         ]
         if not parts:
             continue
@@ -247,23 +268,27 @@ def _paged_logits(
         for part, end in zip(parts, ends.tolist(), strict=True):
             begin = end - part.token_ids.size
             is_own = (rows >= begin) & (rows < end)
-            found[part.seq_id].append(logits[is_own])
+            results[part.seq_id].append(logits[is_own])
             at[part.seq_id].extend((rows[is_own] - begin + done[part.seq_id]).tolist())
             done[part.seq_id] += part.token_ids.size
-    return [(torch.tensor(positions), torch.cat(own)) for positions, own in zip(at, found, strict=True)]
+    return [(torch.tensor(positions), torch.cat(own)) for positions, own in zip(at, results, strict=True)]
 
 
-def _share(rng: random.Random, num_left: int, size: int) -> int:
-    if num_left > 4 * size:
-        return 4 * size - 1
-    return min(rng.choice((0, 1, 1, 3, size)), num_left)
+def _chunk_size(rng: random.Random, num_left: int, block_size: int) -> int:
+    """Return how many tokens of a prompt to compute next."""
+    if num_left > 4 * block_size:
+        return 4 * block_size - 1
+    return min(rng.choice((0, 1, 1, 3, block_size)), num_left)
 
 
-def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
-    """Root mean square difference of a position's logits over their spread: the worst position in float32,
-    the median one in half precision, where a router near a tie may well send one token elsewhere."""
+def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+    """Return the root mean square difference of a position's logits, divided by their standard deviation.
+
+    In float32 this is the worst position. In half precision it is the median, because MoE routing of single
+    tokens may differ by rounding.
+    """
     errors = []
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         spread = (b - b.mean(dim=-1, keepdim=True)).pow(2).mean(dim=-1).sqrt()
         errors.append((a - b).pow(2).mean(dim=-1).sqrt() / spread)
     joined = torch.cat(errors)

@@ -42,24 +42,23 @@ def _open_in_compute_thread(
 ) -> Device:
     """Build the device. Runs in `thread`, which the executor then owns."""
     from baton.model.backends.backend_selection import choose_backend
-    from baton.model.device.device_memory import free_bytes
-    from baton.model.device.device_name import device_name
+    from baton.model.device.device_info import device_name, free_bytes
     from baton.model.device.kv_tensors import KvCache
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
-    from baton.model.peak_memory import measured_step_bytes
+    from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
     loaded = load_model(
         resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
     )
-    way = choose_backend(
+    backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
     layout = loaded.layout(config.block_size_tokens)
-    step_bytes = measured_step_bytes(
+    step_bytes = measure_step_bytes(
         loaded,
-        way,
+        backend,
         block_size_tokens=config.block_size_tokens,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -78,7 +77,7 @@ def _open_in_compute_thread(
         registered = register_gpu_memory(config, worker, cache)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    executor = TorchExecutor(loaded.model, cache, thread=thread, way=way)
+    executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend)
     executor.warm(config.max_num_seqs)
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
     return Device(
@@ -86,14 +85,14 @@ def _open_in_compute_thread(
         engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=registered.backend,
-        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {kv_text}, {way.name}",
+        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {kv_text}, {backend.name}",
         close_memory=registered.close,
         costs_key=step_costs_key(
             layout.model_fingerprint,
             device_name(loaded.device),
             str(loaded.dtype),
             num_threads,
-            way.name,
+            backend.name,
             config.block_size_tokens,
         ),
     )

@@ -1,2 +1,1 @@
-"""Kernels in C++, compiled once on the machine that runs them. Without a compiler everything works through
-torch, slower."""
+"""C++ kernels for CPUs, and the code that compiles and loads them."""

@@ -1,4 +1,4 @@
-// Scratch memory that begins with a line of the caches, so that no vector of a line's length lies across two.
+// Scratch memory aligned to cache lines, so that no vector load crosses a line.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,18 @@
 namespace baton {
 
 template <typename T>
-class Lines {
+class AlignedBuffer {
   public:
-    Lines() = default;
-    explicit Lines(size_t count) { make_room(count); }
+    AlignedBuffer() = default;
+    explicit AlignedBuffer(size_t count) { reserve(count); }
 
-    // For so many; what was there is lost when it grows.
-    void make_room(size_t count) {
-        if (count <= room_) return;
-        const size_t bytes = (count * sizeof(T) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-        data_.reset(static_cast<T*>(std::aligned_alloc(LINE_BYTES, bytes)));
+    // Ensure room for `count` elements. Growing discards the content.
+    void reserve(size_t count) {
+        if (count <= capacity_) return;
+        const size_t bytes = (count * sizeof(T) + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+        data_.reset(static_cast<T*>(std::aligned_alloc(CACHE_LINE_BYTES, bytes)));
         if (!data_) throw std::bad_alloc();
-        room_ = count;
+        capacity_ = count;
     }
 
     T* data() const { return data_.get(); }
@@ -33,7 +33,7 @@ class Lines {
     };
 
     std::unique_ptr<T[], Free> data_;
-    size_t room_ = 0;
+    size_t capacity_ = 0;
 };
 
 }  // namespace baton

@@ -5,11 +5,12 @@
 namespace baton {
 namespace {
 
-template <typename T, typename Tile>
+template <typename T, typename Kernel>
 void attention(const AttentionArgs& args) {
-    const Work<T> work(args, Tile::MOST_ROWS);
-    std::vector<Running> parts(work.num_partial);
-    by_team(args.num_threads, ATTENTION_LOOPS, [&](Member& member) { attend<T, Tile>(member, work, static_cast<const T*>(args.kv), parts); });
+    const AttentionPlan<T> plan(args, Kernel::MAX_TILE_ROWS);
+    std::vector<SoftmaxState> splits(plan.num_split_states);
+    run_team(args.num_threads, NUM_ATTENTION_LOOPS,
+        [&](TeamThread& team) { attend<T, Kernel>(team, plan, static_cast<const T*>(args.kv), splits); });
 }
 
 }  // namespace
@@ -18,12 +19,13 @@ void attention(const AttentionArgs& args) {
 extern "C" void baton_paged_attention(const baton::AttentionArgs* args) {
     using namespace baton;
     switch (args->dtype) {
-        case FLOAT32: return attention<float, FloatTile<float>>(*args);
-        case FLOAT16: return attention<Fp16, FloatTile<Fp16>>(*args);
+        case FLOAT32: return attention<float, AttentionTileFloat<float>>(*args);
+        case FLOAT16: return attention<Fp16, AttentionTileFloat<Fp16>>(*args);
         default: break;
     }
-#ifdef BATON_PAIRS
-    if (args->head_dim % 32 == 0 && args->head_dim <= PairTile::MAX_DIM) return attention<Bf16, PairTile>(*args);
+#ifdef BATON_HAS_BF16_DOT
+    if (args->head_dim % 32 == 0 && args->head_dim <= AttentionTileBf16::MAX_DIM)
+        return attention<Bf16, AttentionTileBf16>(*args);
 #endif
-    attention<Bf16, FloatTile<Bf16>>(*args);
+    attention<Bf16, AttentionTileFloat<Bf16>>(*args);
 }

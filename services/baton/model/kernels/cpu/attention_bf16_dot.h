@@ -1,4 +1,4 @@
-// What tiles of bfloat16 are made of where the processor has a dot product of pairs.
+// Building blocks of the bfloat16 attention tiles, for processors with the bfloat16 dot product.
 #pragma once
 
 #include <type_traits>
@@ -6,32 +6,35 @@
 #include "bf16_dot.h"
 #include "online_softmax.h"
 
-#ifdef BATON_PAIRS
+#ifdef BATON_HAS_BF16_DOT
 
 namespace baton {
 
-constexpr int LINE = LINE_BYTES / int(sizeof(Bf16));
-constexpr int MAX_PAIR_DIM = 1024;  // of a head
-constexpr int PAIR_TOKENS = KV_STRETCH;  // whose KV is gone over at once
-alignas(64) inline const Bf16 NO_TOKEN[MAX_PAIR_DIM] = {};  // its key or value, where a tile is not full
+constexpr int BF16_PER_LINE = CACHE_LINE_BYTES / int(sizeof(Bf16));
+constexpr int MAX_BF16_DIM = 1024;  // largest supported head size
+constexpr int BF16_BATCH_TOKENS = KV_BATCH;  // tokens processed at a time
+// stands for missing tokens of a tile that is not full
+alignas(64) inline const Bf16 ZERO_ROW[MAX_BF16_DIM] = {};
 
-// 2^x, exact where x is whole: a polynomial of the fraction (relative error below 3e-6: what it makes is rounded to bfloat16, which
-// is 700 times as rough), scaled by the exponent.
-inline __m512 exp2_lanes(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(x, whole);
+// 2^x, exact for integers: a polynomial of the fraction, scaled by the exponent. The relative error is below
+// 3e-6; the result is rounded to bfloat16, which is 700 times as coarse.
+inline __m512 fast_exp2_bf16(__m512 x) {
+    const __m512 combined = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, combined);
     __m512 p = _mm512_set1_ps(9.5828553e-3f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5906430e-2f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4024099e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9312419e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
+    return _mm512_scalef_ps(p, combined);
 }
 
-// Of a score, not multiplied by `by` yet, beside the highest that was.
-inline __m512 weight_of(__m512 score, __m512 by, __m512 top) { return exp2_lanes(_mm512_fmsub_ps(score, by, top)); }
+// Softmax weight of an unscaled score: 2^(score * scale - new_max).
+inline __m512 softmax_weight(__m512 score, __m512 scale, __m512 new_max) {
+    return fast_exp2_bf16(_mm512_fmsub_ps(score, scale, new_max));
+}
 
-// 16 rows of 16 words become 16 columns.
+// Transposes 16 rows of 16 words.
 inline void transpose_words(__m512i* r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -58,94 +61,103 @@ inline void transpose_words(__m512i* r) {
     }
 }
 
-// 32 numbers of one row and of another become 32 words of a pair each.
-inline void pair_up(const Bf16* a, const Bf16* b, uint32_t* out) {
-    alignas(64) static const uint16_t in_turns[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+// Interleaves 32 numbers of two rows into 32 words, one pair each.
+inline void interleave_pairs(const Bf16* a, const Bf16* b, uint32_t* out) {
+    alignas(64) static const uint16_t interleaved[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(in_turns), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i low = _mm512_load_si512(interleaved), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const __m512i of_a = _mm512_loadu_si512(a), of_b = _mm512_loadu_si512(b);
     _mm512_store_si512(out, _mm512_permutex2var_epi16(of_a, low, of_b));
-    _mm512_store_si512(out + LANES, _mm512_permutex2var_epi16(of_a, high, of_b));
+    _mm512_store_si512(out + BF16_LANES, _mm512_permutex2var_epi16(of_a, high, of_b));
 }
 
-// Where the KV of PAIR_TOKENS tokens and of those lies that come next.
-struct Places {
-    static constexpr int COUNT = PAIR_TOKENS + AHEAD;
+// Addresses of the KV of BF16_BATCH_TOKENS tokens and of the tokens to prefetch after them.
+struct KvPointers {
+    static constexpr int COUNT = BF16_BATCH_TOKENS + PREFETCH_TOKENS;
 
     const Bf16 *keys[COUNT], *values[COUNT];
 
-    // From `begin` on; from `end` on there are none, or only zeros.
+    // Fills in the tokens from `begin` on. Entries beyond `end` point to zeros.
     void find(const KvRows<Bf16>& kv, int begin, int end) {
         const int here = std::min(COUNT, end - begin);
         kv.keys(begin, begin + here, keys);
-        std::fill(keys + here, keys + COUNT, NO_TOKEN);
-        std::fill(values + here, values + COUNT, NO_TOKEN);
+        std::fill(keys + here, keys + COUNT, ZERO_ROW);
+        std::fill(values + here, values + COUNT, ZERO_ROW);
         for (int i = 0; i < here; i++) values[i] = keys[i] + kv.v_offset;
     }
 };
 
-// Into the second cache: into the first one decode took a third longer (`bench/scenarios/engine/attention.py`).
+// Prefetches into L2. Into L1, decode took a third longer (`bench/scenarios/engine/attention.py`).
 inline void fetch(const Bf16* numbers) { _mm_prefetch(reinterpret_cast<const char*>(numbers), _MM_HINT_T1); }
 
-// What products are added to: nothing, the sums that are there, or those times a factor for each lane.
-enum class From { ZERO, SUMS, KEPT };
+// Initial value of the accumulators: zero, the existing sums, or the sums times a factor per lane.
+enum class Accumulate { ZERO, SUMS, RESCALED_SUMS };
 
-// Rows of pairs of numbers, each its own pointer; from a pair to the next `step` numbers.
-struct Left {
+// Left operand: one pointer per row; consecutive pairs are `step` numbers apart.
+struct BroadcastRows {
     const Bf16* const* rows;
     int step;
 };
 
-// Lanes of pairs; from a pair to the next `step` words.
-struct Right {
-    const uint32_t* words;
+// Right operand: vectors of pairs; consecutive pairs are `step` words apart.
+struct PackedPairs {
+    const uint32_t* packed;
     int step;
 };
 
-// sums [R, C * 16], of which rows are `stride` apart: pairs of left x pairs of right, added to what FROM says.
-template <From FROM, int R, int C>
-inline void multiply(float* sums, int stride, const Bf16* const* left, int left_step, Right right, int num_pairs, const float* keep) {
+// sums [R, C * 16], rows `stride` apart: left pairs times right pairs, added to the initial value that MODE
+// selects.
+template <Accumulate MODE, int R, int C>
+inline void multiply(float* sums, int stride, const Bf16* const* left, int left_step, PackedPairs right,
+    int num_pairs, const float* rescale) {
     __m512 acc[R][C];
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) {
-            acc[r][c] = FROM == From::ZERO ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + size_t(r) * stride + c * LANES);
-            if (FROM == From::KEPT) acc[r][c] = _mm512_mul_ps(acc[r][c], _mm512_load_ps(keep + c * LANES));
+            acc[r][c] = MODE == Accumulate::ZERO ? _mm512_setzero_ps()
+                : _mm512_loadu_ps(sums + size_t(r) * stride + c * BF16_LANES);
+            if (MODE == Accumulate::RESCALED_SUMS) acc[r][c]
+                = _mm512_mul_ps(acc[r][c], _mm512_load_ps(rescale + c * BF16_LANES));
         }
     }
     for (int p = 0; p < num_pairs; p++) {
         __m512bh lanes[C];
-        for (int c = 0; c < C; c++) lanes[c] = __m512bh(_mm512_load_si512(right.words + size_t(p) * right.step + c * LANES));
+        for (int c = 0; c < C; c++) lanes[c]
+            = __m512bh(_mm512_load_si512(right.packed + size_t(p) * right.step + c * BF16_LANES));
         for (int r = 0; r < R; r++) {
-            const __m512bh both = __m512bh(_mm512_set1_epi32(int(pair_at(left[r] + size_t(p) * left_step))));
-            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], lanes[c], both);
+            const __m512bh pair = __m512bh(_mm512_set1_epi32(int(load_bf16_pair(left[r] + size_t(p) * left_step))));
+            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], lanes[c], pair);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(sums + size_t(r) * stride + c * LANES, acc[r][c]);
+        for (int c = 0; c < C; c++) _mm512_storeu_ps(sums + size_t(r) * stride + c * BF16_LANES, acc[r][c]);
 }
 
-// go(vectors, its first lane) for stretches of 4, 2 or 1 vectors, of a multiple of 16 lanes.
+// Calls go(number of vectors, first lane) for groups of 4, 2 or 1 vectors; `lanes` is a multiple of 16.
 template <typename Go>
-inline void each_stretch(int lanes, const Go& go) {
+inline void for_each_vector_group(int lanes, const Go& go) {
     int lane = 0;
-    for (; lane + 4 * LANES <= lanes; lane += 4 * LANES) go(std::integral_constant<int, 4>(), lane);
-    for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) go(std::integral_constant<int, 2>(), lane);
+    for (; lane + 4 * BF16_LANES <= lanes; lane += 4 * BF16_LANES) go(std::integral_constant<int, 4>(), lane);
+    for (; lane + 2 * BF16_LANES <= lanes; lane += 2 * BF16_LANES) go(std::integral_constant<int, 2>(), lane);
     if (lane < lanes) go(std::integral_constant<int, 1>(), lane);
 }
 
 template <int C>
-constexpr int AT_ONCE = C == 4 ? 6 : 12;  // rows, whose sums fill the registers
-static_assert(PAIR_TOKENS % LANES == 0 && PAIR_TOKENS % AT_ONCE<4> == 0 && PAIR_TOKENS % AT_ONCE<1> == 0);
+constexpr int ROWS_IN_REGISTERS = C == 4 ? 6 : 12;  // rows whose sums fill the registers
+static_assert(BF16_BATCH_TOKENS % BF16_LANES == 0 && BF16_BATCH_TOKENS % ROWS_IN_REGISTERS<4> == 0
+    && BF16_BATCH_TOKENS % ROWS_IN_REGISTERS<1> == 0);
 
-// The same for any number of rows.
-template <From FROM, int C>
-inline void multiply_some(float* sums, int stride, Left left, int rows, Right right, int num_pairs, const float* keep = nullptr) {
+// Does the same for any number of rows.
+template <Accumulate MODE, int C>
+inline void multiply_rows_by_pairs(float* sums, int stride, BroadcastRows left, int rows, PackedPairs right,
+    int num_pairs, const float* rescale = nullptr) {
     int r = 0;
     const auto go = [&](auto at_once) {
         constexpr int R = decltype(at_once)::value;
-        for (; r + R <= rows; r += R) multiply<FROM, R, C>(sums + size_t(r) * stride, stride, left.rows + r, left.step, right, num_pairs, keep);
+        for (; r + R <= rows; r += R)
+            multiply<MODE, R, C>(
+                sums + size_t(r) * stride, stride, left.rows + r, left.step, right, num_pairs, rescale);
     };
-    go(std::integral_constant<int, AT_ONCE<C>>());
+    go(std::integral_constant<int, ROWS_IN_REGISTERS<C>>());
     go(std::integral_constant<int, 4>());
     go(std::integral_constant<int, 2>());
     go(std::integral_constant<int, 1>());

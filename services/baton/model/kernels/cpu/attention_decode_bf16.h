@@ -1,116 +1,127 @@
-// Tiles of bfloat16, with the processor's dot product of pairs: many rows in panels (attention_prefill_bf16.h). Of few, as of those that decode, a lane is
-// a token, and then a feature: keys are packed 16 tokens wide, so that no sum runs across lanes. Either way a row is added up in the same
-// order: what it becomes does not depend on how many it is computed with, to the last bit, unless its KV is shared out among threads.
+// Attention tiles in bfloat16. Many rows, as in prefill, are computed by attention_prefill_bf16.h. For few
+// rows, as in decode, a lane is a token for the scores and a feature for the values; keys are packed 16
+// tokens wide, so no sum crosses lanes. Both sum a row in the same order. So a row's result is bit-identical
+// however many rows are computed with it, unless its KV is split among threads.
 #pragma once
 
 #include "attention_prefill_bf16.h"
 
-#ifdef BATON_PAIRS
+#ifdef BATON_HAS_BF16_DOT
 
 namespace baton {
 
-constexpr int MANY_ROWS = 16;  // from here on panels are faster
+constexpr int PREFILL_MIN_ROWS = 16;  // from here on the prefill code is faster
 
 // For head sizes that are multiples of 32, up to MAX_DIM.
-class PairTile {
+class AttentionTileBf16 {
   public:
-    static constexpr int MAX_DIM = MAX_PAIR_DIM;
-    static constexpr int MOST_ROWS = MAX_ROWS;
+    static constexpr int MAX_DIM = MAX_BF16_DIM;
+    static constexpr int MAX_TILE_ROWS = MAX_ROWS;
 
-    void attend(const Bf16* const* rows, int num_rows, const Limits* seen, const KvRows<Bf16>& kv, Limits range, float factor, Running& run) {
-        if (num_rows >= MANY_ROWS) return panels_.attend(rows, num_rows, seen, kv, range, factor, run);
+    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<Bf16>& kv, KvRange range,
+        float factor, SoftmaxState& state) {
+        if (num_rows >= PREFILL_MIN_ROWS) return prefill_.attend(rows, num_rows, visible, kv, range, factor, state);
         const int dim = kv.head_dim;
-        keys_.make_room(size_t(dim / 2) * PAIR_TOKENS);
-        values_.make_room(size_t(PAIR_TOKENS / 2) * dim);
-        const Bf16* weights[MANY_ROWS];
-        for (int r = 0; r < num_rows; r++) weights[r] = weights_.data() + size_t(r) * PAIR_TOKENS;
-        for (int begin = range.low; begin < range.high; begin += PAIR_TOKENS) {
-            const int count = std::min(PAIR_TOKENS, range.high - begin), width = up(count, LANES);
-            here_.find(kv, begin, range.high);
-            for (int i = 0; i < width; i += LANES) pack(i, std::min(LANES, count - i), dim);
-            multiply_all<From::ZERO>(scores_.data(), PAIR_TOKENS, {rows, 2}, num_rows, {keys_.data(), PAIR_TOKENS}, dim / 2, width);
+        keys_.reserve(size_t(dim / 2) * BF16_BATCH_TOKENS);
+        values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim);
+        const Bf16* weights[PREFILL_MIN_ROWS];
+        for (int r = 0; r < num_rows; r++) weights[r] = weights_.data() + size_t(r) * BF16_BATCH_TOKENS;
+        for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
+            const int count = std::min(BF16_BATCH_TOKENS, range.end - begin), width = round_up(count, BF16_LANES);
+            kv_pointers_.find(kv, begin, range.end);
+            for (int i = 0; i < width; i += BF16_LANES) pack(i, std::min(BF16_LANES, count - i), dim);
+            multiply_all<Accumulate::ZERO>(scores_.data(), BF16_BATCH_TOKENS, {rows, 2}, num_rows,
+                {keys_.data(), BF16_BATCH_TOKENS}, dim / 2, width);
             for (int r = 0; r < num_rows; r++) {
-                const float keep = weigh(r, begin, width, seen[r], factor, run.most[r], run.total[r]);
-                float* sums = &run.sums[size_t(r) * dim];
-                if (keep != 1.0f)
-                    for (int d = 0; d < dim; d++) sums[d] *= keep;
+                const float rescale = online_softmax_update(r, begin, width, visible[r], factor, state.row_max[r],
+                    state.row_sum[r]);
+                float* sums = &state.weighted_values[size_t(r) * dim];
+                if (rescale != 1.0f)
+                    for (int d = 0; d < dim; d++) sums[d] *= rescale;
             }
-            multiply_all<From::SUMS>(run.sums.data(), dim, {weights, 2}, num_rows, {values_.data(), dim}, (count + 1) / 2, dim);
+            multiply_all<Accumulate::SUMS>(state.weighted_values.data(), dim, {weights, 2}, num_rows,
+                {values_.data(), dim}, (count + 1) / 2, dim);
         }
     }
 
   private:
-    // `columns`: lanes in all, a multiple of 16.
-    template <From FROM>
-    static void multiply_all(float* sums, int stride, Left left, int rows, Right right, int pairs, int columns) {
+    // `columns`: total number of lanes, a multiple of 16.
+    template <Accumulate MODE>
+    static void multiply_all(float* sums, int stride, BroadcastRows left, int rows, PackedPairs right, int pairs,
+        int columns) {
         const auto go = [&](auto vectors, int c) {
-            multiply_some<FROM, decltype(vectors)::value>(sums + c, stride, left, rows, {right.words + c, right.step}, pairs);
+            multiply_rows_by_pairs<MODE, decltype(vectors)::value>(
+                sums + c, stride, left, rows, {right.packed + c, right.step}, pairs);
         };
-        each_stretch(columns, go);
+        for_each_vector_group(columns, go);
     }
 
-    // 16 tokens of here_ from `column` on, of which `count` exist, to column `column` of the keys and row `column` of the values. Those that
-    // are AHEAD are fetched meanwhile, a line for each line read: the processor does not guess where they lie, and asked for all of them at
-    // once it stalls.
+    // Packs 16 tokens from `column` on, of which `count` exist, into the keys' columns and the values' rows.
+    // Meanwhile it prefetches tokens that are PREFETCH_TOKENS further, one cache line per line read: the
+    // hardware cannot predict block tables, and stalls if all lines are requested together.
     void pack(int column, int count, int dim) {
-        const Bf16* keys[LANES];
-        const Bf16* values[LANES];
-        for (int i = 0; i < LANES; i++) {
-            keys[i] = i < count ? here_.keys[column + i] : NO_TOKEN;
-            values[i] = i < count ? here_.values[column + i] : NO_TOKEN;
+        const Bf16* keys[BF16_LANES];
+        const Bf16* values[BF16_LANES];
+        for (int i = 0; i < BF16_LANES; i++) {
+            keys[i] = i < count ? kv_pointers_.keys[column + i] : ZERO_ROW;
+            values[i] = i < count ? kv_pointers_.values[column + i] : ZERO_ROW;
         }
-        for (int d = 0; d < dim; d += LINE) {
-            __m512i r[LANES];
-            for (int i = 0; i < LANES; i++) {
+        for (int d = 0; d < dim; d += BF16_PER_LINE) {
+            __m512i r[BF16_LANES];
+            for (int i = 0; i < BF16_LANES; i++) {
                 r[i] = _mm512_loadu_si512(keys[i] + d);
-                fetch(here_.keys[column + AHEAD + i] + d);
+                fetch(kv_pointers_.keys[column + PREFETCH_TOKENS + i] + d);
             }
             transpose_words(r);
-            for (int i = 0; i < LANES; i++) _mm512_store_si512(keys_.data() + size_t(d / 2 + i) * PAIR_TOKENS + column, r[i]);
+            for (int i = 0; i < BF16_LANES; i++) _mm512_store_si512(keys_.data()
+                + size_t(d / 2 + i) * BF16_BATCH_TOKENS + column, r[i]);
         }
-        for (int i = 0; i < LANES; i += 2) {
-            for (int d = 0; d < dim; d += LINE) {
-                fetch(here_.values[column + AHEAD + i] + d);
-                fetch(here_.values[column + AHEAD + i + 1] + d);
-                pair_up(values[i] + d, values[i + 1] + d, values_.data() + size_t(column + i) / 2 * dim + d);
+        for (int i = 0; i < BF16_LANES; i += 2) {
+            for (int d = 0; d < dim; d += BF16_PER_LINE) {
+                fetch(kv_pointers_.values[column + PREFETCH_TOKENS + i] + d);
+                fetch(kv_pointers_.values[column + PREFETCH_TOKENS + i + 1] + d);
+                interleave_pairs(values[i] + d, values[i + 1] + d, values_.data() + size_t(column + i) / 2 * dim + d);
             }
         }
     }
 
-    // As `soften` of online_softmax.h, in lanes; the weights are rounded to bfloat16, their total is not. Returns the factor for the old sums.
-    float weigh(int row, int begin, int width, Limits seen, float factor, float& most, float& total) {
-        const float* scores = scores_.data() + size_t(row) * PAIR_TOKENS;
-        const __m512 by = _mm512_set1_ps(factor), never = _mm512_set1_ps(NEVER);
+    // online_softmax_update of online_softmax.h, vectorised. Weights are rounded to bfloat16, row_sum is not.
+    float online_softmax_update(int row, int begin, int width, KvRange visible, float factor, float& row_max,
+        float& row_sum) {
+        const float* scores = scores_.data() + size_t(row) * BF16_BATCH_TOKENS;
+        const __m512 scale = _mm512_set1_ps(factor), masked = _mm512_set1_ps(MASKED_SCORE);
         const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i low = _mm512_set1_epi32(seen.low), high = _mm512_set1_epi32(seen.high);
+        const __m512i kv_begin = _mm512_set1_epi32(visible.begin), kv_end = _mm512_set1_epi32(visible.end);
         const auto is_seen = [&](int i) {
             const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(begin + i), steps);
-            return __mmask16(_mm512_cmpge_epi32_mask(index, low) & _mm512_cmplt_epi32_mask(index, high));
+            return __mmask16(_mm512_cmpge_epi32_mask(index, kv_begin) & _mm512_cmplt_epi32_mask(index, kv_end));
         };
-        __m512 tops = never;
-        for (int i = 0; i < width; i += LANES) tops = _mm512_max_ps(tops, _mm512_mask_mul_ps(never, is_seen(i), _mm512_load_ps(scores + i), by));
-        const float top = std::max(most, _mm512_reduce_max_ps(tops));
-        const float keep = _mm512_cvtss_f32(exp2_lanes(_mm512_set1_ps(most - top)));
-        alignas(64) float both[PAIR_TOKENS];
-        Bf16* out = weights_.data() + size_t(row) * PAIR_TOKENS;
-        for (int i = 0; i < width; i += LANES) {
-            const __m512 weight = _mm512_maskz_mov_ps(is_seen(i), weight_of(_mm512_load_ps(scores + i), by, _mm512_set1_ps(top)));
-            _mm512_store_ps(both + i, _mm512_add_ps(weight, _mm512_permute_ps(weight, 0xb1)));
+        __m512 maxima = masked;
+        for (int i = 0; i < width; i += BF16_LANES) maxima
+            = _mm512_max_ps(maxima, _mm512_mask_mul_ps(masked, is_seen(i), _mm512_load_ps(scores + i), scale));
+        const float new_max = std::max(row_max, _mm512_reduce_max_ps(maxima));
+        const float rescale = _mm512_cvtss_f32(fast_exp2_bf16(_mm512_set1_ps(row_max - new_max)));
+        alignas(64) float pair_sums[BF16_BATCH_TOKENS];
+        Bf16* out = weights_.data() + size_t(row) * BF16_BATCH_TOKENS;
+        for (int i = 0; i < width; i += BF16_LANES) {
+            const __m512 weight = _mm512_maskz_mov_ps(is_seen(i),
+                softmax_weight(_mm512_load_ps(scores + i), scale, _mm512_set1_ps(new_max)));
+            _mm512_store_ps(pair_sums + i, _mm512_add_ps(weight, _mm512_permute_ps(weight, 0xb1)));
             _mm256_store_si256(reinterpret_cast<__m256i*>(out + i), __m256i(_mm512_cvtneps_pbh(weight)));
         }
         float sum = 0.0f;
-        for (int i = 0; i < width; i += 2) sum += both[i];
-        most = top;
-        total = std::fma(total, keep, sum);
-        return keep;
+        for (int i = 0; i < width; i += 2) sum += pair_sums[i];
+        row_max = new_max;
+        row_sum = std::fma(row_sum, rescale, sum);
+        return rescale;
     }
 
-    PairPanels panels_;
-    Places here_;
-    Lines<uint32_t> keys_;    // [dim / 2, PAIR_TOKENS]
-    Lines<uint32_t> values_;  // [PAIR_TOKENS / 2, dim]
-    Lines<float> scores_{size_t(MANY_ROWS) * PAIR_TOKENS};
-    Lines<Bf16> weights_{size_t(MANY_ROWS) * PAIR_TOKENS};
+    PrefillAttentionBf16 prefill_;
+    KvPointers kv_pointers_;
+    AlignedBuffer<uint32_t> keys_;    // [dim / 2, PAIR_TOKENS]
+    AlignedBuffer<uint32_t> values_;  // [PAIR_TOKENS / 2, dim]
+    AlignedBuffer<float> scores_{size_t(PREFILL_MIN_ROWS) * BF16_BATCH_TOKENS};
+    AlignedBuffer<Bf16> weights_{size_t(PREFILL_MIN_ROWS) * BF16_BATCH_TOKENS};
 };
 
 }  // namespace baton

@@ -1,4 +1,5 @@
-// Tiles of any type, in floats: many rows in panels; of few, as of those that decode, one after the other, a lane a feature.
+// Attention tiles of any type, computed in floats. Many rows, as in prefill, are computed by
+// attention_prefill_float.h. Few rows, as in decode, go one after the other with a lane per feature.
 #pragma once
 
 #include "attention_prefill_float.h"
@@ -7,77 +8,84 @@
 
 namespace baton {
 
-constexpr int FEW_ROWS = 2;  // for more, a panel is faster
-constexpr int FEW_TILE = 32;  // tokens; their keys and values, as floats, stay in the first cache
+constexpr int DECODE_MAX_ROWS = 2;  // for more, the prefill code is faster
+constexpr int DECODE_BATCH_TOKENS = 32;  // tokens; their keys and values, as floats, fit into the L1 cache
 
-// Half by half: a loop over lanes would go through memory, one by one.
-inline float sum_of(Floats vector) {
-    float lanes[LANE_FLOATS];
+// Adds halves pairwise: a loop over lanes would go through memory one by one.
+inline float sum_of(FloatVec vector) {
+    float lanes[VECTOR_FLOATS];
     store(lanes, vector);
-    for (int half = LANE_FLOATS / 2; half; half /= 2)
+    for (int half = VECTOR_FLOATS / 2; half; half /= 2)
         for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
     return lanes[0];
 }
 
-// size: a multiple of LANE_FLOATS.
+// size: a multiple of VECTOR_FLOATS.
 inline float dot(const float* a, const float* b, int size) {
-    Floats sum = {};
-    for (int i = 0; i < size; i += LANE_FLOATS) sum += vector_at<Floats>(a + i) * vector_at<Floats>(b + i);
+    FloatVec sum = {};
+    for (int i = 0; i < size; i += VECTOR_FLOATS) sum += load_vector<FloatVec>(a + i) * load_vector<FloatVec>(b + i);
     return sum_of(sum);
 }
 
 template <typename T>
-class FloatTile {
+class AttentionTileFloat {
    public:
-    static constexpr int MOST_ROWS = 128;  // what they become stays in the second cache, in floats and with long heads, too
+    // their state, as floats, fits into the L2 cache even with large heads
+    static constexpr int MAX_TILE_ROWS = 128;
 
-    void attend(const T* const* rows, int num_rows, const Limits* seen, const KvRows<T>& kv, Limits range, float factor, Running& run) {
-        width_ = up(kv.head_dim, LANE_FLOATS);
-        if (num_rows <= FEW_ROWS) return attend_few(rows, num_rows, seen, kv, range, factor, run);
-        if (num_rows <= LANE_FLOATS) return attend_many(narrow_, rows, num_rows, seen, kv, range, factor, run);
-        attend_many(wide_, rows, num_rows, seen, kv, range, factor, run);
+    void attend(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<T>& kv, KvRange range,
+        float factor, SoftmaxState& state) {
+        width_ = round_up(kv.head_dim, VECTOR_FLOATS);
+        if (num_rows <= DECODE_MAX_ROWS) return attend_decode(rows, num_rows, visible, kv, range, factor, state);
+        if (num_rows <= VECTOR_FLOATS)
+            return attend_prefill(narrow_, rows, num_rows, visible, kv, range, factor, state);
+        attend_prefill(wide_, rows, num_rows, visible, kv, range, factor, state);
     }
 
    private:
-    template <typename Panels>
-    void attend_many(
-        Panels& panels,
+    template <typename RowBlocks>
+    void attend_prefill(
+        RowBlocks& row_blocks,
         const T* const* rows,
         int num_rows,
-        const Limits* seen,
+        const KvRange* visible,
         const KvRows<T>& kv,
-        Limits range,
+        KvRange range,
         float factor,
-        Running& run) {
-        panels.start(rows, num_rows, seen, kv.head_dim);
-        for (int begin = range.low; begin < range.high; begin += KV_TILE) {
-            const int end = std::min(begin + KV_TILE, range.high);
-            convert(kv, begin, end, range.high - 1);
-            panels.add(keys_.data(), values_.data(), width_, begin, end, factor);
+        SoftmaxState& state) {
+        row_blocks.start(rows, num_rows, visible, kv.head_dim);
+        for (int begin = range.begin; begin < range.end; begin += KV_TILE) {
+            const int end = std::min(begin + KV_TILE, range.end);
+            convert(kv, begin, end, range.end - 1);
+            row_blocks.add(keys_.data(), values_.data(), width_, begin, end, factor);
         }
-        panels.end(run, num_rows);
+        row_blocks.end(state, num_rows);
     }
 
-    void attend_few(const T* const* rows, int num_rows, const Limits* seen, const KvRows<T>& kv, Limits range, float factor, Running& run) {
+    void attend_decode(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<T>& kv,
+        KvRange range, float factor, SoftmaxState& state) {
         const int dim = kv.head_dim;
         queries_.assign(size_t(num_rows) * width_, 0.0f);
         for (int r = 0; r < num_rows; r++)
             for (int d = 0; d < dim; d++) queries_[size_t(r) * width_ + d] = to_float(rows[r][d]);
-        for (int begin = range.low; begin < range.high; begin += FEW_TILE) {
-            const int end = std::min(begin + FEW_TILE, range.high), count = end - begin;
-            convert(kv, begin, end, range.high - 1);
+        for (int begin = range.begin; begin < range.end; begin += DECODE_BATCH_TOKENS) {
+            const int end = std::min(begin + DECODE_BATCH_TOKENS, range.end), count = end - begin;
+            convert(kv, begin, end, range.end - 1);
             for (int r = 0; r < num_rows; r++) {
-                float scores[FEW_TILE];
-                for (int i = 0; i < count; i++) scores[i] = dot(&queries_[size_t(r) * width_], &keys_[size_t(i) * width_], width_);
-                const float keep = soften(scores, begin, count, seen[r], factor, run.most[r], run.total[r]);
-                add_values(&run.sums[size_t(r) * dim], keep, scores, count, dim);
+                float scores[DECODE_BATCH_TOKENS];
+                for (int i = 0; i < count; i++) scores[i]
+                    = dot(&queries_[size_t(r) * width_], &keys_[size_t(i) * width_], width_);
+                const float rescale = online_softmax_update(scores, begin, count, visible[r], factor,
+                    state.row_max[r], state.row_sum[r]);
+                add_values(&state.weighted_values[size_t(r) * dim], rescale, scores, count, dim);
             }
         }
     }
 
-    // sums [dim] = sums * keep + weights [count] x values. Four at a time: sums are read and written again for each.
-    void add_values(float* sums, float keep, const float* weights, int count, int dim) const {
-        for (int d = 0; d < dim; d++) sums[d] *= keep;
+    // sums [dim] = sums * rescale + weights [count] x values. Four tokens at a time, because each pass reads
+    // and writes the sums.
+    void add_values(float* sums, float rescale, const float* weights, int count, int dim) const {
+        for (int d = 0; d < dim; d++) sums[d] *= rescale;
         int i = 0;
         for (; i + 4 <= count; i += 4) {
             const float* w = weights + i;
@@ -88,14 +96,15 @@ class FloatTile {
             for (int d = 0; d < dim; d++) sums[d] += weights[i] * values_[size_t(i) * width_ + d];
     }
 
-    // keys_, values_ [end - begin, width_]: of these tokens, zeros behind each. Meanwhile those AHEAD are fetched, up to `last`.
+    // Converts the tokens' keys and values to floats, [end - begin, width_], padded with zeros. Meanwhile it
+    // prefetches tokens that are PREFETCH_TOKENS further, up to `last`.
     void convert(const KvRows<T>& kv, int begin, int end, int last) {
         const int dim = kv.head_dim;
         keys_.resize(size_t(KV_TILE) * width_);
         values_.resize(keys_.size());
         for (int i = begin; i < end; i++) {
-            const T *key = kv.key(i), *value = key + kv.v_offset, *ahead = kv.key(std::min(i + AHEAD, last));
-            for (int d = 0; d < dim; d += LINE_BYTES / int(sizeof(T))) {
+            const T *key = kv.key(i), *value = key + kv.v_offset, *ahead = kv.key(std::min(i + PREFETCH_TOKENS, last));
+            for (int d = 0; d < dim; d += CACHE_LINE_BYTES / int(sizeof(T))) {
                 __builtin_prefetch(ahead + d);
                 __builtin_prefetch(ahead + kv.v_offset + d);
             }
@@ -106,9 +115,9 @@ class FloatTile {
         }
     }
 
-    int width_ = 0;  // of a row in floats, from one vector to the next
-    Panels<1> narrow_;
-    Panels<2> wide_;
+    int width_ = 0;  // floats per row, a multiple of the vector size
+    PrefillAttentionFloat<1> narrow_;
+    PrefillAttentionFloat<2> wide_;
     std::vector<float> keys_, values_, queries_;
 };
 

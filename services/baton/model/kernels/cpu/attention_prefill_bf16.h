@@ -1,4 +1,5 @@
-// Many query rows in panels: a lane is a row, so that no maximum and no sum runs across lanes, and keys need no other order.
+// Computes many query rows in bfloat16. A lane is a row, so no maximum and no sum crosses lanes, and keys
+// keep their order. The rows are divided into panels of 4, 2 or 1 vectors.
 #pragma once
 
 #include <algorithm>
@@ -6,178 +7,195 @@
 #include "aligned_buffer.h"
 #include "attention_bf16_dot.h"
 
-#ifdef BATON_PAIRS
+#ifdef BATON_HAS_BF16_DOT
 
 namespace baton {
 
-class PairPanels {
+class PrefillAttentionBf16 {
   public:
-    void attend(const Bf16* const* rows, int num_rows, const Limits* seen, const KvRows<Bf16>& kv, Limits range, float factor, Running& run) {
+    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<Bf16>& kv, KvRange range,
+        float factor, SoftmaxState& state) {
         dim_ = kv.head_dim;
-        width_ = up(num_rows, LANES);
-        start(rows, num_rows, seen);
-        for (int begin = range.low; begin < range.high; begin += PAIR_TOKENS) {
-            const int end = std::min(begin + PAIR_TOKENS, range.high);
-            copy(kv, begin, end, range.high);
-            each_stretch(width_, [&](auto vectors, int lane) { add<decltype(vectors)::value>(lane, begin, end, factor); });
+        width_ = round_up(num_rows, BF16_LANES);
+        start(rows, num_rows, visible);
+        for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
+            const int end = std::min(begin + BF16_BATCH_TOKENS, range.end);
+            copy(kv, begin, end, range.end);
+            for_each_vector_group(width_,
+                [&](auto vectors, int lane) { add<decltype(vectors)::value>(lane, begin, end, factor); });
         }
-        finish(run, num_rows);
+        finish(state, num_rows);
     }
 
   private:
-    // Lanes beyond the rows do as the last row does.
-    void start(const Bf16* const* rows, int num_rows, const Limits* seen) {
-        queries_.make_room(size_t(dim_ / 2) * width_);
-        keys_.make_room(size_t(PAIR_TOKENS) * dim_);
-        values_.make_room(size_t(PAIR_TOKENS / 2) * dim_);
-        sums_.make_room(size_t(dim_) * width_);
+    // Lanes beyond the rows repeat the last row.
+    void start(const Bf16* const* rows, int num_rows, const KvRange* visible) {
+        queries_.reserve(size_t(dim_ / 2) * width_);
+        keys_.reserve(size_t(BF16_BATCH_TOKENS) * dim_);
+        values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim_);
+        sums_.reserve(size_t(dim_) * width_);
         std::fill(sums_.data(), sums_.data() + size_t(dim_) * width_, 0.0f);
-        for (int i = 0; i < PAIR_TOKENS; i++) tokens_[i] = keys_.data() + size_t(i) * dim_;
+        for (int i = 0; i < BF16_BATCH_TOKENS; i++) tokens_[i] = keys_.data() + size_t(i) * dim_;
         for (int d = 0; d < dim_; d++) features_[d] = reinterpret_cast<const Bf16*>(values_.data() + d);
         for (int lane = 0; lane < width_; lane++) {
-            const Limits limits = seen[std::min(lane, num_rows - 1)];
-            low_[lane] = limits.low;
-            high_[lane] = limits.high;
-            most_[lane] = NEVER;
-            total_[lane] = 0.0f;
+            const KvRange limits = visible[std::min(lane, num_rows - 1)];
+            visible_begin_[lane] = limits.begin;
+            visible_end_[lane] = limits.end;
+            row_max_[lane] = MASKED_SCORE;
+            row_sum_[lane] = 0.0f;
         }
-        each_stretch(width_, [&](auto vectors, int first) {
-            constexpr int WIDTH = decltype(vectors)::value * LANES;
-            for (int lane = 0; lane < WIDTH; lane += LANES) {
-                for (int d = 0; d < dim_; d += LINE) {
-                    __m512i r[LANES];
-                    for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(rows[std::min(first + lane + i, num_rows - 1)] + d);
+        for_each_vector_group(width_, [&](auto vectors, int first) {
+            constexpr int WIDTH = decltype(vectors)::value * BF16_LANES;
+            for (int lane = 0; lane < WIDTH; lane += BF16_LANES) {
+                for (int d = 0; d < dim_; d += BF16_PER_LINE) {
+                    __m512i r[BF16_LANES];
+                    for (int i = 0; i < BF16_LANES; i++) r[i]
+                        = _mm512_loadu_si512(rows[std::min(first + lane + i, num_rows - 1)] + d);
                     transpose_words(r);
-                    for (int i = 0; i < LANES; i++) _mm512_store_si512(queries_of(first) + size_t(d / 2 + i) * WIDTH + lane, r[i]);
+                    for (int i = 0; i < BF16_LANES; i++) _mm512_store_si512(queries_of(first)
+                        + size_t(d / 2 + i) * WIDTH + lane, r[i]);
                 }
             }
         });
     }
 
-    // The keys of [begin, end) one after the other, values in pairs of tokens, so that all panels find them together: in their blocks the KV of
-    // a head may lie as many bytes apart as a cache has places for, and then most of it is in none. Meanwhile what comes next is fetched.
-    void copy(const KvRows<Bf16>& kv, int begin, int end, int high) {
+    // Copies the keys of [begin, end) to consecutive memory, and the values as pairs of tokens, once for all
+    // panels. In the blocks, the KV of one head may lie at multiples of a large power of two. It would then
+    // map to few cache sets and not stay in the cache. Meanwhile the next tokens are prefetched.
+    void copy(const KvRows<Bf16>& kv, int begin, int end, int kv_end) {
         constexpr int NEXT = 16;
-        static_assert(NEXT <= AHEAD);
+        static_assert(NEXT <= PREFETCH_TOKENS);
         const int count = end - begin;
-        here_.find(kv, begin, high);
-        for (int i = 0; i < up(count, AT_ONCE<1>); i += 2) {
+        kv_pointers_.find(kv, begin, kv_end);
+        for (int i = 0; i < round_up(count, ROWS_IN_REGISTERS<1>); i += 2) {
             for (int next = i + NEXT; next < i + NEXT + 2; next++) {
-                for (int d = 0; d < dim_; d += LINE) {
-                    fetch(here_.keys[next] + d);
-                    fetch(here_.values[next] + d);
+                for (int d = 0; d < dim_; d += BF16_PER_LINE) {
+                    fetch(kv_pointers_.keys[next] + d);
+                    fetch(kv_pointers_.values[next] + d);
                 }
             }
             const bool is_first = i < count, is_second = i + 1 < count;
-            const Bf16 *key = is_first ? here_.keys[i] : NO_TOKEN, *next_key = is_second ? here_.keys[i + 1] : NO_TOKEN;
-            const Bf16 *value = is_first ? here_.values[i] : NO_TOKEN, *next_value = is_second ? here_.values[i + 1] : NO_TOKEN;
-            for (int d = 0; d < dim_; d += LINE) {
+            const Bf16 *key = is_first ? kv_pointers_.keys[i] : ZERO_ROW,
+                *next_key = is_second ? kv_pointers_.keys[i + 1] : ZERO_ROW;
+            const Bf16 *value = is_first ? kv_pointers_.values[i] : ZERO_ROW,
+                *next_value = is_second ? kv_pointers_.values[i + 1] : ZERO_ROW;
+            for (int d = 0; d < dim_; d += BF16_PER_LINE) {
                 _mm512_store_si512(keys_.data() + size_t(i) * dim_ + d, _mm512_loadu_si512(key + d));
                 _mm512_store_si512(keys_.data() + size_t(i + 1) * dim_ + d, _mm512_loadu_si512(next_key + d));
-                pair_up(value + d, next_value + d, values_.data() + size_t(i) / 2 * dim_ + d);
+                interleave_pairs(value + d, next_value + d, values_.data() + size_t(i) / 2 * dim_ + d);
             }
         }
     }
 
-    // Of the panel whose first lane this is: [dim / 2, its lanes], [dim, its lanes].
+    // Queries [dim / 2, lanes] and sums [dim, lanes] of the panel that begins at `lane`.
     uint32_t* queries_of(int lane) const { return queries_.data() + size_t(lane) * (dim_ / 2); }
     float* sums_of(int lane) const { return sums_.data() + size_t(lane) * dim_; }
 
-    // The panel of C vectors from `lane` on, over the tokens [begin, end).
+    // Processes the tokens [begin, end) for the panel of C vectors that begins at `lane`.
     template <int C>
     void add(int lane, int begin, int end, float factor) {
-        constexpr int WIDTH = C * LANES;
-        const auto [least_low, most_low] = std::minmax_element(low_ + lane, low_ + lane + WIDTH);
-        const auto [least_high, most_high] = std::minmax_element(high_ + lane, high_ + lane + WIDTH);
+        constexpr int WIDTH = C * BF16_LANES;
+        const auto [least_low, most_low] = std::minmax_element(visible_begin_ + lane, visible_begin_ + lane + WIDTH);
+        const auto [least_high, most_high] = std::minmax_element(visible_end_ + lane, visible_end_ + lane + WIDTH);
         const int count = std::min(end, *most_high) - begin;
-        if (count <= 0 || end <= *least_low) return;  // nobody sees any of them
-        alignas(64) float keep[WIDTH];
-        multiply_some<From::ZERO, C>(scores_.data(), WIDTH, {tokens_, 2}, up(count, AT_ONCE<C>), {queries_of(lane), WIDTH}, dim_ / 2);
+        if (count <= 0 || end <= *least_low) return;  // no row sees any of these tokens
+        alignas(64) float rescale[WIDTH];
+        multiply_rows_by_pairs<Accumulate::ZERO, C>(
+            scores_.data(), WIDTH, {tokens_, 2}, round_up(count, ROWS_IN_REGISTERS<C>), {queries_of(lane), WIDTH},
+            dim_ / 2);
+
         if (begin >= *most_low && begin + count <= *least_high) {
-            weigh<C, true>(lane, begin, count, factor, keep);
+            online_softmax_update<C, true>(lane, begin, count, factor, rescale);
         } else {
-            weigh<C, false>(lane, begin, count, factor, keep);
+            online_softmax_update<C, false>(lane, begin, count, factor, rescale);
         }
-        multiply_some<From::KEPT, C>(sums_of(lane), WIDTH, {features_, 2 * dim_}, dim_, {weights_.data(), WIDTH}, (count + 1) / 2, keep);
+        multiply_rows_by_pairs<Accumulate::RESCALED_SUMS, C>(
+            sums_of(lane), WIDTH, {features_, 2 * dim_}, dim_, {weights_.data(), WIDTH}, (count + 1) / 2, rescale);
     }
 
-    // Scores become weights, as by `soften` of online_softmax.h, each lane for itself and two tokens a word, rounded; their total is not. SEE_ALL: of
-    // these tokens every lane sees every one. keep: the factors for the old sums.
-    template <int C, bool SEE_ALL>
-    void weigh(int lane, int begin, int count, float factor, float* keep) {
-        const __m512 by = _mm512_set1_ps(factor), never = _mm512_set1_ps(NEVER);
+    // online_softmax_update of online_softmax.h, each lane separately. Weights are rounded to bfloat16 and
+    // stored as pairs of tokens; the row sums are not rounded. ALL_VISIBLE: every lane sees all of these
+    // tokens. `rescale`: the factors for the earlier sums.
+    template <int C, bool ALL_VISIBLE>
+    void online_softmax_update(int lane, int begin, int count, float factor, float* rescale) {
+        const __m512 scale = _mm512_set1_ps(factor), masked = _mm512_set1_ps(MASKED_SCORE);
         const auto is_seen = [&](int c, int i) {
             const __m512i index = _mm512_set1_epi32(begin + i);
             return __mmask16(
-                _mm512_cmpge_epi32_mask(index, _mm512_load_si512(low_ + lane + c * LANES)) &
-                _mm512_cmplt_epi32_mask(index, _mm512_load_si512(high_ + lane + c * LANES)));
+                _mm512_cmpge_epi32_mask(index, _mm512_load_si512(visible_begin_ + lane + c * BF16_LANES)) &
+                _mm512_cmplt_epi32_mask(index, _mm512_load_si512(visible_end_ + lane + c * BF16_LANES)));
         };
         const float* scores = scores_.data();
         uint32_t* weights = weights_.data();
-        const auto score = [&](int c, int i) { return _mm512_load_ps(scores + (i * C + c) * LANES); };
-        __m512 top[C], sum[C];
+        const auto score = [&](int c, int i) { return _mm512_load_ps(scores + (i * C + c) * BF16_LANES); };
+        __m512 new_max[C], sum[C];
         for (int c = 0; c < C; c++) {
-            top[c] = _mm512_load_ps(most_ + lane + c * LANES);
+            new_max[c] = _mm512_load_ps(row_max_ + lane + c * BF16_LANES);
             sum[c] = _mm512_setzero_ps();
         }
         for (int i = 0; i < count; i++)
             for (int c = 0; c < C; c++)
-                top[c] = _mm512_max_ps(top[c], _mm512_mask_mul_ps(never, SEE_ALL ? __mmask16(0xffff) : is_seen(c, i), score(c, i), by));
+                new_max[c] = _mm512_max_ps(new_max[c],
+                    _mm512_mask_mul_ps(masked, ALL_VISIBLE ? __mmask16(0xffff) : is_seen(c, i), score(c, i), scale));
         for (int c = 0; c < C; c++) {
-            float* most = most_ + lane + c * LANES;
-            _mm512_store_ps(keep + c * LANES, exp2_lanes(_mm512_sub_ps(_mm512_load_ps(most), top[c])));
-            _mm512_store_ps(most, top[c]);
+            float* row_max = row_max_ + lane + c * BF16_LANES;
+            _mm512_store_ps(rescale + c * BF16_LANES,
+                fast_exp2_bf16(_mm512_sub_ps(_mm512_load_ps(row_max), new_max[c])));
+            _mm512_store_ps(row_max, new_max[c]);
         }
         const auto weight = [&](int c, int i) {
-            const __m512 value = weight_of(score(c, i), by, top[c]);
-            return SEE_ALL ? value : _mm512_maskz_mov_ps(is_seen(c, i), value);
+            const __m512 value = softmax_weight(score(c, i), scale, new_max[c]);
+            return ALL_VISIBLE ? value : _mm512_maskz_mov_ps(is_seen(c, i), value);
         };
-        alignas(64) static const uint16_t in_turns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        alignas(64) static const uint16_t interleaved[32]
+            = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        const __m512i order = _mm512_load_si512(in_turns);
+        const __m512i order = _mm512_load_si512(interleaved);
         for (int i = 0; i < count; i += 2) {
             for (int c = 0; c < C; c++) {
                 const __m512 a = weight(c, i), b = i + 1 < count ? weight(c, i + 1) : _mm512_setzero_ps();
                 sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(a, b));
                 const __m512i both = __m512i(_mm512_cvtne2ps_pbh(b, a));
-                _mm512_store_si512(weights + (i / 2 * C + c) * LANES, _mm512_permutexvar_epi16(order, both));
+                _mm512_store_si512(weights + (i / 2 * C + c) * BF16_LANES, _mm512_permutexvar_epi16(order, both));
             }
         }
         for (int c = 0; c < C; c++) {
-            float* total = total_ + lane + c * LANES;
-            _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), _mm512_load_ps(keep + c * LANES), sum[c]));
+            float* row_sum = row_sum_ + lane + c * BF16_LANES;
+            _mm512_store_ps(row_sum,
+                _mm512_fmadd_ps(_mm512_load_ps(row_sum), _mm512_load_ps(rescale + c * BF16_LANES), sum[c]));
         }
     }
 
-    void finish(Running& run, int num_rows) const {
-        std::copy(most_, most_ + num_rows, run.most.begin());
-        std::copy(total_, total_ + num_rows, run.total.begin());
-        each_stretch(width_, [&](auto vectors, int first) {
-            constexpr int WIDTH = decltype(vectors)::value * LANES;
-            for (int lane = 0; lane < WIDTH; lane += LANES) {
-                for (int d = 0; d < dim_; d += LANES) {
-                    __m512i r[LANES];
-                    for (int i = 0; i < LANES; i++) r[i] = _mm512_load_si512(sums_of(first) + size_t(d + i) * WIDTH + lane);
+    void finish(SoftmaxState& state, int num_rows) const {
+        std::copy(row_max_, row_max_ + num_rows, state.row_max.begin());
+        std::copy(row_sum_, row_sum_ + num_rows, state.row_sum.begin());
+        for_each_vector_group(width_, [&](auto vectors, int first) {
+            constexpr int WIDTH = decltype(vectors)::value * BF16_LANES;
+            for (int lane = 0; lane < WIDTH; lane += BF16_LANES) {
+                for (int d = 0; d < dim_; d += BF16_LANES) {
+                    __m512i r[BF16_LANES];
+                    for (int i = 0; i < BF16_LANES; i++) r[i]
+                        = _mm512_load_si512(sums_of(first) + size_t(d + i) * WIDTH + lane);
                     transpose_words(r);
-                    for (int i = 0, row = first + lane; i < LANES && row < num_rows; i++, row++)
-                        _mm512_storeu_si512(&run.sums[size_t(row) * dim_ + d], r[i]);
+                    for (int i = 0, row = first + lane; i < BF16_LANES && row < num_rows; i++, row++)
+                        _mm512_storeu_si512(&state.weighted_values[size_t(row) * dim_ + d], r[i]);
                 }
             }
         });
     }
 
-    int dim_ = 0, width_ = 0;             // of a head; lanes in all, a multiple of 16
-    Lines<uint32_t> queries_;             // panel by panel, see `queries_of`
-    Lines<float> sums_;                   // likewise
-    Lines<Bf16> keys_;                    // [PAIR_TOKENS, dim]
-    Lines<uint32_t> values_;              // [PAIR_TOKENS / 2, dim]
-    const Bf16* tokens_[PAIR_TOKENS];     // rows of keys_
-    const Bf16* features_[MAX_PAIR_DIM];  // columns of values_
-    Lines<float> scores_{size_t(PAIR_TOKENS) * 4 * LANES};
-    Lines<uint32_t> weights_{size_t(PAIR_TOKENS / 2) * 4 * LANES};
-    Places here_;
-    alignas(64) int32_t low_[MAX_ROWS], high_[MAX_ROWS];
-    alignas(64) float most_[MAX_ROWS], total_[MAX_ROWS];
+    int dim_ = 0, width_ = 0;  // head size; total number of lanes, a multiple of 16
+    AlignedBuffer<uint32_t> queries_;  // panel by panel, see `queries_of`
+    AlignedBuffer<float> sums_;  // panel by panel, see `sums_of`
+    AlignedBuffer<Bf16> keys_;                    // [PAIR_TOKENS, dim]
+    AlignedBuffer<uint32_t> values_;              // [PAIR_TOKENS / 2, dim]
+    const Bf16* tokens_[BF16_BATCH_TOKENS];     // rows of keys_
+    const Bf16* features_[MAX_BF16_DIM];  // columns of values_
+    AlignedBuffer<float> scores_{size_t(BF16_BATCH_TOKENS) * 4 * BF16_LANES};
+    AlignedBuffer<uint32_t> weights_{size_t(BF16_BATCH_TOKENS / 2) * 4 * BF16_LANES};
+    KvPointers kv_pointers_;
+    alignas(64) int32_t visible_begin_[MAX_ROWS], visible_end_[MAX_ROWS];
+    alignas(64) float row_max_[MAX_ROWS], row_sum_[MAX_ROWS];
 };
 
 }  // namespace baton

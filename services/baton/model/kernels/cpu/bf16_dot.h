@@ -1,4 +1,4 @@
-// Pairs of bfloat16, and whether this processor multiplies them and adds them to floats (AVX512-BF16).
+// Detects the bfloat16 dot product (AVX512-BF16) and loads pairs of bfloat16.
 #pragma once
 
 #include <cstring>
@@ -6,15 +6,16 @@
 #include "numbers.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define BATON_PAIRS
+#define BATON_HAS_BF16_DOT
 #include <immintrin.h>
 #endif
 
 namespace baton {
 
-// Two numbers as a word. Not through a pointer to words: what was written as bfloat16 is no word to C++, unless -fno-strict-aliasing says
-// so, with which g++ 12 no longer vectorizes half of the loops of attention_prefill_float.h.
-inline uint32_t pair_at(const Bf16* from) {
+// Two consecutive numbers as one 32-bit word. It uses memcpy because reading bfloat16 through a word pointer
+// breaks the aliasing rules. With -fno-strict-aliasing, g++ 12 no longer vectorises half of the loops of
+// attention_prefill_float.h.
+inline uint32_t load_bf16_pair(const Bf16* from) {
     uint32_t word;
     std::memcpy(&word, from, sizeof word);
     return word;

@@ -1,8 +1,7 @@
-"""Compile the kernels, once for a machine and a version of their source, into the user's cache.
+"""Compiles the C++ kernels once per machine and source version, into the user's cache directory.
 
-The compiler may use every instruction that this processor has, so the key of the cache holds what decides
-that: processor flags, compiler, options, source. The cache is bounded: libraries that were not used for a
-while go when a new one comes.
+The compiler may use every instruction of this processor. The cache key therefore covers processor flags,
+compiler, options and source. Only the few libraries used last are kept.
 """
 
 import fcntl
@@ -22,20 +21,23 @@ HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp")
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
-"""Every instruction of this processor: clang for ARM long knew but the second spelling."""
+"""Option to use every instruction of this processor. clang for ARM did not support `-march=native` for long."""
 OPTIONS = ("-O3", NATIVE, "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 120.0
-MAX_KEPT = 4
+MAX_CACHED_LIBRARIES = 4
 
 
-class NoKernels(BatonError):
-    """They cannot be had here; the message says why."""
+class KernelsUnavailable(BatonError):
+    """The kernels cannot be compiled or loaded here. The message gives the reason."""
 
 
 def build(cache: Path | None = None) -> Path:
-    """The library for this machine, compiled if it is not there yet; processes that start together compile it
-    once. Raises NoKernels."""
+    """Return the kernel library for this machine; compile it if it is not cached.
+
+    Processes that start together compile it once. Raises KernelsUnavailable if there is no compiler, it
+    fails, or the cache cannot be written.
+    """
     compiler = find_compiler()
     directory = cache if cache is not None else default_cache()
     library = directory / f"kernels-{_key(compiler)}.so"
@@ -48,21 +50,22 @@ def build(cache: Path | None = None) -> Path:
         with _locked(directory / "lock"):
             if not library.exists():
                 _compile(compiler, library)
-                _forget_old(directory)
+                _evict_old_libraries(directory)
     except OSError as error:
-        raise NoKernels(f"{directory} cannot be written ({error.strerror or error})") from error
+        raise KernelsUnavailable(f"{directory} cannot be written ({error.strerror or error})") from error
     return library
 
 
 def find_compiler() -> str:
-    """Its path. Raises NoKernels."""
+    """Return the path of a C++ compiler. Raises KernelsUnavailable if there is none."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise NoKernels(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH")
+        raise KernelsUnavailable(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH")
     return compiler
 
 
 def default_cache() -> Path:
+    """Return the directory of compiled libraries, below XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "baton" / "kernels"
 
@@ -77,7 +80,7 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the compiler sees of it; empty where the system does not say."""
+    """Return the processor's instruction set flags; empty if the system does not list them."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -89,7 +92,7 @@ def _version(compiler: str) -> str:
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoKernels(f"{compiler} cannot be run: {error}") from error
+        raise KernelsUnavailable(f"{compiler} cannot be run: {error}") from error
     return done.stdout.partition("\n")[0]
 
 
@@ -100,28 +103,31 @@ def _compile(compiler: str, library: Path) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"{compiler} did not end: {error}") from error
+            raise KernelsUnavailable(f"{compiler} did not finish: {error}") from error
         if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
-            raise NoKernels(f"{compiler} failed: {said}")
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
+            raise KernelsUnavailable(f"{compiler} failed: {reason}")
         with made.open("rb") as file:
-            os.fsync(file.fileno())  # or a loss of power could leave an empty file under a name that says what is in it
+            os.fsync(file.fileno())  # else a power loss could leave an empty file under the final name
         os.replace(made, library)
 
 
-def _forget_old(directory: Path) -> None:
-    """Under the lock, so that whatever was being built is of a process that was killed."""
+def _evict_old_libraries(directory: Path) -> None:
+    """Delete unfinished builds and all but the most recently used libraries. The caller holds the lock.
+
+    Because of the lock, any unfinished build belongs to a process that was killed.
+    """
     for left in directory.glob("building-*"):
         shutil.rmtree(left, ignore_errors=True)
     libraries = sorted(directory.glob("kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in libraries[MAX_KEPT:]:
+    for path in libraries[MAX_CACHED_LIBRARIES:]:
         with suppress(OSError):
             path.unlink()
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for whoever compiles now, who ends within COMPILE_S."""
+    """Hold the file lock. A process that compiles meanwhile releases it within `COMPILE_S`."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

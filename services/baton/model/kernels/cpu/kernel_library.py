@@ -1,5 +1,7 @@
-"""The kernels as functions over tensors. A call releases the interpreter's lock; every tensor is kept alive
-by its caller."""
+"""Exposes the C++ kernels as functions over tensors.
+
+A call releases the GIL. The caller keeps all tensors alive during the call.
+"""
 
 import ctypes
 from pathlib import Path
@@ -7,17 +9,18 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import LayoutMismatch
-from baton.model.attention.attention_inputs import Asked, AttentionStep, Tables
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.kv_tensors import KvCache
-from baton.model.kernels.cpu.kernel_build import NoKernels, build
+from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
 from baton.runtime.process.anonymous_memory import allocate_anonymous
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtype codes of the C++ kernels, see numbers.h."""
 
 
 class AttentionArgs(ctypes.Structure):
-    """`AttentionArgs` of attention.h."""
+    """ctypes mirror of `AttentionArgs` in attention.h."""
 
     _fields_ = [
         *(
@@ -38,8 +41,8 @@ class AttentionArgs(ctypes.Structure):
     ]
 
 
-class HeadsArgs(ctypes.Structure):
-    """`HeadsArgs` of layers.h."""
+class RopeArgs(ctypes.Structure):
+    """ctypes mirror of `RopeArgs` in layers.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "kv", "slots", "cosine", "sine", "q_weight", "k_weight")),
@@ -49,17 +52,21 @@ class HeadsArgs(ctypes.Structure):
     ]
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
+def data_address(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's data, or None without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def kv_of(cache: KvCache, layer: int) -> int:
-    """Where a layer's first block begins."""
+def layer_kv_address(cache: KvCache, layer: int) -> int:
+    """Return the address where a layer's first block begins."""
     return cache.blocks.data_ptr() + layer * cache.blocks.stride(1) * cache.blocks.element_size()
 
 
-def attention_args(cache: KvCache, tables: Tables, num_heads: int, num_threads: int) -> AttentionArgs:
-    """Of a step, for every layer: without queries, outputs, the layer's KV, its window and its scale."""
+def attention_args(cache: KvCache, tables: SequenceTables, num_heads: int, num_threads: int) -> AttentionArgs:
+    """Return the attention arguments that all layers of a step share.
+
+    Queries, outputs, the layer's KV, window and scale are left empty.
+    """
     blocks = cache.blocks
     return AttentionArgs(
         token_begin=tables.token_begin.ctypes.data,
@@ -78,7 +85,7 @@ def attention_args(cache: KvCache, tables: Tables, num_heads: int, num_threads: 
     )
 
 
-def heads_args(
+def rope_args(
     cache: KvCache,
     slots: torch.Tensor,
     cosine: torch.Tensor,
@@ -86,9 +93,12 @@ def heads_args(
     num_heads: int,
     eps: float,
     num_threads: int,
-) -> HeadsArgs:
-    """Of a step, for every layer: without its product, its KV and its weights."""
-    return HeadsArgs(
+) -> RopeArgs:
+    """Return the RoPE arguments that all layers of a step share.
+
+    The layer's projection, KV and norm weights are left empty.
+    """
+    return RopeArgs(
         slots=slots.data_ptr(),
         cosine=cosine.data_ptr(),
         sine=sine.data_ptr(),
@@ -105,60 +115,83 @@ def heads_args(
 
 
 class WeightArena:
-    """Memory for packed weights, one after the other in huge pages: a step goes over all of them, and in
-    pages of 4 KiB the processor has to look up an address, and stops guessing what comes next, at the end of
-    each."""
+    """Allocates packed weights one after the other in huge pages.
+
+    A step reads all weights. With 4 KiB pages the processor looks up an address and stops prefetching at the
+    end of each page.
+    """
 
     _CHUNK_WORDS = 2**24
-    _LINE_WORDS = 16
+    _CACHE_LINE_WORDS = 16
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.int32)
+        self._free = torch.empty(0, dtype=torch.int32)
 
     def take(self, count: int) -> torch.Tensor:
-        """int32 [count], from the beginning of a cache line on. Raises OSError when there is no memory."""
-        whole = -(-count // self._LINE_WORDS) * self._LINE_WORDS
-        if self._left.numel() < whole:
-            self._left = torch.frombuffer(allocate_anonymous(4 * max(whole, self._CHUNK_WORDS)), dtype=torch.int32)
-        taken, self._left = self._left[:count], self._left[whole:]
+        """Return int32 [count] that starts at a cache line. Raises OSError if there is no memory."""
+        rounded = -(-count // self._CACHE_LINE_WORDS) * self._CACHE_LINE_WORDS
+        if self._free.numel() < rounded:
+            self._free = torch.frombuffer(allocate_anonymous(4 * max(rounded, self._CHUNK_WORDS)), dtype=torch.int32)
+        taken, self._free = self._free[:count], self._free[rounded:]
         return taken
 
 
 class Kernels:
-    """One compiled library, for steps of `num_threads`."""
+    """The functions of one compiled kernel library, for steps with `num_threads` threads."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
-        """Raises NoKernels if it cannot be loaded."""
+        """Load the library. Raises KernelsUnavailable if that fails."""
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise NoKernels(f"{path} cannot be loaded: {error}") from error
+            raise KernelsUnavailable(f"{path} cannot be loaded: {error}") from error
         self._attention = library.baton_paged_attention
         self._attention.argtypes = [ctypes.POINTER(AttentionArgs)]
-        self._turn = library.baton_turn_and_store
-        self._turn.argtypes = [ctypes.POINTER(HeadsArgs)]
-        pointer, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._rope = library.baton_rope_and_store_kv
+        self._rope.argtypes = [ctypes.POINTER(RopeArgs)]
+        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self._norm = library.baton_rms_norm
-        self._norm.argtypes = [pointer, pointer, pointer, pointer, whole, number, ctypes.c_float, number, number]
+        self._norm.argtypes = [pointer, pointer, pointer, pointer, int64, int32, ctypes.c_float, int32, int32]
         self._gate = library.baton_silu_gate
-        self._gate.argtypes = [pointer, pointer, whole, number, number, number]
-        # For `native/decoder.py`, as decoder.cpp wants them.
-        self.pack, self.product, self.decode = library.baton_pack, library.baton_product, library.baton_decode
-        self.pack.argtypes = [pointer, pointer, whole, whole, number]
-        self.product.argtypes = [pointer, pointer, pointer, whole, number, number]
-        self.decode.argtypes = [pointer]
-        for function in (self._attention, self._turn, self._norm, self._gate, self.pack, self.product, self.decode):
+        self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32]
+        # Called by native_decoder.py, with addresses in place of tensors.
+        self.pack_weights, self.gemm, self.decoder_forward = (
+            library.baton_pack_weights,
+            library.baton_gemm,
+            library.baton_decoder_forward,
+        )
+        self.pack_weights.argtypes = [pointer, pointer, int64, int64, int32]
+        self.gemm.argtypes = [pointer, pointer, pointer, int64, int32, int32]
+        self.decoder_forward.argtypes = [pointer]
+        for function in (
+            self._attention,
+            self._rope,
+            self._norm,
+            self._gate,
+            self.pack_weights,
+            self.gemm,
+            self.decoder_forward,
+        ):
             function.restype = None
-        self.multiplies_pairs = bool(library.baton_multiplies_pairs())
-        """Whether this processor has a dot product of pairs of bfloat16; else products are of floats."""
+        self.has_bf16_dot = bool(library.baton_has_bf16_dot())
+        """True if this processor multiplies bfloat16 pairs (AVX512-BF16); otherwise products are in float32."""
         self.num_threads = num_threads
-        self.words = WeightArena()
+        self.weight_arena = WeightArena()
 
     def attend(
-        self, query: torch.Tensor, out: torch.Tensor, cache: KvCache, layer: int, tables: Tables, asked: Asked
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        cache: KvCache,
+        layer: int,
+        tables: SequenceTables,
+        params: AttentionParams,
     ) -> None:
-        """query, out [num_tokens, num_heads, head_dim], contiguous in the last dimension; see `attention.h`.
-        Raises LayoutMismatch if the cache has other heads."""
+        """Compute paged attention into `out`, see attention.h.
+
+        query, out: [num_tokens, num_heads, head_dim], contiguous in the last dimension.
+        Raises LayoutMismatch if the heads do not fit the cache.
+        """
         if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
             raise LayoutMismatch(
                 f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}"
@@ -166,11 +199,11 @@ class Kernels:
         args = attention_args(cache, tables, query.shape[1], self.num_threads)
         args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
         args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
-        args.kv = kv_of(cache, layer)
-        args.window, args.scale = asked.window or 0, asked.scaling
+        args.kv = layer_kv_address(cache, layer)
+        args.window, args.scale = params.window or 0, params.scaling
         self._attention(args)
 
-    def turn_and_store(
+    def rope_and_store_kv(
         self,
         qkv: torch.Tensor,
         cache: KvCache,
@@ -182,36 +215,48 @@ class Kernels:
         k_weight: torch.Tensor | None,
         eps: float,
     ) -> None:
-        """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries are normed and
-        turned in place, keys on their way into the cache, where values go, too. slots [num_tokens]: see
-        `AttentionStep`. cosine, sine [num_tokens, head_dim / 2] float32.
+        """Apply norm and RoPE to queries and keys, and store keys and values in the cache.
+
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its queries are changed in
+        place.
+        slots: [num_tokens], see `AttentionStep.slots`.
+        cosine, sine: float32 [num_tokens, head_dim / 2].
+        q_weight, k_weight: norm weights [head_dim], or None if heads are not normalised.
         """
         num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        args = heads_args(cache, slots, cosine, sine, num_heads, eps, self.num_threads)
-        args.qkv, args.kv = qkv.data_ptr(), kv_of(cache, layer)
-        args.q_weight, args.k_weight = address(q_weight), address(k_weight)
-        self._turn(args)
+        args = rope_args(cache, slots, cosine, sine, num_heads, eps, self.num_threads)
+        args.qkv, args.kv = qkv.data_ptr(), layer_kv_address(cache, layer)
+        args.q_weight, args.k_weight = data_address(q_weight), data_address(k_weight)
+        self._rope(args)
 
     def rms_norm(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [num_tokens, size] += added, in place; the normed sum is returned."""
+        """Add `added` to `x` [num_tokens, size] in place, and return the RMS norm of the sum."""
         out = torch.empty_like(x)
         rows, size = x.shape
-        more = None if added is None else added.data_ptr()
+        added_address = None if added is None else added.data_ptr()
         self._norm(
-            x.data_ptr(), more, weight.data_ptr(), out.data_ptr(), rows, size, eps, self.num_threads, DTYPES[x.dtype]
+            x.data_ptr(),
+            added_address,
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            eps,
+            self.num_threads,
+            DTYPES[x.dtype],
         )
         return out
 
     def silu_gate(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 2 * size] -> silu(first half) * second half."""
+        """Return silu(first half) * second half of `x` [num_tokens, 2 * size]."""
         rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, size)
         self._gate(x.data_ptr(), out.data_ptr(), rows, size, self.num_threads, DTYPES[x.dtype])
         return out
 
 
-def kernel_of(kernels: Kernels) -> PagedKernel:
-    """For models that run by their own code; see `paged_attention`."""
+def paged_kernel(kernels: Kernels) -> PagedKernel:
+    """Return a `PagedKernel` that uses the C++ attention, for models that run by their own code."""
 
     def attention(
         query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
@@ -220,12 +265,12 @@ def kernel_of(kernels: Kernels) -> PagedKernel:
         if by_token.stride(2) != 1:
             by_token = by_token.contiguous()
         out = query.new_empty(by_token.shape)
-        kernels.attend(by_token, out, step.cache, layer, step.tables, Asked(scaling, window))
+        kernels.attend(by_token, out, step.cache, layer, step.tables, AttentionParams(scaling, window))
         return out
 
     return attention
 
 
 def load_kernels(num_threads: int) -> Kernels:
-    """Compiled if need be. Raises NoKernels."""
+    """Load the kernel library, and compile it first if necessary. Raises KernelsUnavailable."""
     return Kernels(build(), num_threads)

@@ -1,13 +1,13 @@
-// The parts of `layers.h` one by one, for steps whose matrix products are others'.
+// Exports the functions of layers.h one by one, for steps whose matrix products are torch's.
 #include "layers.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t WORTH_A_TEAM = 32768;  // elements
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 32768;  // fewer are not worth waking the other threads
 
 template <typename Body>
-void by_dtype(int32_t dtype, Body body) {
+void dispatch_dtype(int32_t dtype, Body body) {
     switch (dtype) {
         case FLOAT32: return body(float{});
         case BFLOAT16: return body(Bf16{});
@@ -20,30 +20,33 @@ void by_dtype(int32_t dtype, Body body) {
 
 extern "C" {
 
-void baton_rms_norm(void* x, const void* added, const void* weight, void* out, int64_t rows, int32_t size, float eps, int32_t threads, int32_t dtype) {
-    baton::by_dtype(dtype, [&](auto one) {
+void baton_rms_norm(void* x, const void* added, const void* weight, void* out, int64_t rows, int32_t size, float eps,
+    int32_t threads, int32_t dtype) {
+    baton::dispatch_dtype(dtype, [&](auto one) {
         using T = decltype(one);
-        baton::by_team(rows * size > baton::WORTH_A_TEAM ? threads : 1, 1, [&](baton::Member& member) {
-            const auto *more = static_cast<const T*>(added), *by = static_cast<const T*>(weight);
-            baton::rms_norm(member, static_cast<T*>(x), more, by, static_cast<T*>(out), rows, size, eps);
+        baton::run_team(rows * size > baton::MIN_PARALLEL_ELEMENTS ? threads : 1, 1, [&](baton::TeamThread& team) {
+            const auto *added_values = static_cast<const T*>(added), *weight_values = static_cast<const T*>(weight);
+            baton::rms_norm(team, static_cast<T*>(x), added_values, weight_values, static_cast<T*>(out), rows, size,
+                eps);
         });
     });
 }
 
-void baton_turn_and_store(const baton::HeadsArgs* args) {
-    baton::by_dtype(args->dtype, [&](auto one) {
+void baton_rope_and_store_kv(const baton::RopeArgs* args) {
+    baton::dispatch_dtype(args->dtype, [&](auto one) {
         const int64_t size = int64_t(args->num_heads + 2 * args->num_kv_heads) * args->head_dim;
-        baton::by_team(args->num_tokens * size > baton::WORTH_A_TEAM ? args->num_threads : 1, 1, [&](baton::Member& member) {
-            baton::turn_and_store<decltype(one)>(member, *args);
+        baton::run_team(args->num_tokens * size > baton::MIN_PARALLEL_ELEMENTS ? args->num_threads : 1, 1,
+            [&](baton::TeamThread& team) {
+            baton::rope_and_store_kv<decltype(one)>(team, *args);
         });
     });
 }
 
 void baton_silu_gate(const void* x, void* out, int64_t rows, int32_t size, int32_t threads, int32_t dtype) {
-    baton::by_dtype(dtype, [&](auto one) {
+    baton::dispatch_dtype(dtype, [&](auto one) {
         using T = decltype(one);
-        baton::by_team(rows * size > baton::WORTH_A_TEAM ? threads : 1, 1, [&](baton::Member& member) {
-            baton::silu_gate(member, static_cast<const T*>(x), static_cast<T*>(out), rows, size);
+        baton::run_team(rows * size > baton::MIN_PARALLEL_ELEMENTS ? threads : 1, 1, [&](baton::TeamThread& team) {
+            baton::silu_gate(team, static_cast<const T*>(x), static_cast<T*>(out), rows, size);
         });
     });
 }

@@ -1,4 +1,5 @@
-// Element types of weights, activations and KV, and conversions to and from float. bfloat16 and float16 are their 16 bits.
+// Element types of weights, activations and KV, and their conversion to and from float. bfloat16 and float16
+// are stored as their 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 
 namespace baton {
 
-constexpr int LINE_BYTES = 64;  // of the processor's caches
+constexpr int CACHE_LINE_BYTES = 64;  // of all supported processors
 
 struct Bf16 {
     uint16_t bits;
@@ -16,13 +17,13 @@ struct Fp16 {
     uint16_t bits;
 };
 
-inline float of_bits(uint32_t bits) {
+inline float float_from_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
 }
 
-inline uint32_t bits_of(float value) {
+inline uint32_t bits_from_float(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return bits;
@@ -30,17 +31,20 @@ inline uint32_t bits_of(float value) {
 
 inline float to_float(float value) { return value; }
 
-inline float to_float(Bf16 value) { return of_bits(uint32_t(value.bits) << 16); }
+inline float to_float(Bf16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
-// float16 goes through integers: compilers have no common type for it, and loops of this are vectorized, which those of one are not. What is
-// subnormal (below 2^-14) is the difference of two normal floats, so that flushing subnormals changes nothing.
-constexpr uint32_t EXPONENT_STEP = 1u << 23;  // of a float; a half's exponents are 112 lower, its mantissa 13 bits shorter
+// float16 is converted with integer arithmetic: compilers share no float16 type, and this form is vectorised,
+// which loops over theirs are not. Subnormals (below 2^-14) are the difference of two normal floats, so
+// flushing subnormals to zero changes nothing.
+// of a float; float16 exponents are 112 lower, its mantissa is 13 bits shorter
+constexpr uint32_t EXPONENT_ONE = 1u << 23;
 
 inline float to_float(Fp16 value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, size = uint32_t(value.bits & 0x7fff) << 13;
-    const uint32_t subnormal = bits_of(of_bits(size + 113 * EXPONENT_STEP) - of_bits(113 * EXPONENT_STEP));
-    const uint32_t other = size + (size >= 31 * EXPONENT_STEP ? 224 : 112) * EXPONENT_STEP;
-    return of_bits(sign | (size < EXPONENT_STEP ? subnormal : other));
+    const uint32_t subnormal
+        = bits_from_float(float_from_bits(size + 113 * EXPONENT_ONE) - float_from_bits(113 * EXPONENT_ONE));
+    const uint32_t other = size + (size >= 31 * EXPONENT_ONE ? 224 : 112) * EXPONENT_ONE;
+    return float_from_bits(sign | (size < EXPONENT_ONE ? subnormal : other));
 }
 
 template <typename T>
@@ -51,34 +55,36 @@ inline float from_float<float>(float value) {
     return value;
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <>
 inline Bf16 from_float<Bf16>(float value) {
-    uint32_t bits = bits_of(value);
+    uint32_t bits = bits_from_float(value);
     if (value != value) return Bf16{uint16_t((bits >> 16) | 0x40)};
     bits += 0x7fff + ((bits >> 16) & 1);
     return Bf16{uint16_t(bits >> 16)};
 }
 
-// The same. Adding 0.5 to what will be subnormal leaves its half in the lowest bits, rounded.
+// Rounds to nearest, ties to even. For a subnormal result, adding 0.5 leaves the rounded value in the lowest
+// bits.
 template <>
 inline Fp16 from_float<Fp16>(float value) {
-    const uint32_t bits = bits_of(value), sign = bits & 0x80000000u, size = bits ^ sign;
-    const uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f);
-    const uint32_t normal = (size - 112 * EXPONENT_STEP + 0xfff + ((size >> 13) & 1)) >> 13;
-    const uint32_t beyond = size > 255 * EXPONENT_STEP ? 0x7e00 : 0x7c00;
-    const uint32_t half = size < 113 * EXPONENT_STEP ? subnormal : size < 143 * EXPONENT_STEP ? normal : beyond;
+    const uint32_t bits = bits_from_float(value), sign = bits & 0x80000000u, size = bits ^ sign;
+    const uint32_t subnormal = bits_from_float(float_from_bits(size) + 0.5f) - bits_from_float(0.5f);
+    const uint32_t normal = (size - 112 * EXPONENT_ONE + 0xfff + ((size >> 13) & 1)) >> 13;
+    const uint32_t beyond = size > 255 * EXPONENT_ONE ? 0x7e00 : 0x7c00;
+    const uint32_t half = size < 113 * EXPONENT_ONE ? subnormal : size < 143 * EXPONENT_ONE ? normal : beyond;
     return Fp16{uint16_t(half | sign >> 16)};
 }
 
-// Added to it a small float becomes whole, and the sum's lowest bits are that number. NaN may not be converted to an integer; its bits may.
-constexpr float TO_WHOLE = 3u << 22;
+// Adding this constant to a small float rounds it to an integer, which the lowest bits of the sum then hold.
+// This also works for NaN, which must not be converted to an integer.
+constexpr float ROUNDING_SHIFT = 3u << 22;
 
-// 2^x for x in [-126, 127], beyond which it stays; relative error below 3e-7; NaN stays NaN. Without branches, so that loops of it are
-// vectorized.
-inline float exp2_near(float x) {
+// 2^x, with x clamped to [-126, 127]. Relative error below 3e-7; NaN stays NaN. Without branches, so that
+// loops over it are vectorised.
+inline float fast_exp2(float x) {
     x = x < -126.0f ? -126.0f : x > 127.0f ? 127.0f : x;
-    const float shifted = x + TO_WHOLE, f = x - (shifted - TO_WHOLE);
+    const float shifted = x + ROUNDING_SHIFT, f = x - (shifted - ROUNDING_SHIFT);
     float p = 1.5403530e-4f;
     p = p * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
@@ -86,12 +92,12 @@ inline float exp2_near(float x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    return p * of_bits((bits_of(shifted) - bits_of(TO_WHOLE) + 127) << 23);
+    return p * float_from_bits((bits_from_float(shifted) - bits_from_float(ROUNDING_SHIFT) + 127) << 23);
 }
 
 constexpr float LOG2_E = 1.44269504f;
 
-// A type code as Python hands it over; see library.py.
+// Dtype code passed from Python, see kernel_library.py.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 }  // namespace baton

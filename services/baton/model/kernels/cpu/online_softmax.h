@@ -1,8 +1,8 @@
-// One tile of attention: some query rows of one KV head against a stretch of one sequence's KV.
+// One tile of attention: some query rows of one KV head against a range of one sequence's KV.
 //
-// A row is one query head of one token. Rows see [low, high) of the KV, each its own; what is not a number spreads within its sequence, to
-// rows that do not see it, too. How a tile goes over its KV: attention_decode_bf16.h for bfloat16
-// where the processor has a dot product of pairs, else attention_decode_float.h.
+// A row is one query head of one token. Each row sees its own KvRange. NaN in the KV spreads within its
+// sequence, also to rows that do not see it. attention_decode_bf16.h computes tiles in bfloat16 if the
+// processor has its dot product, attention_decode_float.h all others.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +13,19 @@
 
 namespace baton {
 
-constexpr int LANES = 16;  // floats of a vector of attention_decode_bf16.h; parts of a stretch of KV are multiples of it
+// floats per vector of attention_decode_bf16.h; splits of KV are multiples of it
+constexpr int BF16_LANES = 16;
 constexpr int KV_TILE = 128;
-constexpr int KV_STRETCH = 96;  // a tile's KV begins at a multiple of it, whatever a window hides: a row's sums have the same parts in any tile
-constexpr int MAX_ROWS = 512;  // of any tile
-constexpr int AHEAD = 2 * LANES;  // tokens between those that are read and those that are fetched
-constexpr float NEVER = -1e30f;  // below every score; not infinite, so that differences stay numbers
+// a tile's KV begins at a multiple of it, even with a window, so that a row's sums do not depend on its tile
+constexpr int KV_BATCH = 96;
+constexpr int MAX_ROWS = 512;  // upper bound for any tile
+// distance between the tokens being read and being prefetched
+constexpr int PREFETCH_TOKENS = 2 * BF16_LANES;
+constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that differences are not NaN
 
-inline int up(int value, int step) { return (value + step - 1) / step * step; }
+inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-// Where the KV of one sequence and head lies.
+// Locates the KV of one sequence and head in its blocks.
 template <typename T>
 struct KvRows {
     const T* base;
@@ -35,7 +38,7 @@ struct KvRows {
     }
     const T* value(int index) const { return key(index) + v_offset; }
 
-    // Keys of [begin, end), one after the other, without a division for each.
+    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key.
     void keys(int begin, int end, const T** out) const {
         for (int block = begin / block_size, slot = begin % block_size; begin < end; block++, slot = 0) {
             const T* first = base + int64_t(table[block]) * block_stride;
@@ -44,37 +47,39 @@ struct KvRows {
     }
 };
 
-struct Limits {
-    int low, high;
+struct KvRange {
+    int begin, end;
 };
 
-// Running result of a tile's rows.
-struct Running {
-    std::vector<float> sums, most, total;  // [rows, head_dim], [rows], [rows]
+// State of the online softmax for the rows of a tile.
+struct SoftmaxState {
+    std::vector<float> weighted_values, row_max, row_sum;  // [rows, head_dim], [rows], [rows]
 
     void start(int rows, int head_dim) {
-        sums.assign(size_t(rows) * head_dim, 0.0f);
-        most.assign(rows, NEVER);
-        total.assign(rows, 0.0f);
+        weighted_values.assign(size_t(rows) * head_dim, 0.0f);
+        row_max.assign(rows, MASKED_SCORE);
+        row_sum.assign(rows, 0.0f);
     }
 };
 
-// A row of scores becomes weights exp2(score - most); sums and total follow the new most. Returns the factor for the old sums.
-inline float soften(float* scores, int begin, int count, Limits seen, float factor, float& most, float& total) {
-    float top = most;
+// Turns a row of scores into weights exp2(score - row_max) and updates row_max and row_sum. Returns the
+// factor by which earlier weighted values must be multiplied.
+inline float online_softmax_update(float* scores, int begin, int count, KvRange visible, float factor,
+    float& row_max, float& row_sum) {
+    float new_max = row_max;
     for (int i = 0; i < count; i++) {
         int index = begin + i;
-        scores[i] = index >= seen.low && index < seen.high ? scores[i] * factor : NEVER;
-        top = std::max(top, scores[i]);
+        scores[i] = index >= visible.begin && index < visible.end ? scores[i] * factor : MASKED_SCORE;
+        new_max = std::max(new_max, scores[i]);
     }
-    float keep = std::exp2(most - top), sum = 0.0f;
+    float rescale = std::exp2(row_max - new_max), sum = 0.0f;
     for (int i = 0; i < count; i++) {
-        scores[i] = scores[i] <= NEVER ? 0.0f : exp2_near(scores[i] - top);
+        scores[i] = scores[i] <= MASKED_SCORE ? 0.0f : fast_exp2(scores[i] - new_max);
         sum += scores[i];
     }
-    most = top;
-    total = total * keep + sum;
-    return keep;
+    row_max = new_max;
+    row_sum = row_sum * rescale + sum;
+    return rescale;
 }
 
 }  // namespace baton

@@ -1,6 +1,9 @@
-// Loops that a team of threads goes through together. A loop is over as soon as all its items are done, whoever did them: a thread that the
-// system has stopped between two items holds up nobody, but at the end of the last loop, where OpenMP waits for all. A team that has every
-// core is stopped by whatever else runs on the machine, in one thread or the other, and after each of OpenMP's loops all wait for all.
+// Runs a sequence of parallel loops in one team of OpenMP threads.
+//
+// Threads take items dynamically. A loop ends when all its items are done, so a thread that the system has
+// preempted between two items delays nobody. Only the end of the last loop waits for all threads. With
+// OpenMP's own loops, all threads wait for all others after each loop. If the team uses every core, other
+// processes preempt one thread or another all the time.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +17,11 @@ namespace baton {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr Clock::duration OFFER_EVERY = std::chrono::microseconds(200);  // a first token waits for three who give way
-constexpr int SPINS = 2000;  // looks at what others have done, before they are offered the core; not tuned
-constexpr int64_t SHARES = 4;  // of short items, for each thread; not tuned
+// limits how long a prompt's first token waits when three processes yield
+constexpr Clock::duration MIN_YIELD_INTERVAL = std::chrono::microseconds(200);
+// polls of the loop counter before the waiting thread yields its core; not tuned
+constexpr int SPINS_BEFORE_YIELD = 2000;
+constexpr int64_t BATCHES_PER_THREAD = 4;  // batches of short items per thread; not tuned
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,38 +31,40 @@ inline void pause_briefly() {
 #endif
 }
 
-// This thread's core, offered to others between two items, where nobody waits for what it has begun. Not again before as much time has passed
-// as they took: who computes without a pause gets no more than half of it.
-inline void offer_core() {
+// Yields this thread's core between two items, when no other thread waits for its results. It then does not
+// yield again for as long as the yield took. So a process that computes without pause gets at most half of
+// the core.
+inline void yield_core() {
     thread_local Clock::time_point next = Clock::now();
     const auto before = Clock::now();
     if (before < next) return;
     std::this_thread::yield();
     const auto after = Clock::now();
-    next = after + std::max(OFFER_EVERY, after - before);
+    next = after + std::max(MIN_YIELD_INTERVAL, after - before);
 }
 
-struct alignas(64) Loop {
+struct alignas(64) LoopCounters {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
 };
 
-// One thread of a team. All of them ask for the same loops, in the same order.
-class Member {
+// One thread of a team. All threads must call the same loops in the same order.
+class TeamThread {
   public:
-    Member(Loop* first, int num_threads) : loop_(first), num_threads_(num_threads) {}
+    TeamThread(LoopCounters* first, int num_threads) : loop_(first), num_threads_(num_threads) {}
 
-    // item(i) for each i in [0, count), by one member each; returns when all are done.
-    template <typename Item>
-    void each(int64_t count, const Item& item) {
-        Loop& loop = *loop_++;
+    // Calls item(i) once for each i in [0, count), distributed over the threads. Returns when all are done.
+    template <typename WorkItem>
+    void parallel_for(int64_t count, const WorkItem& item) {
+        LoopCounters& loop = *loop_++;
         for (int64_t i; (i = loop.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
             item(i);
             loop.done.fetch_add(1, std::memory_order_release);
-            if (loop.next.load(std::memory_order_relaxed) < count) offer_core();  // while there is something to do for the others
+            // only while items are left for the others
+            if (loop.next.load(std::memory_order_relaxed) < count) yield_core();
         }
         for (int spins = 0; loop.done.load(std::memory_order_acquire) < count; spins++) {
-            if (spins < SPINS) {
+            if (spins < SPINS_BEFORE_YIELD) {
                 pause_briefly();
             } else {
                 std::this_thread::yield();
@@ -65,28 +72,28 @@ class Member {
         }
     }
 
-    // The same for short items, some at once.
-    template <typename Item>
-    void each_short(int64_t count, const Item& item) {
-        const int64_t shares = std::min(count, SHARES * num_threads_);
-        each(shares, [&](int64_t share) {
-            for (int64_t i = share * count / shares; i < (share + 1) * count / shares; i++) item(i);
+    // Does the same for short items, several per turn of a thread.
+    template <typename WorkItem>
+    void parallel_for_batched(int64_t count, const WorkItem& item) {
+        const int64_t num_batches = std::min(count, BATCHES_PER_THREAD * num_threads_);
+        parallel_for(num_batches, [&](int64_t batch) {
+            for (int64_t i = batch * count / num_batches; i < (batch + 1) * count / num_batches; i++) item(i);
         });
     }
 
   private:
-    Loop* loop_;
+    LoopCounters* loop_;
     int num_threads_;
 };
 
-// body(member) in each thread of a team, for so many loops at most.
+// Calls body(team) in each of num_threads threads. `num_loops`: upper bound on the loops that body calls.
 template <typename Body>
-void by_team(int num_threads, int64_t num_loops, const Body& body) {
-    const std::unique_ptr<Loop[]> loops(new Loop[size_t(num_loops)]);
+void run_team(int num_threads, int64_t num_loops, const Body& body) {
+    const std::unique_ptr<LoopCounters[]> loops(new LoopCounters[size_t(num_loops)]);
 #pragma omp parallel num_threads(num_threads)
     {
-        Member member(loops.get(), num_threads);
-        body(member);
+        TeamThread team(loops.get(), num_threads);
+        body(team);
     }
 }
 

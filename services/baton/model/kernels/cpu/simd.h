@@ -1,4 +1,5 @@
-// Vectors of floats as long as those of this processor: the compiler's, not intrinsics, so AVX2, AVX-512 and NEON alike.
+// Float vectors of the processor's width. They use the compiler's vector extension, not intrinsics, so the
+// same code serves AVX2, AVX-512 and NEON.
 #pragma once
 
 #include <cstdint>
@@ -7,27 +8,28 @@
 namespace baton {
 
 #if defined(__AVX512F__)
-constexpr int LANE_BYTES = 64, REGISTERS = 32;
+constexpr int VECTOR_BYTES = 64, NUM_REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int LANE_BYTES = 32, REGISTERS = 16;
+constexpr int VECTOR_BYTES = 32, NUM_REGISTERS = 16;
 #elif defined(__aarch64__)
-constexpr int LANE_BYTES = 16, REGISTERS = 32;
+constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 32;
 #else
-constexpr int LANE_BYTES = 16, REGISTERS = 16;
+constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 16;
 #endif
-constexpr int LANE_FLOATS = LANE_BYTES / 4;
+constexpr int VECTOR_FLOATS = VECTOR_BYTES / 4;
 
-using Floats = float __attribute__((vector_size(LANE_BYTES)));
-using Words = uint32_t __attribute__((vector_size(LANE_BYTES)));
+using FloatVec = float __attribute__((vector_size(VECTOR_BYTES)));
+using WordVec = uint32_t __attribute__((vector_size(VECTOR_BYTES)));
 
-// Wherever it lies. One vector at a time: an array of them that is copied whole stays in memory.
+// Unaligned load of one vector. An array of vectors copied with one memcpy would stay in memory instead of
+// registers.
 template <typename Vector, typename Number>
-inline Vector vector_at(const Number* from) {
+inline Vector load_vector(const Number* from) {
     Vector vector;
     std::memcpy(&vector, from, sizeof vector);
     return vector;
 }
 
-inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof vector); }
+inline void store(float* to, FloatVec vector) { std::memcpy(to, &vector, sizeof vector); }
 
 }  // namespace baton

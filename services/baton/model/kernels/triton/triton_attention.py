@@ -1,14 +1,13 @@
-"""Paged attention on a GPU: one Triton kernel that follows block tables, for chunks and for decodes, in place
-of a gather and SDPA.
+"""Computes paged attention on a GPU with one Triton kernel that follows block tables, for chunks and decodes.
 
-A program takes some tokens of one sequence, with all query heads of one KV head, and goes over the sequence's
-blocks in the order of its table (FlashAttention's online softmax, Dao et al. 2022). Where there are few
-programs, as where a few sequences decode, each is split over the context and the parts are joined
-(Flash-Decoding). FlexAttention was not taken: our blocks hold all layers, so that one read moves a block of
-all of them, and a mask over pages would need a view in which a layer's pages are neighbours.
+It replaces the gather and SDPA of the reference. A program takes some tokens of one sequence with all query
+heads of one KV head, and goes over the sequence's blocks (online softmax as in FlashAttention, Dao et al.
+2022). With few programs, such as when few sequences decode, each program's context is split and the partial
+results are combined (Flash-Decoding). FlexAttention was not used: it needs the pages of one layer to be
+adjacent, but a block holds all layers, so that one read moves all of them.
 
 Importing this module imports triton, which comes with CUDA builds of torch. `TRITON_INTERPRET=1` runs it on a
-CPU: slowly, and in float32, because its products know no bfloat16.
+CPU, slowly and in float32, because the interpreter has no bfloat16 products.
 """
 
 from dataclasses import dataclass
@@ -19,21 +18,22 @@ import triton
 import triton.language as tl
 
 from baton.model.attention.attention_inputs import AttentionStep
-from baton.model.attention.recorded_step import StaticStep
+from baton.model.attention.graph_step import GraphStep
 from baton.model.device.async_copy import upload
 from baton.model.device.kv_tensors import KvCache
 
 CHUNK_ROWS = 64
-"""Query rows of a program: tokens times query heads of a KV head."""
+"""Query rows per program for prompt chunks: tokens times query heads per KV head."""
 DECODE_ROWS = 16
-"""The least that a product of matrices takes."""
+"""Query rows per program for decodes: the minimum of `tl.dot`."""
 KEYS = 64
+"""Keys per iteration of a program."""
 PROGRAMS_WANTED = 256
-"""About two for each multiprocessor of a large GPU."""
+"""Number of programs below which contexts are split: about two per multiprocessor of a large GPU."""
 MAX_SPLITS = 32
 MIN_SPLIT_TOKENS = 256
 LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
-"""A context that is split, and not evenly."""
+"""Length of a context that is split, unevenly; for verification."""
 
 
 @triton.jit
@@ -112,9 +112,14 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """What programs take, all int32 on the device: packed row and KV index of each one's first token, how
-    many tokens, where its sequence's table begins in `block_ids`. `longest`: the most KV that one of them
-    sees."""
+    """Work of each program, int32 on the device.
+
+    token: row of its first token in the packed batch.
+    count: number of tokens.
+    position: KV index of its first token.
+    table: start of its sequence's block table in `block_ids`.
+    longest: the longest context among them, in tokens.
+    """
 
     token: torch.Tensor
     count: torch.Tensor
@@ -125,7 +130,7 @@ class Tiles:
 
 
 def tiles_of(step: AttentionStep, tokens_a_tile: int) -> Tiles:
-    """Of all sequences of a step."""
+    """Return the tiles of all sequences of a step, each of at most `tokens_a_tile` tokens."""
     tables = step.tables
     counts = np.diff(tables.token_begin)
     num_tiles = -(-counts // tokens_a_tile)
@@ -147,15 +152,16 @@ def tiles_of(step: AttentionStep, tokens_a_tile: int) -> Tiles:
 
 
 def splits_for(num_programs: int, longest: int) -> int:
-    """Over how many programs each one's context is split: a power of two, so that few kernels are
-    compiled."""
+    """Return over how many programs each context is split. A power of two, so that few kernels are compiled."""
     wanted = min(PROGRAMS_WANTED // max(1, num_programs), longest // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
 def split_contexts(max_model_len: int) -> tuple[int, ...]:
-    """So many tokens before a part of a prompt split it in each of the ways that there are: a kernel is
-    compiled for each."""
+    """Return one context length for each possible split, because each compiles its own kernel.
+
+    The lengths are those before a prompt chunk of two tokens.
+    """
     lengths = (MIN_SPLIT_TOKENS << bit for bit in range(1, MAX_SPLITS.bit_length()))
     return tuple(length for length in lengths if length + 2 <= max_model_len)
 
@@ -163,20 +169,20 @@ def split_contexts(max_model_len: int) -> tuple[int, ...]:
 def triton_attention(
     query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """See `attention.paged_attention`, whose shapes and results these are."""
+    """Compute paged attention; same shapes and results as `paged_attention.paged_attention`."""
     num_heads, num_tokens, _ = query.shape
     group = num_heads // step.cache.num_kv_heads
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
-    tiles = step.once(("tiles", rows // group), lambda: tiles_of(step, rows // group))
+    tiles = step.get_or_make(("tiles", rows // group), lambda: tiles_of(step, rows // group))
     return attend_tiles(query, layer, step.cache, tiles, rows, scaling, window)
 
 
-def triton_decode(
-    query: torch.Tensor, layer: int, step: StaticStep, scaling: float, window: int | None
-) -> torch.Tensor:
-    """As `triton_attention`, one token a sequence, for a recording: what it reads lies in tensors, and
-    contexts may be of any length."""
+def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+    """Compute paged attention for one token per sequence inside a CUDA graph.
+
+    All inputs are read from tensors, so contexts may have any length at replay.
+    """
     num_heads, num_seqs, _ = query.shape
     cache, decodes = step.cache, step.decodes
 
@@ -193,13 +199,16 @@ def triton_decode(
         )
 
     rows = max(triton.next_power_of_2(num_heads // cache.num_kv_heads), DECODE_ROWS)
-    return attend_tiles(query, layer, cache, step.once("tiles", tiles), rows, scaling, window)
+    return attend_tiles(query, layer, cache, step.get_or_make("tiles", tiles), rows, scaling, window)
 
 
 def attend_tiles(
     query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """As `triton_attention`, for tiles that are there already."""
+    """Compute paged attention for given tiles, see `triton_attention`.
+
+    `rows`: query rows per program.
+    """
     num_heads, num_tokens, head_dim = query.shape
     splits = splits_for(tiles.token.numel() * cache.num_kv_heads, tiles.longest)
     shape = (num_tokens, num_heads, splits)

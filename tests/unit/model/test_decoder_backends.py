@@ -23,19 +23,19 @@ from transformers import (
 )
 
 from baton.core.errors import LayoutMismatch, ModelError
-from baton.model.attention.attention_inputs import Asked, CausalMasks
+from baton.model.attention.attention_inputs import AttentionParams, CausalMasks
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends import native_layers
-from baton.model.backends.decoder_layers import can_fuse
+from baton.model.backends.decoder_layers import is_plain_decoder
 from baton.model.backends.fused_layers import FusedForward
-from baton.model.backends.native_layers import DecoderForward, can_decode
+from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
 from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_shapes import shape_config
 from baton.model.loading.model_source import DEMO_DIR
-from baton.model.step.forward import Forward, Forwarded, ModelForward
-from baton.model.step.step_inputs import PackedStep, Part, pack
+from baton.model.step.forward import Forward, ForwardOutput, ModelForward
+from baton.model.step.step_inputs import PackedStep, PreparedSequence, pack
 from baton.model.verification.verify_backend import verify_logits, verify_masks
 from tests.unit.model.conftest import TINY
 
@@ -137,7 +137,7 @@ class Prompts:
     def step(self, begin: int, end: int) -> PackedStep:
         """Both prompts' tokens [begin, end); nobody is sampled from."""
         parts = [
-            Part(
+            PreparedSequence(
                 seq_id=i,
                 token_ids=self._token_ids[i, begin:end],
                 position_begin=begin,
@@ -150,7 +150,7 @@ class Prompts:
         return pack(parts, self.cache, self._masks, paged_attention)
 
 
-def asked_for(step: PackedStep, rows: torch.Tensor, forward: Forward) -> Forwarded:
+def asked_for(step: PackedStep, rows: torch.Tensor, forward: Forward) -> ForwardOutput:
     with torch.inference_mode():
         return forward(replace(step, sample_rows=rows))
 
@@ -190,7 +190,7 @@ def test_who_is_not_asked_for_changes_nothing_for_who_is(
         before = prompts.cache.blocks.clone()
         every = asked_for(step, torch.arange(2 * count), forward)
         after = prompts.cache.blocks.clone()
-        is_exact = dtype == "bfloat16" and whole_kernels.multiplies_pairs and end < 500
+        is_exact = dtype == "bfloat16" and whole_kernels.has_bf16_dot and end < 500
         for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
             rows = torch.tensor(sorted(chosen), dtype=torch.int64)
             prompts.cache.blocks.copy_(before)
@@ -225,7 +225,7 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
     loaded = load_model(save(FUSED[name]()), dtype="float32", device="cpu")
     with closing(ModelForward(loaded.model)) as own:
         right = answers(loaded, own)
-    assert can_fuse(loaded.model)
+    assert is_plain_decoder(loaded.model)
     forward = FusedForward(loaded.model, verify_masks(loaded, SIZE), kernels)
     verify_logits(loaded, SIZE, forward=forward)
     assert (answers(loaded, forward) - right).abs().max() < 1e-4
@@ -234,7 +234,7 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
 
 
 def assert_no_further_from_float32_than_the_model(
-    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[Asked, ...]], Forward], length: int = 150
+    path: Path, dtype: str, make: Callable[[PreTrainedModel, tuple[AttentionParams, ...]], Forward], length: int = 150
 ) -> None:
     exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
     with closing(ModelForward(exact.model)) as own:
@@ -297,7 +297,7 @@ def test_the_whole_decoder_wants_its_own_models_cache(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "multiplies_pairs", "has_amx", "has_onednn", "wanted"),
+    ("dtype", "has_bf16_dot", "has_amx", "has_onednn", "wanted"),
     [
         ("bfloat16", True, False, True, True),
         ("bfloat16", True, True, True, False),
@@ -312,20 +312,20 @@ def test_the_whole_decoder_is_for_bfloat16_where_no_products_are_faster(
     whole_kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
-    multiplies_pairs: bool,
+    has_bf16_dot: bool,
     has_amx: bool,
     has_onednn: bool,
     wanted: bool,
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(native_layers, "has_onednn_products", lambda dtype: has_onednn)
-    monkeypatch.setattr(whole_kernels, "multiplies_pairs", multiplies_pairs)
-    assert can_decode(load_model(tiny_dir, dtype=dtype, device="cpu").model, whole_kernels) is wanted
+    monkeypatch.setattr(native_layers, "has_onednn_bf16_gemm", lambda dtype: has_onednn)
+    monkeypatch.setattr(whole_kernels, "has_bf16_dot", has_bf16_dot)
+    assert prefers_native_gemm(load_model(tiny_dir, dtype=dtype, device="cpu").model, whole_kernels) is wanted
 
 
 @pytest.mark.parametrize("name", list(NOT_FUSED))
 def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
-    assert not can_fuse(load_model(save(NOT_FUSED[name]()), device="cpu").model)
+    assert not is_plain_decoder(load_model(save(NOT_FUSED[name]()), device="cpu").model)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def test_a_module_that_is_not_as_it_is_taken_for(
     change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]
 ) -> None:
     model = load_model(save(Qwen3Config(**TINY, head_dim=32)), device="cpu").model
-    assert can_fuse(model)
+    assert is_plain_decoder(model)
     change(model.base_model)
-    assert not can_fuse(model)
+    assert not is_plain_decoder(model)
 
 
 def test_a_decoder_that_is_not_this_one_is_found_out(
@@ -351,7 +351,7 @@ def test_a_decoder_that_is_not_this_one_is_found_out(
     mlp = loaded.model.base_model.layers[1].mlp
     before = mlp.forward
     mlp.forward = lambda x: 2 * before(x)
-    with pytest.raises(ModelError, match="computes something else"):
+    with pytest.raises(ModelError, match="computes different logits"):
         verify_logits(loaded, SIZE, forward=forward)
 
 
@@ -360,15 +360,15 @@ def test_a_decoder_that_is_wrong_only_where_not_all_are_asked_for_is_found_out(
     dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
 ) -> None:
     class Shifted:
-        def __call__(self, step: PackedStep) -> Forwarded:
+        def __call__(self, step: PackedStep) -> ForwardOutput:
             found = right(step)
             is_part = step.sample_rows.numel() < step.token_ids.numel()
-            return Forwarded(logits=found.logits.roll(1, dims=1), finite=found.finite) if is_part else found
+            return ForwardOutput(logits=found.logits.roll(1, dims=1), finite=found.finite) if is_part else found
 
         def close(self) -> None: ...
 
     loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
     right = fused(loaded, kernels)
     verify_logits(loaded, SIZE, forward=right)
-    with pytest.raises(ModelError, match="computes something else"):
+    with pytest.raises(ModelError, match="computes different logits"):
         verify_logits(loaded, SIZE, forward=Shifted())

@@ -16,12 +16,13 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
+from baton.model.device.async_copy import record_event
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import load_model
 from baton.model.torch_executor import TorchExecutor
 from tests.builders import sequence_request
 from tests.fake_executor import FakeGenerationTable
-from tests.late_device import make_late
+from tests.late_device import record_late_event
 from tests.scale import sized
 
 SIZE, NUM_BLOCKS = 4, 128
@@ -36,13 +37,16 @@ class LateThread(ThreadPoolExecutor):
 
 
 class Rig:
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, is_late: bool) -> None:
         loaded = load_model(model_dir, device="cpu")
         pool = BlockPool(NUM_BLOCKS, SIZE, FakeGenerationTable(NUM_BLOCKS))
         limits = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=60, block_size_tokens=SIZE)
         self.engine = Engine(limits, pool, clock=lambda: 0.0)
         self.executor = TorchExecutor(
-            loaded.model, KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS), thread=LateThread(1)
+            loaded.model,
+            KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS),
+            thread=LateThread(1),
+            record_event=record_late_event if is_late else record_event,
         )
         self.outputs: dict[int, list[int]] = defaultdict(list)
         self.ended: set[int] = set()
@@ -71,9 +75,7 @@ async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_late: bool
 ) -> None:
     """Also on a device that is given a step while the one before still computes."""
-    if is_late:
-        make_late(monkeypatch)
-    rng, rig = Random(seed), Rig(tiny_dir)
+    rng, rig = Random(seed), Rig(tiny_dir, is_late=is_late)
     requests = {
         i: sequence_request(
             i,

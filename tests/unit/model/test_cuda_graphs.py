@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from baton.model.attention.attention_inputs import AttentionStep, CausalMasks
+from baton.model.attention.graph_step import GraphStep
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.attention.recorded_step import StaticStep
 from baton.model.backends.backend_selection import Backend
-from baton.model.backends.cuda_graphs import BATCHES, GraphedForward
+from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.random_init import init_model
 from baton.model.step.forward import Forward, ModelForward
-from baton.model.step.step_inputs import Part, pack
+from baton.model.step.step_inputs import PreparedSequence, pack
 from baton.model.torch_executor import TorchExecutor
 from baton.model.verification.verify_backend import verify_logits
 from tests.integration.test_model_exactness import TINY_MODELS
@@ -48,9 +48,7 @@ class Recorded:
         return again
 
 
-def decode_kernel(
-    query: torch.Tensor, layer: int, step: StaticStep, scaling: float, window: int | None
-) -> torch.Tensor:
+def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
     """Written out, one sequence after the other."""
     group = query.shape[0] // step.cache.num_kv_heads
     blocks = step.cache.layer(layer)
@@ -71,8 +69,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> LoadedModel:
     return load_model(tmp_path / "model", dtype="float32", device="cpu")
 
 
-def graphed(loaded: LoadedModel, record: Recorded) -> GraphedForward:
-    return GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+def graphed(loaded: LoadedModel, record: Recorded) -> CudaGraphForward:
+    return CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
 
 
 def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[torch.Tensor]:
@@ -90,7 +88,7 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
 
     def step(seqs: range, num_tokens: int) -> torch.Tensor:
         parts = [
-            Part(
+            PreparedSequence(
                 seq_id=i,
                 token_ids=tokens[i, done[i] : done[i] + num_tokens],
                 position_begin=done[i],
@@ -148,11 +146,11 @@ def test_what_cannot_be_recorded_runs_as_ever(loaded: LoadedModel) -> None:
     with closing(ModelForward(loaded.model)) as own:
         wanted = answers(loaded, own, counts)
     with closing(
-        GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
     ) as forward:
         for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-        assert forward.is_off
+        assert forward.is_disabled
     assert len(tried) == 1
 
 
@@ -164,10 +162,10 @@ def test_what_cuda_will_not_record_runs_as_ever(loaded: LoadedModel, code: int) 
         raise error
 
     with closing(
-        GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
     ) as forward:
         answers(loaded, forward, [2, 2])
-        assert forward.is_off
+        assert forward.is_disabled
 
 
 def test_a_forgotten_recording_gives_its_memory_back_at_once(loaded: LoadedModel) -> None:
@@ -178,13 +176,13 @@ def test_a_forgotten_recording_gives_its_memory_back_at_once(loaded: LoadedModel
         return lambda: None
 
     with closing(
-        GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
     ) as forward:
         answers(loaded, forward, [2])
-        recording = weakref.ref(next(iter(forward._recordings.values())))
+        recording = weakref.ref(next(iter(forward._graphs.values())))
         gc.disable()
         try:
-            forward.forget()
+            forward.release_graphs()
             assert recording() is None
         finally:
             gc.enable()
@@ -194,7 +192,7 @@ def test_a_fault_of_the_device_is_not_taken_for_a_lack_of_memory(loaded: LoadedM
     def record(run: Callable[[], None]) -> Callable[[], None]:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    forward = GraphedForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, record=record)
+    forward = CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
     with closing(forward), pytest.raises(torch.AcceleratorError):
         answers(loaded, forward, [2])
 
@@ -202,8 +200,10 @@ def test_a_fault_of_the_device_is_not_taken_for_a_lack_of_memory(loaded: LoadedM
 def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
     record = Recorded()
     forward = graphed(loaded, record)
-    way = Backend(name="recorded", forward=forward, warm_batches=BATCHES)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), way=way)
+    backend = Backend(name="recorded", forward=forward, warm_batches=BATCHES)
+    executor = TorchExecutor(
+        loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), backend=backend
+    )
     executor.warm(max_num_seqs=20)
     assert record.num_recorded == BATCHES.index(24) + 1, "of 20 sequences the next larger one, too"
     executor.close()
@@ -218,8 +218,10 @@ def test_what_takes_long_behind_a_context_has_run_before_the_first_request(loade
         seen.add((query.shape[1], int(step.tables.context_len.max())))
         return paged_attention(query, layer, step, scaling, window)
 
-    way = Backend(name="split", forward=ModelForward(loaded.model), kernel=kernel, warm_contexts=(32, 64))
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 1), thread=compute_thread(1), way=way)
+    backend = Backend(name="split", forward=ModelForward(loaded.model), kernel=kernel, warm_contexts=(32, 64))
+    executor = TorchExecutor(
+        loaded.model, KvCache.zeros(loaded.layout(SIZE), 1), thread=compute_thread(1), backend=backend
+    )
     executor.warm(max_num_seqs=20)
     assert seen == {(2, 34), (2, 66)}
     executor.close()

@@ -179,7 +179,7 @@ def test_block_copies_happen_in_order() -> None:
 
 
 def test_memory_that_does_not_fit_the_layout() -> None:
-    with pytest.raises(LayoutMismatch, match="whole number"):
+    with pytest.raises(LayoutMismatch, match="must be a multiple"):
         KvCache.over(memoryview(bytearray(layout().block_bytes + 1)), layout())
 
 
@@ -196,7 +196,7 @@ class Attention(torch.nn.Module):
         ({"something_new": 0}, "something_new"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "causal"),
-        ({"baton_step": None}, "hand keyword arguments"),
+        ({"baton_step": None}, "pass keyword arguments"),
     ],
 )
 def test_what_attention_refuses(arguments: dict[str, object], named: str) -> None:

@@ -74,7 +74,7 @@ def test_shapes_have_their_size(shape: str, millions: int) -> None:
 def test_an_unknown_shape_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean qwen3-8b"):
         init_like("qwen3-8", tmp_path / "out")
-    with pytest.raises(ModelError, match=r"there is no shape 'x'\. Known: tiny-42m, "):
+    with pytest.raises(ModelError, match=r"unknown shape 'x'\. Known: tiny-42m, "):
         init_like("x", tmp_path / "out")
     assert set(SHAPES) == {"tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b"}
 

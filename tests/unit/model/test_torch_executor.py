@@ -28,12 +28,11 @@ from baton.model.backends.backend_selection import Backend, choose_backend
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
-from baton.model.step import step_launch
 from baton.model.step.forward import ModelForward
-from baton.model.step.step_launch import Launched
+from baton.model.step.step_launch import LaunchedStep
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime import failpoints
-from tests.late_device import LateMark, make_late
+from tests.late_device import LateEvent, record_late_event
 from tests.unit.model.conftest import TINY
 
 SIZE = 4
@@ -46,8 +45,10 @@ def loaded(tiny_dir: Path) -> LoadedModel:
 
 @pytest.fixture(params=["torch", "auto"])
 def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
-    way = choose_backend(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
-    executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), way=way)
+    backend = choose_backend(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
+    executor = TorchExecutor(
+        loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), backend=backend
+    )
     yield executor
     executor.close()
 
@@ -202,8 +203,10 @@ def test_values_that_are_not_numbers_fail_alone(executor: TorchExecutor, loaded:
 def test_values_that_are_not_numbers_fail_alone_in_bfloat16_too(tiny_dir: Path) -> None:
     """Where the processor has it, in the decoder that is one call."""
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
-    way = choose_backend(half, kernels="auto", num_threads=2, block_size_tokens=SIZE)
-    executor = TorchExecutor(half.model, KvCache.zeros(half.layout(SIZE), 32), thread=compute_thread(2), way=way)
+    backend = choose_backend(half, kernels="auto", num_threads=2, block_size_tokens=SIZE)
+    executor = TorchExecutor(
+        half.model, KvCache.zeros(half.layout(SIZE), 32), thread=compute_thread(2), backend=backend
+    )
     wanted = executor.run(plan(GOOD[0], GOOD[2]))
     embedding = half.model.get_input_embeddings().weight
     kept = embedding[77].clone()
@@ -285,7 +288,7 @@ async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
         loaded.model,
         KvCache.zeros(loaded.layout(SIZE), 32),
         thread=compute_thread(1),
-        way=Backend(name="counted", forward=ModelForward(loaded.model), kernel=kernel),
+        backend=Backend(name="counted", forward=ModelForward(loaded.model), kernel=kernel),
     )
     with pytest.raises(DeviceFault, match="cpu: CUDA error: unspecified launch failure"):
         await executor.execute(plan(*GOOD))
@@ -297,14 +300,21 @@ class Late:
     then)."""
 
     def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        make_late(monkeypatch)
-        self.executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1))
+        self.events: list[LateEvent] = []
+        self.record_event: Callable[[torch.device], LateEvent] = record_late_event
+        self.executor = TorchExecutor(
+            loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), record_event=self._record
+        )
         self.launched: list[tuple[int, int | None]] = []
         self._launch = self.executor._launcher.launch
         monkeypatch.setattr(self.executor._launcher, "launch", self._seen)
         self.fails_at: int | None = None
 
-    def _seen(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+    def _record(self, device: torch.device) -> LateEvent:
+        self.events.append(self.record_event(device))
+        return self.events[-1]
+
+    def _seen(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
         self.launched.append((plan.step_id, after.step_id if after is not None else None))
         if plan.step_id == self.fails_at:
             raise RuntimeError("injected")
@@ -389,21 +399,20 @@ async def test_nothing_still_computes_when_it_is_said_to_have_failed(
 ) -> None:
     """The step before raises when its result is asked for; whoever gets the blocks of the one behind it must
     find no one writing."""
-    marks: list[LateMark] = []
-    monkeypatch.setattr(step_launch, "mark", lambda _device: marks.append(LateMark()) or marks[-1])
-    monkeypatch.setattr(Launched, "result", lambda self: 1 / 0)
+    monkeypatch.setattr(LaunchedStep, "result", lambda self: 1 / 0)
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert late.launched == [(1, None), (2, 1)]
     assert isinstance(before, ZeroDivisionError)
     assert isinstance(after, NothingToFollow)
-    assert marks[1].is_reached()
+    assert late.events[1].is_complete()
 
 
-async def test_a_device_that_fails_while_it_computes_says_so(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(_mark: LateMark) -> None:
-        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+async def test_device_failure_while_computing_raises_device_fault(late: Late) -> None:
+    class FailingEvent(LateEvent):
+        def wait(self) -> None:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(LateMark, "wait", wait)
+    late.record_event = lambda _device: FailingEvent()
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert isinstance(before, DeviceFault)
     assert isinstance(after, DeviceFault)

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig, Qwen3Config
 from baton.core.errors import ModelError
 from baton.model.backends import backend_selection
 from baton.model.backends.backend_selection import choose_backend
-from baton.model.device.device_memory import free_bytes
+from baton.model.device.device_info import free_bytes
 from baton.model.loading import model_loader
 from baton.model.loading.model_fingerprint import num_weights
 from baton.model.loading.model_loader import load_model
-from baton.model.peak_memory import measured_step_bytes
-from baton.model.step.forward import Forward, Forwarded
+from baton.model.peak_memory import measure_step_bytes
+from baton.model.step.forward import Forward, ForwardOutput
 from tests.unit.model.conftest import TINY
 
 SIZE = 16
@@ -26,11 +26,11 @@ WIDE = TINY | {"vocab_size": 60_000}
 
 def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(Qwen3Config(**WIDE, head_dim=16)), device="cpu")
-    way = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
 
     def step_bytes(num_tokens: int, num_seqs: int) -> int:
-        return measured_step_bytes(
-            loaded, way, block_size_tokens=SIZE, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs
+        return measure_step_bytes(
+            loaded, backend, block_size_tokens=SIZE, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs
         )
 
     logits = 64 * WIDE["vocab_size"] * 4
@@ -40,16 +40,16 @@ def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTra
 
 def test_a_step_that_finds_no_memory_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
-    way = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+    backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
 
-    def full(*_: object) -> Forwarded:
+    def full(*_: object) -> ForwardOutput:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
-    refusal = r"no memory for a step of 64 tokens of 4 sequences on cpu: .*Tried to allocate 1 GiB\)"
+    refusal = r"no memory on cpu for a step of 64 tokens of 4 sequences: .*Tried to allocate 1 GiB\)"
     with pytest.raises(ModelError, match=refusal):
-        measured_step_bytes(
+        measure_step_bytes(
             loaded,
-            replace(way, forward=cast(Forward, full)),
+            replace(backend, forward=cast(Forward, full)),
             block_size_tokens=SIZE,
             max_num_batched_tokens=64,
             max_num_seqs=4,
@@ -90,6 +90,6 @@ def test_weights_that_do_not_fit_twice_are_not_packed(tiny_dir: Path, monkeypatc
     monkeypatch.setattr(backend_selection, "free_bytes", lambda device: 1000)
     with torch.inference_mode():
         assert choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE).name in (
-            "our attention",
+            "native attention",
             "torch",
         )

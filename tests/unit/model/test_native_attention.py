@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from baton.core.errors import LayoutMismatch
-from baton.model.attention.attention_inputs import Asked, AttentionStep, CausalMasks, Segment
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.backends.native_decoder import Product
+from baton.model.backends.native_decoder import PackedGemm
 from baton.model.device.kv_tensors import KvCache, uniform_layout
 from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
-from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, kernel_of, load_kernels
+from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
@@ -102,7 +102,7 @@ def test_attention_is_that_of_the_reference(
     for window in (None, 5, 100):
         right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
         for num_threads in (1, 2, 5):
-            got = kernel_of(Kernels(library, num_threads))(query, 1, step, dim**-0.5, window)
+            got = paged_kernel(Kernels(library, num_threads))(query, 1, step, dim**-0.5, window)
             assert (got.float() - right).abs().max().item() < TOLERANCE[dtype] * max(1, dim // 256), (
                 window,
                 num_threads,
@@ -117,17 +117,22 @@ def test_a_row_of_pairs_does_not_depend_on_those_beside_it(
     """To the last bit: few rows, many rows, tiles of all sizes; one thread, so that no context is shared out.
     Without pairs a lone row is added up in another order."""
     kernels = load_kernels(1)
-    if not kernels.multiplies_pairs:
+    if not kernels.has_bf16_dot:
         return
     cache = cache_of(kv_heads, dim, 16, torch.bfloat16, 2200 // 16)
     step = step_of(cache)
     num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
     query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).bfloat16()
-    together = kernel_of(kernels)(query, 1, step, dim**-0.5, window)
+    together = paged_kernel(kernels)(query, 1, step, dim**-0.5, window)
     for rows in (np.arange(0, num_tokens, 7), np.arange(3, num_tokens, 50)):
         alone = torch.empty(len(rows), heads, dim, dtype=torch.bfloat16)
         kernels.attend(
-            query.transpose(0, 1)[rows].contiguous(), alone, cache, 1, step.tables_of(rows), Asked(dim**-0.5, window)
+            query.transpose(0, 1)[rows].contiguous(),
+            alone,
+            cache,
+            1,
+            step.tables_for_rows(rows),
+            AttentionParams(dim**-0.5, window),
         )
         assert torch.equal(alone, together[rows])
 
@@ -147,7 +152,7 @@ def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
     poisoned = step.segments[2]
     cache.blocks[int(poisoned.block_ids[3]), 1, part, 0, 5, 7] = float("nan")
-    got = kernel_of(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
+    got = paged_kernel(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
     ends = [segment.token_begin for segment in step.segments] + [len(got)]
     assert [bool(got[begin:end].any()) for begin, end in pairwise(ends)] == [
         segment is poisoned for segment in step.segments
@@ -175,7 +180,7 @@ def test_heads_that_are_not_those_of_the_cache_are_refused(library: Path) -> Non
     step = step_of(cache)
     for heads, dim in ((5, 64), (4, 32)):
         with pytest.raises(LayoutMismatch, match="2 KV heads of 64"):
-            kernel_of(Kernels(library, 1))(torch.zeros(heads, 5, dim), 1, step, 1.0, None)
+            paged_kernel(Kernels(library, 1))(torch.zeros(heads, 5, dim), 1, step, 1.0, None)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -200,16 +205,16 @@ def test_products(library: Path, rows: int, k: int, n: int, with_bias: bool, num
     torch.manual_seed(0)
     modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
     x = torch.randn(rows, k).bfloat16()
-    found = Product(kernels, *modules)(x)
+    found = PackedGemm(kernels, *modules)(x)
     wanted = torch.cat(
         [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules],
         dim=1,
     )
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=2**-8)
-    unrounded = Product(kernels, *modules, dtype=torch.float32)(x)
+    unrounded = PackedGemm(kernels, *modules, dtype=torch.float32)(x)
     torch.testing.assert_close(unrounded.double(), wanted, atol=2e-4, rtol=1e-5)
     assert torch.equal(unrounded.bfloat16(), found)
-    alone = torch.cat([Product(kernels, *modules)(row[None]) for row in x[:7]])
+    alone = torch.cat([PackedGemm(kernels, *modules)(row[None]) for row in x[:7]])
     assert torch.equal(found[:7], alone), "a row does not depend on those beside it"
 
 
@@ -226,5 +231,5 @@ def test_words_lie_one_after_the_other_and_outlive_whoever_gave_them(monkeypatch
 
 
 def test_a_product_needs_pairs() -> None:
-    with pytest.raises(LayoutMismatch, match="no pairs"):
-        Product(load_kernels(1), nn.Linear(7, 8).bfloat16())
+    with pytest.raises(LayoutMismatch, match="must be even"):
+        PackedGemm(load_kernels(1), nn.Linear(7, 8).bfloat16())

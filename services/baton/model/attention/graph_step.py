@@ -1,0 +1,46 @@
+"""Provides the attention inputs of a decode step inside a CUDA graph: tensors at fixed addresses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.model.attention.attention_inputs import AttentionParams, StepCache
+from baton.model.device.kv_tensors import KvCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTables:
+    """Position and block table of each sequence, int32 on the device.
+
+    position: [batch], KV index of the sequence's token.
+    block_ids: [batch, max_blocks].
+    """
+
+    position: torch.Tensor
+    block_ids: torch.Tensor
+
+
+DecodeKernel = Callable[[torch.Tensor, int, "GraphStep", float, int | None], torch.Tensor]
+"""Paged attention for one token per sequence, inside a CUDA graph.
+
+Like `PagedKernel`, but it reads only `cache` and `decodes` of its step.
+"""
+
+
+class GraphStep(StepCache):
+    """Takes the place of `AttentionStep` inside a CUDA graph. Its kernel reads `decodes`."""
+
+    def __init__(self, cache: KvCache, kernel: DecodeKernel, batch: int, max_blocks: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.kernel = kernel
+        self.token_rows = torch.zeros(2 * cache.num_kv_heads * batch, dtype=torch.int64, device=cache.device)
+        self.decodes = DecodeTables(
+            position=torch.zeros(batch, dtype=torch.int32, device=cache.device),
+            block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),
+        )
+
+    def observe(self, layer: int, attention_mask: Any, asked: AttentionParams) -> None:
+        """Do nothing; see `AttentionStep.observe`."""

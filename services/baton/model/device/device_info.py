@@ -1,0 +1,42 @@
+"""Free memory and name of the device that a model runs on."""
+
+import ctypes
+import platform
+from contextlib import suppress
+
+import torch
+
+from baton.engine.kv_cache.sizing import free_host_bytes
+
+
+def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
+    """Return the bytes that this process can still allocate on `device`.
+
+    num_sharing: number of processes that share a GPU. Each may use an equal part of it, whichever starts first.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, min(int(free), int(total) // num_sharing - torch.cuda.memory_reserved(device)))
+    return free_host_bytes()
+
+
+def release_freed_memory() -> None:
+    """Return memory that this process has freed, but its allocators still hold, to the GPU and the host.
+
+    Host memory is released only with glibc.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model name of the GPU or the processor. Devices of one name are taken to be equally fast."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return f"{platform.machine()} {platform.processor()}"
