@@ -55,21 +55,21 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """All workers: roles, load, blocks, links, leases.
+        """Returns all workers with their role, load, blocks, links and leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request ran where it ran.
+        """Returns the placement decisions for a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Let a worker finish its work and leave.
+        """Asks a worker to finish its jobs, take no more, and exit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
