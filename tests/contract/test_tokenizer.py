@@ -95,7 +95,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tokeni
     made.close()
 
 
-async def test_text_survives(tokenizer: Tokenizer) -> None:
+async def test_text_round_trips(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = await tokenizer.encode(text, add_special_tokens=False)
         assert ids.typecode == "I"
@@ -104,14 +104,14 @@ async def test_text_survives(tokenizer: Tokenizer) -> None:
         assert len(ids) >= tokenizer.min_tokens_of(len(text.encode()))
 
 
-async def test_long_text_is_encoded_as_short_text_is(tokenizer: Tokenizer) -> None:
+async def test_long_text_is_encoded_like_short_text(tokenizer: Tokenizer) -> None:
     text = "the quick fox. " * 3000
     ids = await tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     assert len(ids) >= tokenizer.min_tokens_of(len(text))
 
 
-async def test_streamed_text_is_the_whole_text_and_breaks_no_character(tokenizer: Tokenizer) -> None:
+async def test_streamed_text_equals_the_decoded_text(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = await tokenizer.encode(text, add_special_tokens=False)
         stream = tokenizer.detokenizer()
@@ -121,7 +121,7 @@ async def test_streamed_text_is_the_whole_text_and_breaks_no_character(tokenizer
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-async def test_any_ids_at_all_stream_to_what_they_decode_to(tokenizer: Tokenizer) -> None:
+async def test_any_ids_stream_to_their_decoded_text(tokenizer: Tokenizer) -> None:
     """Random ids, most of them parts of characters; special tokens among them, left out or not."""
     rng = Random(5)
     for _ in range(sized(200, 5000)):
@@ -133,18 +133,18 @@ async def test_any_ids_at_all_stream_to_what_they_decode_to(tokenizer: Tokenizer
             streamed.encode()
 
 
-async def test_ids_without_text_show_as_one_sign_each(tokenizer: Tokenizer) -> None:
+async def test_each_id_without_text_becomes_one_replacement_character(tokenizer: Tokenizer) -> None:
     stream = tokenizer.detokenizer()
     assert stream.put(NOTHING) + stream.put(NOTHING) + stream.flush() == REPLACEMENT * 2
     assert tokenizer.token_bytes(NOTHING) == REPLACEMENT.encode()
 
 
-async def test_text_goes_on_after_an_id_without_text(tokenizer: Tokenizer) -> None:
+async def test_text_continues_after_an_id_without_text(tokenizer: Tokenizer) -> None:
     ids = list(await tokenizer.encode("the fox", add_special_tokens=False))
     assert tokenizer.decode([*ids, NOTHING, *ids]) == f"the fox{REPLACEMENT}the fox"
 
 
-async def test_a_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
+async def test_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
     padded = HfTokenizer(byte_level(tmp_path / "model"))
     last = padded.vocab_size - 1
     assert padded.decode([last]) == REPLACEMENT
@@ -152,7 +152,7 @@ async def test_a_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> N
     padded.close()
 
 
-async def test_the_first_token_is_a_continuation_of_the_prompt(tokenizer: Tokenizer) -> None:
+async def test_first_token_continues_the_prompt(tokenizer: Tokenizer) -> None:
     prompt = list(await tokenizer.encode("the fox.", add_special_tokens=False))
     whole = list(await tokenizer.encode("the fox. and more", add_special_tokens=False))
     assert whole[: len(prompt)] == prompt, "none of these tokenizers joins the two"
@@ -160,20 +160,20 @@ async def test_the_first_token_is_a_continuation_of_the_prompt(tokenizer: Tokeni
     assert "".join(map(stream.put, whole[len(prompt) :])) + stream.flush() == " and more"
 
 
-async def test_chats_have_a_template(tokenizer: Tokenizer) -> None:
+async def test_chat_template_is_applied(tokenizer: Tokenizer) -> None:
     ids = await tokenizer.encode_chat([{"role": "user", "content": "hello fox"}])
     text = tokenizer.decode(ids)
     assert "hello fox" in text
     assert text.index("user") < text.index("hello fox") < text.index("assistant")
 
 
-async def test_tokens_alone_are_bytes(tokenizer: Tokenizer) -> None:
+async def test_token_bytes_of_single_tokens(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = await tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip(" ") == text.strip(" ")
 
 
-async def test_byte_level_streams_agree_with_the_library(tmp_path: Path) -> None:
+async def test_byte_level_text_equals_that_of_the_library(tmp_path: Path) -> None:
     """Our table of bytes against the library's own decoder, for ids that it decodes at all."""
     for directory in (DEMO_DIR, byte_level(tmp_path / "model")):
         ours, theirs = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
@@ -185,7 +185,7 @@ async def test_byte_level_streams_agree_with_the_library(tmp_path: Path) -> None
         ours.close()
 
 
-async def test_special_tokens_are_left_out_of_text_unless_asked_for() -> None:
+async def test_special_tokens_are_omitted_unless_requested() -> None:
     demo = HfTokenizer(DEMO_DIR)
     ids = [*await demo.encode("hi", add_special_tokens=False), 2]
     assert demo.decode(ids, skip_special_tokens=True) == "hi"
@@ -193,7 +193,7 @@ async def test_special_tokens_are_left_out_of_text_unless_asked_for() -> None:
     demo.close()
 
 
-async def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+async def test_model_without_a_template_rejects_chats(tmp_path: Path) -> None:
     directory = byte_level(tmp_path / "model")
     (directory / "tokenizer_config.json").unlink()
     tokenizer = HfTokenizer(directory)

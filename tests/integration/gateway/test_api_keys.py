@@ -53,7 +53,7 @@ async def gateway() -> AsyncIterator[HttpGateway]:
 
 
 @pytest.mark.parametrize(("method", "path"), [*FOR_KEYS, *FOR_ADMINS])
-async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(
+async def test_missing_and_wrong_keys_are_rejected_before_the_body_is_read(
     gateway: HttpGateway, method: str, path: str
 ) -> None:
     for headers in ({}, bearer("wrong"), {"authorization": "Basic eDp5"}):
@@ -69,7 +69,7 @@ async def test_no_key_and_a_wrong_key_are_refused_before_anything_is_read(
     assert not gateway.cluster.scheduler.queries
 
 
-async def test_row_45_every_route_there_is_wants_a_key_but_two(gateway: HttpGateway) -> None:
+async def test_every_route_except_the_probes_requires_a_key(gateway: HttpGateway) -> None:
     """Walks the application's own table, so that a route that is added is looked at, too."""
     for headers in ({}, bearer("wrong")):
         is_open = set()
@@ -87,13 +87,13 @@ async def test_probes_need_no_key(gateway: HttpGateway, path: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), FOR_ADMINS)
-async def test_what_tells_of_others_is_for_admins(gateway: HttpGateway, method: str, path: str) -> None:
+async def test_metrics_and_decisions_are_for_admins(gateway: HttpGateway, method: str, path: str) -> None:
     refused = await gateway.client.request(method, path, headers=bearer(ALICE))
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
     assert (await gateway.client.request(method, path, headers=bearer(ADMIN))).status_code in (200, 404)
 
 
-async def test_openais_client_with_a_key(gateway: HttpGateway) -> None:
+async def test_openai_client_with_a_key(gateway: HttpGateway) -> None:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ALICE, max_retries=0) as client:
         answer = await client.completions.create(model="demo", prompt="hello", max_tokens=4)
         assert answer.usage is not None
@@ -103,7 +103,7 @@ async def test_openais_client_with_a_key(gateway: HttpGateway) -> None:
             await client.completions.create(model="demo", prompt="hello")
 
 
-async def test_the_tenant_and_its_salt_follow_from_the_key_and_never_from_the_body(gateway: HttpGateway) -> None:
+async def test_tenant_and_salt_come_from_the_key_not_from_the_body(gateway: HttpGateway) -> None:
     scheduler = gateway.cluster.scheduler
     for key in (ALICE, EVE, ALICE):
         assert (
@@ -122,7 +122,7 @@ async def test_the_tenant_and_its_salt_follow_from_the_key_and_never_from_the_bo
         assert forged.status_code == 400
 
 
-async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
+async def test_key_over_its_limits_is_rejected_and_others_are_not() -> None:
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1, requests_per_minute=30)) as gateway:
         for worker in gateway.cluster.scheduler.workers:
             worker.step_s = 0.3
@@ -145,7 +145,7 @@ async def test_over_its_limits_a_key_is_refused_and_others_are_not() -> None:
         assert answers == [200, 200, 429, 429, 429], "30 a minute, three at once"
 
 
-async def test_bodies_that_do_not_come_count_too() -> None:
+async def test_incomplete_bodies_count_as_open_requests() -> None:
     """A key that may have one request open cannot fill the gateway with beginnings."""
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
         head = request_bytes("/v1/completions", b"x" * 100, f"authorization: Bearer {ALICE}")[:-100]
@@ -161,7 +161,7 @@ async def test_bodies_that_do_not_come_count_too() -> None:
         assert (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).is_success
 
 
-async def test_a_client_that_leaves_has_nothing_open_any_more() -> None:
+async def test_disconnect_releases_the_open_request() -> None:
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
         for worker in gateway.cluster.scheduler.workers:
             worker.step_s = 0.3
@@ -173,7 +173,7 @@ async def test_a_client_that_leaves_has_nothing_open_any_more() -> None:
         assert not gateway.cluster.gateway.keys._num_open
 
 
-async def test_several_prompts_in_one_call_are_several_requests() -> None:
+async def test_several_prompts_in_one_call_count_as_several_requests() -> None:
     async with http_gateway(*PD, keys=key_ring(requests_per_minute=30)) as gateway:
         body = {"prompt": ["a"] * 20, "max_tokens": 1}
         assert (await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))).is_success
@@ -182,7 +182,7 @@ async def test_several_prompts_in_one_call_are_several_requests() -> None:
         assert int(refused.headers["retry-after"]) > 30
 
 
-async def test_nobody_goes_before_others_by_asking_for_it(gateway: HttpGateway) -> None:
+async def test_priority_is_limited_by_the_key(gateway: HttpGateway) -> None:
     for priority, status in ((-1, 400), (0, 200), (7, 200)):
         body = {"prompt": "hello", "max_tokens": 1, "priority": priority}
         answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
@@ -208,7 +208,7 @@ async def over_grpc() -> AsyncIterator[str]:
             await server.stop(1.0)
 
 
-async def test_row_45_every_method_there_is_wants_a_key() -> None:
+async def test_every_grpc_method_requires_a_key() -> None:
     """Those of Baton's public services; gRPC's own health and reflection are for probes, and tell of nothing
     else."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
@@ -223,7 +223,7 @@ async def test_row_45_every_method_there_is_wants_a_key() -> None:
                 assert "key" in await call.details()
 
 
-async def test_grpc_wants_the_same_keys() -> None:
+async def test_grpc_accepts_the_same_keys() -> None:
     async with over_grpc() as address:
         channel = open_channel(address, channel_options(5.0))
         stub = inference_pb2_grpc.InferenceStub(channel)

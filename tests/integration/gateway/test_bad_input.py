@@ -112,7 +112,7 @@ async def gateway() -> AsyncIterator[Checked]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-async def test_a_bad_request_is_refused_alike_at_both_doors(gateway: Checked, case: Case) -> None:
+async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: Case) -> None:
     status, error = await gateway.post(case.path, case.content, case.headers)
     assert (status, error.get("code")) == (case.status, case.code)
     assert all(words in error["message"] for words in case.says), error["message"]
@@ -123,7 +123,7 @@ async def test_a_bad_request_is_refused_alike_at_both_doors(gateway: Checked, ca
     await gateway.check()
 
 
-async def test_what_only_grpc_can_say_is_refused_too(gateway: Checked) -> None:
+async def test_bad_input_that_only_grpc_can_carry_is_rejected(gateway: Checked) -> None:
     for name, raw, says in grpc_only():
         answered = await gateway.generate(raw)
         assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answered)
@@ -131,13 +131,13 @@ async def test_what_only_grpc_can_say_is_refused_too(gateway: Checked) -> None:
         await gateway.check()
 
 
-async def test_what_asks_for_nothing_is_accepted(gateway: Checked) -> None:
+async def test_fields_without_effect_are_accepted(gateway: Checked) -> None:
     for path, body in accepted_bodies():
         assert (await gateway.post(path, json.dumps(body).encode()))[0] == 200, body
     await gateway.check()
 
 
-async def test_a_prompt_that_just_fits_is_answered(gateway: Checked) -> None:
+async def test_prompt_that_just_fits_is_served(gateway: Checked) -> None:
     body = {"prompt": [5] * (MAX_MODEL_LEN - 10), "max_tokens": 10}
     assert (await gateway.post(COMPLETIONS, json.dumps(body).encode()))[0] == 200
     assert (await gateway.generate(message_of(body).SerializeToString())).code is OK  # type: ignore[union-attr]
@@ -148,7 +148,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 @FUZZ
 @given(body=bodies(numbers=NUMBERS, max_prompt=60))
-async def test_any_parameters_get_one_answer_at_both_doors(gateway: Checked, body: dict[str, Any]) -> None:
+async def test_http_and_grpc_agree_on_any_parameters(gateway: Checked, body: dict[str, Any]) -> None:
     status, error = await gateway.post(COMPLETIONS, json.dumps(body).encode())
     message = message_of(body)
     assert message is not None
@@ -163,7 +163,7 @@ async def test_any_parameters_get_one_answer_at_both_doors(gateway: Checked, bod
 # Sizes and times.
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_read(gateway: Checked) -> None:
+async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checked) -> None:
     before_bytes = gateway.process.rss_bytes
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     mib = b" " * 2**20
@@ -190,7 +190,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(gateway: Check
     await gateway.check()
 
 
-async def test_a_message_that_is_small_until_it_is_unpacked_is_refused(gateway: Checked) -> None:
+async def test_small_message_that_decompresses_to_a_large_one_is_rejected(gateway: Checked) -> None:
     bomb = message_of({"prompt": "x" * (20 * 2**20)})
     assert bomb is not None
     generate = gateway.process.channel.unary_stream(GENERATE, request_serializer=type(bomb).SerializeToString)
@@ -214,7 +214,7 @@ async def test_a_message_that_is_small_until_it_is_unpacked_is_refused(gateway: 
         (DETOKENIZE, b'{"tokens": [' + b"7," * 400_000 + b"7]}"),
     ],
 )
-async def test_the_largest_bodies_hold_nobody_up(gateway: Checked, path: str, content: bytes) -> None:
+async def test_largest_bodies_do_not_delay_other_clients(gateway: Checked, path: str, content: bytes) -> None:
     """Each is refused; while it is, others are answered."""
     assert len(content) <= MAX_BODY_BYTES
     large = asyncio.create_task(gateway.post(path, content))
@@ -225,7 +225,7 @@ async def test_the_largest_bodies_hold_nobody_up(gateway: Checked, path: str, co
     await gateway.check()
 
 
-async def test_refusals_are_counted_as_what_they_are(gateway: Checked) -> None:
+async def test_rejections_are_counted_by_status(gateway: Checked) -> None:
     before = await gateway.process.requests()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     port = gateway.process.http_port
@@ -282,7 +282,7 @@ GOOD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", range(sized(50, 1000)))
-async def test_bodies_that_were_changed_are_answered_or_refused(gateway: Checked, seed: int) -> None:
+async def test_mutated_bodies_are_served_or_rejected(gateway: Checked, seed: int) -> None:
     rng = Random(seed)
     path, body = rng.choice(GOOD)
     content = json.dumps(mutated_value(rng, body)).encode()
@@ -330,7 +330,7 @@ BAD_HTTP = [
 ]  # fmt: skip
 
 
-async def test_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
+async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
     rng, canary = Random(37), Canary(tmp_path)
     canary.check_trap()
     good = list(requests_to_break())
@@ -348,7 +348,7 @@ async def test_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, t
     canary.check()
 
 
-async def test_bad_timeouts_are_refused(gateway: Checked) -> None:
+async def test_invalid_timeouts_are_rejected(gateway: Checked) -> None:
     for text in ("0", "-1", "1.5", "abc", "", "9" * 30, "1_000", "\u0661".encode()):
         status, error = await gateway.post(
             COMPLETIONS, json.dumps(good_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text}
@@ -359,7 +359,7 @@ async def test_bad_timeouts_are_refused(gateway: Checked) -> None:
 # Fuzz: HTTP/2 and messages on the gRPC port.
 
 
-async def test_broken_http2_ends_its_own_connection_only(gateway: Checked) -> None:
+async def test_broken_http2_only_ends_its_own_connection(gateway: Checked) -> None:
     rng = Random(38)
     good = BEGIN + grpc_call(GENERATE, grpc_message(message_of(good_body(return_token_ids=None)).SerializeToString()))  # type: ignore[union-attr]
     broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, good) for _ in range(sized(40, 1000)))]
@@ -377,7 +377,7 @@ async def test_broken_http2_ends_its_own_connection_only(gateway: Checked) -> No
 @pytest.mark.parametrize("method", PUBLIC, ids=[method.path for method in PUBLIC])
 @settings(FUZZ, max_examples=sized(10, 200))
 @given(data=st.data())
-async def test_any_message_of_any_method_is_answered_or_refused(
+async def test_any_message_to_any_method_is_served_or_rejected(
     gateway: Checked, method: Method, data: st.DataObject
 ) -> None:
     raw = data.draw(
@@ -388,7 +388,7 @@ async def test_any_message_of_any_method_is_answered_or_refused(
     await gateway.check()
 
 
-async def test_a_pickle_for_every_method_is_not_opened(gateway: Checked, tmp_path: Path) -> None:
+async def test_pickle_sent_to_any_method_is_not_loaded(gateway: Checked, tmp_path: Path) -> None:
     canary = Canary(tmp_path)
     for method in PUBLIC:
         for payload in canary.payloads:

@@ -87,7 +87,7 @@ async def test_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 4
 
 
-async def test_openai_client_gets_whole_answers(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_gets_non_streaming_responses(client: openai.AsyncOpenAI) -> None:
     chat = await client.chat.completions.create(
         model="demo", messages=HELLO["messages"], max_tokens=5, n=2, logprobs=True, top_logprobs=2
     )
@@ -118,7 +118,7 @@ async def test_openai_client_streams_completions(client: openai.AsyncOpenAI) -> 
     assert {i: text.encode() for i, text in texts.items()} == {s: answer_to(b"ids", 6, s) for s in range(2)}
 
 
-async def test_openai_client_sees_our_errors(client: openai.AsyncOpenAI, gateway: HttpGateway) -> None:
+async def test_openai_client_raises_our_errors(client: openai.AsyncOpenAI, gateway: HttpGateway) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.chat.completions.create(model="demo", messages=[])
     assert bad.value.param == "messages"
@@ -132,7 +132,7 @@ async def test_openai_client_sees_our_errors(client: openai.AsyncOpenAI, gateway
     assert busy.value.response.headers["retry-after"] == "3"
 
 
-async def test_openai_client_sees_an_error_in_mid_stream(client: openai.AsyncOpenAI, gateway: HttpGateway) -> None:
+async def test_openai_client_raises_an_error_within_a_stream(client: openai.AsyncOpenAI, gateway: HttpGateway) -> None:
     d0 = gateway.cluster.scheduler.workers[1]
     failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="the logits are not finite")
 
@@ -211,7 +211,7 @@ async def test_tokenize_and_detokenize(gateway: HttpGateway) -> None:
     assert (await gateway.post("/tokenize", {"prompt": "x", "messages": []})).status_code == 400
 
 
-async def test_characters_are_never_broken(gateway: HttpGateway) -> None:
+async def test_characters_are_never_split(gateway: HttpGateway) -> None:
     text = "a\u00e9\u20ac\U0001f600\u4e2d!".encode()
     for worker in gateway.cluster.scheduler.workers:
         worker.token_at = lambda _prompt, _sample, index: text[index % len(text)]
@@ -258,7 +258,7 @@ async def test_not_ready_without_a_role(gateway: HttpGateway) -> None:
 # Bad input. What each field may be is tested with the validator; here is what only HTTP has.
 
 
-async def test_bodies_that_are_no_request(gateway: HttpGateway) -> None:
+async def test_invalid_bodies_are_rejected(gateway: HttpGateway) -> None:
     for content, says in NO_JSON:
         answer = await gateway.post(COMPLETIONS, content=content)
         assert answer.status_code == 400, (content[:40], answer.text)
@@ -266,7 +266,7 @@ async def test_bodies_that_are_no_request(gateway: HttpGateway) -> None:
     assert (await gateway.client.get("/health")).status_code == 200
 
 
-async def test_wrong_content_types(gateway: HttpGateway) -> None:
+async def test_wrong_content_types_are_rejected(gateway: HttpGateway) -> None:
     for headers in WRONG_TYPES:
         answer = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415, headers
@@ -277,13 +277,13 @@ async def test_wrong_content_types(gateway: HttpGateway) -> None:
     assert good.status_code == 200
 
 
-async def test_timeouts_that_are_none(gateway: HttpGateway) -> None:
+async def test_invalid_timeout_headers_are_rejected(gateway: HttpGateway) -> None:
     for text in ("0", "-1", "1.5", "abc", "", "9" * 30, "1_000"):
         answer = await gateway.post(COMPLETIONS, {"prompt": "x"}, headers={"x-baton-timeout-ms": text})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-baton-timeout-ms"), text
 
 
-async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+async def test_body_over_the_limit_is_rejected_before_it_is_read() -> None:
     async with http_gateway(*PD, max_body_bytes=10_000) as gateway:
         raw = await gateway.connect()
         await raw.send(
@@ -306,7 +306,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
         assert (await gateway.post(COMPLETIONS, content=b'{"prompt": "' + b"x" * 900 + b'"}')).status_code == 200
 
 
-async def test_a_head_over_the_limit_is_refused(gateway: HttpGateway) -> None:
+async def test_head_over_the_limit_is_rejected(gateway: HttpGateway) -> None:
     raw = await gateway.connect()
 
     async def send_head() -> None:
@@ -378,7 +378,7 @@ async def _then_drip(gateway: HttpGateway, head: bytes, body: bytes) -> bytes:
         await raw.close()
 
 
-async def test_an_answer_may_take_longer_than_the_receive_deadline() -> None:
+async def test_response_may_take_longer_than_the_receive_deadline() -> None:
     async with http_gateway(*PD, receive_deadline_s=0.3) as gateway:
         gateway.cluster.scheduler.workers[1].step_s = 0.1
         async with gateway.client.stream(
@@ -388,7 +388,7 @@ async def test_an_answer_may_take_longer_than_the_receive_deadline() -> None:
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_connection_outlives_its_streamed_answers() -> None:
+async def test_connection_stays_open_after_a_streamed_response() -> None:
     """The time that a client has to read the rest of an answer ends with that answer."""
     async with http_gateway(("h0", "hybrid"), receive_deadline_s=1.0) as gateway:
         gateway.cluster.scheduler.workers[
@@ -406,7 +406,7 @@ async def test_a_connection_outlives_its_streamed_answers() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_deadline_before_the_first_token_is_504(gateway: HttpGateway, stream: bool) -> None:
+async def test_deadline_before_the_first_token_returns_504(gateway: HttpGateway, stream: bool) -> None:
     gateway.cluster.scheduler.workers[0].prefill_s = 10
     gateway.cluster.scheduler.workers[1].prefill_s = 10
     answer = await gateway.post(COMPLETIONS, {"prompt": "x", "stream": stream}, headers={"x-baton-timeout-ms": "150"})
@@ -414,7 +414,7 @@ async def test_a_deadline_before_the_first_token_is_504(gateway: HttpGateway, st
     await settled(gateway)
 
 
-async def test_a_deadline_in_mid_stream_is_an_error_event_and_no_done(gateway: HttpGateway) -> None:
+async def test_deadline_within_a_stream_sends_an_error_event_without_done(gateway: HttpGateway) -> None:
     gateway.cluster.scheduler.workers[1].step_s = 0.1
     answer = await gateway.post(
         COMPLETIONS, {"prompt": "x", "max_tokens": 500, "stream": True}, headers={"x-baton-timeout-ms": "1500"}
@@ -431,7 +431,7 @@ async def test_a_deadline_in_mid_stream_is_an_error_event_and_no_done(gateway: H
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "stream", "whole"])
-async def test_a_client_that_leaves_is_cancelled_everywhere(gateway: HttpGateway, phase: str) -> None:
+async def test_disconnect_cancels_the_request_on_all_workers(gateway: HttpGateway, phase: str) -> None:
     p0, d0 = gateway.cluster.scheduler.workers
     p0.prefill_s = d0.prefill_s = 30 if phase == "prefill" else 0.01
     gateway.cluster.scheduler.hangs = phase == "queued"
@@ -454,7 +454,7 @@ async def test_a_client_that_leaves_is_cancelled_everywhere(gateway: HttpGateway
     assert 'baton_requests_total{code="499",endpoint="completions",reason="cancelled"} 1.0' in metrics
 
 
-async def test_a_slow_reader_loses_its_request_and_nobody_else_notices() -> None:
+async def test_slow_reader_is_cancelled_without_effect_on_others() -> None:
     async with http_gateway(*PD, stream_buffer_bytes=16 * 1024) as gateway:
         p0, d0 = gateway.cluster.scheduler.workers
         for worker in (p0, d0):
@@ -475,7 +475,7 @@ async def test_a_slow_reader_loses_its_request_and_nobody_else_notices() -> None
         assert (await gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 5})).status_code == 200
 
 
-async def test_requests_on_one_connection_one_after_another(gateway: HttpGateway) -> None:
+async def test_several_requests_on_one_connection(gateway: HttpGateway) -> None:
     raw = await gateway.connect()
     one = request_bytes(COMPLETIONS, b'{"prompt": "a", "max_tokens": 3}')
     await raw.send(one + one + one[:50])
@@ -491,7 +491,7 @@ async def test_requests_on_one_connection_one_after_another(gateway: HttpGateway
 # Draining and overload.
 
 
-async def test_a_draining_gateway_finishes_its_streams_and_takes_no_others(gateway: HttpGateway) -> None:
+async def test_draining_gateway_finishes_streams_and_rejects_new_requests(gateway: HttpGateway) -> None:
     gateway.cluster.scheduler.workers[1].step_s = 0.05
     stream = asyncio.create_task(events_of(gateway, COMPLETIONS, {"prompt": "x", "max_tokens": 40}))
     await until(lambda: gateway.cluster.scheduler.workers[1].jobs)
@@ -511,7 +511,7 @@ async def test_a_draining_gateway_finishes_its_streams_and_takes_no_others(gatew
     await drained
 
 
-async def test_too_many_open_requests_are_refused() -> None:
+async def test_requests_above_the_limit_of_open_requests_are_rejected() -> None:
     async with http_gateway(*PD, max_open_requests=2) as gateway:
         gateway.cluster.scheduler.workers[1].step_s = 0.2
         running = [asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 8})) for _ in range(2)]
@@ -525,7 +525,7 @@ async def test_too_many_open_requests_are_refused() -> None:
         assert [(await answer).status_code for answer in running] == [200, 200]
 
 
-async def test_several_prompts_fail_as_one(gateway: HttpGateway) -> None:
+async def test_failure_of_one_prompt_fails_the_call(gateway: HttpGateway) -> None:
     failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
     gateway.cluster.scheduler.workers[1].fail_job = lambda job: failure if bytes(job.token_ids) else None
     gateway.cluster.scheduler.workers[0].prefill_s = 1.0
@@ -534,7 +534,7 @@ async def test_several_prompts_fail_as_one(gateway: HttpGateway) -> None:
     await settled(gateway)
 
 
-async def test_nothing_is_held_back_to_be_sent_together(gateway: HttpGateway) -> None:
+async def test_responses_are_not_delayed_by_nagles_algorithm(gateway: HttpGateway) -> None:
     """Nagle's algorithm and delayed acknowledgements would cost 40 ms on a connection that was used
     before."""
     await gateway.client.get("/health")

@@ -84,7 +84,7 @@ async def running() -> AsyncIterator[Running]:
         await cluster.stop(0.1)
 
 
-async def test_one_answer_through_both_doors() -> None:
+async def test_http_and_grpc_return_the_same_response() -> None:
     demo = HfTokenizer(DEMO_DIR)
     said = list(await demo.encode(" It returns the directory \u20ac, doesn't it?", add_special_tokens=False))
     async with running() as gateway:
@@ -123,7 +123,7 @@ async def test_one_answer_through_both_doors() -> None:
     demo.close()
 
 
-async def test_a_grpc_client_that_cancels_is_cancelled_everywhere() -> None:
+async def test_grpc_cancel_cancels_the_request_on_all_workers() -> None:
     async with running() as gateway, grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
         gateway.worker.token_at = lambda *_: 300
         generation = await InferenceClient(channel, "gateway").generate({"prompt": "hi", "max_tokens": 900})
@@ -133,7 +133,7 @@ async def test_a_grpc_client_that_cancels_is_cancelled_everywhere() -> None:
         assert gateway.worker.open_jobs == []
 
 
-async def test_a_stop_lets_streams_finish() -> None:
+async def test_shutdown_lets_streams_finish() -> None:
     async with running() as gateway:
         gateway.worker.token_at = lambda *_: 300
         gateway.worker.step_s = 0.05
@@ -151,7 +151,7 @@ async def test_a_stop_lets_streams_finish() -> None:
             await gateway.task
 
 
-async def test_settings_that_cannot_work_are_named(tmp_path: object) -> None:
+async def test_error_names_the_invalid_setting(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match="--schedulers"):
         await serve(GatewayConfig(), Stop(), print)
     sock = listen("127.0.0.1", 0, flag="x")

@@ -51,6 +51,7 @@ from tests.times import TEST_TIMES
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz "
 ANONYMOUS = Caller()
+PROMPT = "hello"
 
 
 def token_at(prompt: Sequence[int], sample: int, index: int) -> int:
@@ -258,6 +259,16 @@ class StubWorker:
 
     async def _wait_paused(self) -> None:
         await until(lambda: not self.is_paused, timeout_s=1e6)
+
+
+def kill_at(index: int, sample: int = 0) -> Hook:
+    """Return a hook that kills the worker before it sends this token."""
+
+    def hook(worker: StubWorker, job: JobId, at_sample: int, at_index: int) -> None:
+        if (at_sample, at_index) == (sample, index):
+            worker.die()
+
+    return hook
 
 
 def logprobs_of(token: int, num_logprobs: int) -> TokenLogprobs:

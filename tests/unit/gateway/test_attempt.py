@@ -29,7 +29,7 @@ def request(slo: Slo = NO_SLO) -> GenerateRequest:
     [("p", "d", "prefill"), ("p", None, "prefill"), (None, "d", "decode"), ("d", "d", "decode")],
     ids=["handoff", "first token only", "local", "one worker on both sides"],
 )
-def test_who_computes_the_prompt_is_told_where_its_beginning_is(
+def test_job_that_computes_the_prompt_gets_the_prefix_source(
     prefill: str | None, decode: str | None, computes: str
 ) -> None:
     jobs = Attempt(request=request(), number=0).jobs(
@@ -43,6 +43,6 @@ def test_who_computes_the_prompt_is_told_where_its_beginning_is(
 
 
 @pytest.mark.parametrize(("slo", "promised_s"), [(Slo(ttft_s=1.0, tpot_s=0.05), 0.05), (Slo(ttft_s=1.0), 0.0)])
-def test_both_sides_are_told_what_was_promised_between_tokens(slo: Slo, promised_s: float) -> None:
+def test_both_jobs_carry_the_tpot_slo(slo: Slo, promised_s: float) -> None:
     jobs = Attempt(request=request(slo), number=0).jobs(builders.placement("p", "d"), now_s=0.0)
     assert [job.tpot_slo_s for job in jobs if job is not None] == [promised_s, promised_s]

@@ -26,7 +26,7 @@ def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Call
     return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, clock)
 
 
-def test_templates_have_what_transformers_gives_them() -> None:
+def test_templates_have_the_features_of_transformers() -> None:
     assert (
         render(
             "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -43,7 +43,7 @@ def test_templates_have_what_transformers_gives_them() -> None:
     assert render("{% if strftime_now is defined %}now{% else %}never{% endif %}") == "never"
 
 
-def test_a_template_may_refuse_messages() -> None:
+def test_template_can_reject_messages() -> None:
     with pytest.raises(Refused, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -61,7 +61,7 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ 'x'|no_such_filter }}",
     ],
 )
-def test_what_templates_may_not_do_is_the_requests_failure(source: str) -> None:
+def test_forbidden_template_operation_rejects_the_request(source: str) -> None:
     with pytest.raises((Refused, ModelError)) as error:
         render(source)
     assert "chat template" in str(error.value)
@@ -78,7 +78,7 @@ def test_what_templates_may_not_do_is_the_requests_failure(source: str) -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_expensive_templates_are_stopped(source: str) -> None:
+def test_expensive_template_is_stopped(source: str) -> None:
     with pytest.raises(Refused):
         render(source, clock=ticking())
 
@@ -89,7 +89,7 @@ def test_output_is_bounded() -> None:
         template.render(({"role": "user", "content": "x" * 300},) * 4, still)
 
 
-def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:
+def test_template_is_loaded_from_the_model_directory(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "one {{ bos_token }}", "bos_token": {"content": "<s>"}}))
@@ -103,7 +103,7 @@ def test_the_template_comes_from_the_models_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '{"chat_template": "{% for %}"}'])
-def test_files_that_cannot_be_used_are_named(tmp_path: Path, text: str) -> None:
+def test_error_names_the_unusable_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ModelError):
         ChatTemplate.load(tmp_path)

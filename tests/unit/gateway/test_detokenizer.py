@@ -9,14 +9,14 @@ from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Window
 
 
 @given(st.lists(st.binary(max_size=6), max_size=20))
-def test_any_bytes_split_anywhere_are_what_they_are_in_one_piece(pieces: list[bytes]) -> None:
+def test_text_does_not_depend_on_how_bytes_are_split_into_tokens(pieces: list[bytes]) -> None:
     stream = BytesDetokenizer(pieces)
     text = "".join(map(stream.put, range(len(pieces)))) + stream.flush()
     assert text == b"".join(pieces).decode(errors="replace")
 
 
 @given(st.text(max_size=20), st.integers(1, 4))
-def test_a_character_appears_with_its_last_byte(text: str, size: int) -> None:
+def test_character_is_returned_with_its_last_byte(text: str, size: int) -> None:
     data = text.encode()
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     stream = BytesDetokenizer(pieces)
@@ -26,7 +26,7 @@ def test_a_character_appears_with_its_last_byte(text: str, size: int) -> None:
         assert shown == b"".join(pieces[: index + 1]).decode(errors="ignore")
 
 
-def test_an_id_without_text_ends_an_unfinished_character() -> None:
+def test_id_without_text_ends_an_incomplete_character() -> None:
     stream = BytesDetokenizer([b"\xe2\x82", None, b"a"])
     assert [stream.put(token_id) for token_id in (0, 1, 2, 7)] == ["", REPLACEMENT * 2, "a", REPLACEMENT]
     assert stream.flush() == ""
@@ -44,14 +44,14 @@ def window(prompt: bytes = b"") -> WindowDetokenizer:
     )
 
 
-def test_a_window_shows_a_space_that_only_a_beginning_would_lose() -> None:
+def test_window_keeps_a_space_that_is_stripped_only_at_the_beginning() -> None:
     stream = window(b"the")
     assert "".join(map(stream.put, b" fox")) == " fox"
     alone = window()
     assert "".join(map(alone.put, b" fox")) == "fox"
 
 
-def test_a_window_waits_for_whole_characters_but_not_for_ever() -> None:
+def test_window_waits_for_complete_characters_up_to_a_limit() -> None:
     stream = window(b"x")
     text = "a\u20ac\U0001f600b"
     pieces = [stream.put(byte) for byte in text.encode()]
@@ -63,7 +63,7 @@ def test_a_window_waits_for_whole_characters_but_not_for_ever() -> None:
     assert "".join(pieces) + broken.flush() == REPLACEMENT * 50
 
 
-def test_a_window_forgets_what_it_has_shown() -> None:
+def test_window_drops_returned_tokens() -> None:
     rng = Random(2)
     stream = window(b"x")
     text = "".join(rng.choice("ab \u20ac") for _ in range(5000))
@@ -71,7 +71,7 @@ def test_a_window_forgets_what_it_has_shown() -> None:
     assert len(stream._ids) < 100
 
 
-def test_tokens_that_show_nothing_do_not_pile_up() -> None:
+def test_tokens_without_text_do_not_accumulate() -> None:
     stream = WindowDetokenizer(lambda ids: "".join("" if i == 0 else chr(i) for i in ids), lambda _: True, [])
     assert "".join(stream.put(0) for _ in range(1000)) == ""
     assert len(stream._ids) < 100

@@ -9,7 +9,7 @@ from tests.unit.gateway.fakes import cluster
 from tests.unit.gateway.virtual import virtual
 
 
-def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
+def test_phase_times_cover_all_legs_of_all_attempts() -> None:
     record, delivery = RequestRecord(placed_s=10.5), Delivery((0,))
     delivery.legs = {
         job_id(attempt=0): [LegTimeline(worker_id="p0", pid=1, queue_s=0.1, compute_s=0.2)],
@@ -31,7 +31,7 @@ def test_phases_are_those_of_all_legs_of_all_attempts() -> None:
 
 
 @virtual
-async def test_promises_are_counted_where_something_was_promised() -> None:
+async def test_slo_attainment_is_counted_only_for_requests_with_an_slo() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask("hello")
         assert c.registry.get_sample_value("baton_slo_attainment_total", {"term": "ttft", "outcome": "met"}) is None
@@ -48,7 +48,7 @@ async def test_promises_are_counted_where_something_was_promised() -> None:
 
 
 @virtual
-async def test_phases_are_observed_once_a_request() -> None:
+async def test_phases_are_observed_once_per_request() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask("hello")
         counts = [

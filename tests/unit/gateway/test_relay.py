@@ -8,13 +8,12 @@ import pytest
 from baton.core.errors import Reason
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import FinishReason
-from tests.unit.gateway.fakes import Gathered, answer_to, cluster, token_at
-from tests.unit.gateway.relaying import PROMPT
+from tests.unit.gateway.fakes import PROMPT, Gathered, answer_to, cluster, token_at
 from tests.unit.gateway.virtual import virtual
 
 
 @virtual
-async def test_prefill_and_decode_share_one_answer() -> None:
+async def test_prefill_and_decode_workers_produce_one_response() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         got = await c.ask(PROMPT, max_tokens=12)
         assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
@@ -29,7 +28,7 @@ async def test_prefill_and_decode_share_one_answer() -> None:
 
 
 @virtual
-async def test_jobs_that_ended_are_not_cancelled() -> None:
+async def test_ended_jobs_are_not_cancelled() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         await c.ask(PROMPT)
         await asyncio.sleep(1)
@@ -37,7 +36,7 @@ async def test_jobs_that_ended_are_not_cancelled() -> None:
 
 
 @virtual
-async def test_one_token_needs_no_decode_worker() -> None:
+async def test_request_for_one_token_uses_no_decode_worker() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         got = await c.ask(PROMPT, max_tokens=1)
         assert got.texts[0].encode() == answer_to(PROMPT.encode(), 1)
@@ -48,7 +47,7 @@ async def test_one_token_needs_no_decode_worker() -> None:
 
 
 @virtual
-async def test_a_hybrid_worker_prefills_for_itself() -> None:
+async def test_hybrid_worker_computes_its_own_prefill() -> None:
     async with cluster(("h0", "hybrid")) as c:
         got = await c.ask(PROMPT)
         assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
@@ -56,7 +55,7 @@ async def test_a_hybrid_worker_prefills_for_itself() -> None:
 
 
 @virtual
-async def test_a_first_token_that_is_the_last_ends_decode() -> None:
+async def test_stop_at_the_first_token_cancels_the_decode_job() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         p0.finish_at = 1
@@ -69,7 +68,7 @@ async def test_a_first_token_that_is_the_last_ends_decode() -> None:
 
 
 @virtual
-async def test_samples_and_prompts_are_choices() -> None:
+async def test_each_sample_of_each_prompt_is_a_choice() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         got = await c.ask(["one", "two"], n=3)
         assert {index: text.encode() for index, text in got.texts.items()} == {
@@ -79,7 +78,7 @@ async def test_samples_and_prompts_are_choices() -> None:
 
 
 @virtual
-async def test_cancelling_a_call_cancels_both_legs() -> None:
+async def test_cancelling_a_call_cancels_both_jobs() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         p0.prefill_s = 5
@@ -94,7 +93,7 @@ async def test_cancelling_a_call_cancels_both_legs() -> None:
 
 
 @virtual
-async def test_a_stop_string_ends_one_sample_and_cancels_it() -> None:
+async def test_stop_string_ends_and_cancels_one_sample() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         whole = answer_to(PROMPT.encode(), 30, 1).decode()
         stop = whole[9:12]
@@ -110,7 +109,7 @@ async def test_a_stop_string_ends_one_sample_and_cancels_it() -> None:
 
 
 @virtual
-async def test_a_stop_string_of_the_only_sample_cancels_the_job() -> None:
+async def test_stop_string_of_the_only_sample_cancels_the_job() -> None:
     async with cluster(("h0", "hybrid")) as c:
         whole = answer_to(PROMPT.encode(), 30).decode()
         got = await c.ask(PROMPT, max_tokens=30, stop=whole[5:9])
@@ -136,6 +135,6 @@ async def test_timeline_and_usage() -> None:
         assert timeline.tpot_s == pytest.approx(0.01, abs=0.005)
 
 
-def test_the_stub_is_a_function_of_prompt_sample_and_position() -> None:
+def test_stub_tokens_depend_only_on_prompt_sample_and_position() -> None:
     assert answer_to(b"x", 9)[4:] == bytes(token_at(list(b"x"), 0, i) for i in range(4, 9))
     assert answer_to(b"x", 9) != answer_to(b"x", 9, 1)

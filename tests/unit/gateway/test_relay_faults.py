@@ -11,14 +11,13 @@ from baton.core.errors import Reason, Refused
 from baton.core.ids import JobId
 from baton.core.request import FinishReason, TokenDelta
 from tests.scale import sized
-from tests.unit.gateway.fakes import StubWorker, answer_to, cluster, placement, until
-from tests.unit.gateway.relaying import PROMPT, kill_at
+from tests.unit.gateway.fakes import PROMPT, StubWorker, answer_to, cluster, kill_at, placement, until
 from tests.unit.gateway.virtual import virtual
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 5, 11])
 @virtual
-async def test_a_decode_worker_that_dies_costs_no_token(index: int) -> None:
+async def test_decode_worker_crash_resumes_without_lost_or_duplicate_tokens(index: int) -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
         c.scheduler.workers[1].before_token = kill_at(index)
         got = await c.ask(PROMPT, max_tokens=12)
@@ -34,7 +33,7 @@ async def test_a_decode_worker_that_dies_costs_no_token(index: int) -> None:
 
 
 @virtual
-async def test_a_prefill_worker_that_dies_while_computing_is_replaced() -> None:
+async def test_prefill_worker_crash_before_the_first_token_starts_a_new_attempt() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         p0, p1, d0 = c.scheduler.workers
         p0.before_token = kill_at(0)
@@ -48,7 +47,7 @@ async def test_a_prefill_worker_that_dies_while_computing_is_replaced() -> None:
 
 
 @virtual
-async def test_a_prefill_worker_may_die_after_its_first_token() -> None:
+async def test_prefill_worker_crash_after_the_first_token_has_no_effect() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 3 and not p0.is_dead else None
@@ -58,7 +57,7 @@ async def test_a_prefill_worker_may_die_after_its_first_token() -> None:
 
 
 @virtual
-async def test_a_decode_worker_that_has_the_first_token_needs_no_prefill_worker() -> None:
+async def test_decode_continues_if_the_prefill_worker_dies_after_kv_ready() -> None:
     """P dies after its last KvReady, before its word has reached the gateway."""
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
@@ -72,7 +71,7 @@ async def test_a_decode_worker_that_has_the_first_token_needs_no_prefill_worker(
 
 @pytest.mark.parametrize("index", [1, 4])
 @virtual
-async def test_samples_go_on_alone_after_a_lost_leg(index: int) -> None:
+async def test_samples_continue_separately_after_a_failed_attempt(index: int) -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
         _, d0, d1 = c.scheduler.workers
         d0.before_token = kill_at(index, sample=1)
@@ -86,7 +85,7 @@ async def test_samples_go_on_alone_after_a_lost_leg(index: int) -> None:
 
 
 @virtual
-async def test_samples_stay_together_when_nothing_was_delivered() -> None:
+async def test_samples_stay_together_if_nothing_was_delivered() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         c.scheduler.workers[0].before_token = kill_at(0)
         c.scheduler.workers[2].prefill_s = 0.5
@@ -98,7 +97,7 @@ async def test_samples_stay_together_when_nothing_was_delivered() -> None:
 
 
 @virtual
-async def test_a_cut_stream_is_resumed_without_another_attempt() -> None:
+async def test_broken_stream_is_resumed_without_a_new_attempt() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         _, d0 = c.scheduler.workers
         cuts = {0, 2, 3, 6}
@@ -113,7 +112,7 @@ async def test_a_cut_stream_is_resumed_without_another_attempt() -> None:
 
 
 @virtual
-async def test_a_job_sent_into_a_cut_stream_is_repeated() -> None:
+async def test_job_sent_into_a_broken_stream_is_sent_again() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.cut()
@@ -123,7 +122,7 @@ async def test_a_job_sent_into_a_cut_stream_is_repeated() -> None:
 
 
 @virtual
-async def test_a_worker_that_forgot_the_session_is_lost() -> None:
+async def test_worker_that_forgot_the_session_counts_as_lost() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
 
@@ -139,7 +138,7 @@ async def test_a_worker_that_forgot_the_session_is_lost() -> None:
 
 
 @virtual
-async def test_repeated_messages_change_nothing() -> None:
+async def test_repeated_messages_have_no_effect() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = lambda w, _j, _s, _i: w.send_twice()
@@ -148,7 +147,7 @@ async def test_repeated_messages_change_nothing() -> None:
 
 
 @virtual
-async def test_a_message_that_is_missing_is_asked_for_again() -> None:
+async def test_missing_message_is_requested_again() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = lambda w, _j, _s, index: w.lose_next() if index == 2 else None
@@ -158,7 +157,7 @@ async def test_a_message_that_is_missing_is_asked_for_again() -> None:
 
 
 @virtual
-async def test_a_worker_that_keeps_losing_messages_is_given_up() -> None:
+async def test_worker_that_keeps_losing_messages_counts_as_lost() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
 
@@ -173,7 +172,7 @@ async def test_a_worker_that_keeps_losing_messages_is_given_up() -> None:
 
 
 @virtual
-async def test_a_cancel_that_a_broken_stream_could_not_carry_is_repeated() -> None:
+async def test_cancel_lost_in_a_broken_stream_is_sent_again() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.cut()
@@ -190,7 +189,7 @@ async def test_a_cancel_that_a_broken_stream_could_not_carry_is_repeated() -> No
 
 
 @virtual
-async def test_a_worker_that_contradicts_itself_is_not_believed() -> None:
+async def test_conflicting_tokens_fail_the_attempt() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
 
@@ -218,7 +217,7 @@ async def test_tokens_of_another_job_or_sample_are_dropped() -> None:
 
 
 @virtual
-async def test_a_silent_worker_is_lost_after_the_detection_time() -> None:
+async def test_silent_worker_is_lost_after_the_detection_time() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         loop = asyncio.get_running_loop()
         h0 = c.scheduler.workers[0]
@@ -238,7 +237,7 @@ async def test_a_silent_worker_is_lost_after_the_detection_time() -> None:
 
 
 @virtual
-async def test_a_worker_that_talks_but_does_not_step_is_lost() -> None:
+async def test_worker_with_a_stuck_step_counts_as_lost() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.prefill_s = 1e6
@@ -247,7 +246,7 @@ async def test_a_worker_that_talks_but_does_not_step_is_lost() -> None:
 
 
 @virtual
-async def test_a_worker_of_another_life_gets_no_job() -> None:
+async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None:
     async with cluster(("h0", "hybrid")) as c:
         old = c.scheduler.workers[0]
         old.die()
@@ -260,7 +259,7 @@ async def test_a_worker_of_another_life_gets_no_job() -> None:
 
 
 @virtual
-async def test_random_faults_never_change_an_answer() -> None:
+async def test_random_faults_never_change_the_response() -> None:
     """Cuts, kills, repeats and pauses by seed; workers come back with another epoch."""
     for seed in range(sized(15, 300)):
         await _random_faults(Random(seed), seed)
@@ -304,7 +303,7 @@ async def _random_faults(rng: Random, seed: int) -> None:
 
 
 @virtual
-async def test_an_answer_goes_on_only_with_the_weights_that_began_it() -> None:
+async def test_request_continues_only_on_workers_with_the_same_weights() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0, h1 = c.scheduler.workers
         c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
@@ -316,7 +315,7 @@ async def test_an_answer_goes_on_only_with_the_weights_that_began_it() -> None:
 
 
 @virtual
-async def test_a_request_of_which_the_client_has_nothing_may_begin_with_any_weights() -> None:
+async def test_request_without_delivered_tokens_may_restart_with_other_weights() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0, h1 = c.scheduler.workers
         c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)

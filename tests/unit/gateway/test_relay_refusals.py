@@ -7,13 +7,12 @@ import pytest
 
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
-from tests.unit.gateway.fakes import answer_to, cluster
-from tests.unit.gateway.relaying import PROMPT, kill_at
+from tests.unit.gateway.fakes import PROMPT, answer_to, cluster, kill_at
 from tests.unit.gateway.virtual import virtual
 
 
 @virtual
-async def test_a_request_under_way_waits_for_workers_until_its_deadline() -> None:
+async def test_running_request_waits_for_workers_until_its_deadline() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = kill_at(3)
@@ -26,7 +25,7 @@ async def test_a_request_under_way_waits_for_workers_until_its_deadline() -> Non
 
 
 @virtual
-async def test_a_new_request_without_workers_is_refused_at_once() -> None:
+async def test_new_request_without_workers_is_rejected_immediately() -> None:
     async with cluster() as c:
         with pytest.raises(Refused) as refused:
             await c.ask(PROMPT)
@@ -48,7 +47,7 @@ async def test_a_new_request_without_workers_is_refused_at_once() -> None:
     ],
 )
 @virtual
-async def test_rejections_keep_their_reason(reason: Reason, code: Code) -> None:
+async def test_rejection_keeps_its_reason(reason: Reason, code: Code) -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.answer = lambda _: Rejection(reason=reason, message="no", retry_after_s=3.0)
         with pytest.raises(Refused) as refused:
@@ -61,7 +60,7 @@ async def test_rejections_keep_their_reason(reason: Reason, code: Code) -> None:
 
 
 @virtual
-async def test_a_job_failure_that_may_succeed_elsewhere_is_tried_elsewhere() -> None:
+async def test_retriable_job_failure_is_retried_on_another_worker() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         p0, p1, d0 = c.scheduler.workers
         failure = Failure(
@@ -75,7 +74,7 @@ async def test_a_job_failure_that_may_succeed_elsewhere_is_tried_elsewhere() -> 
 
 
 @virtual
-async def test_a_failure_that_would_repeat_ends_the_request() -> None:
+async def test_failure_that_is_not_retriable_ends_the_request() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
         c.scheduler.workers[0].fail_job = lambda _: failure
@@ -86,7 +85,7 @@ async def test_a_failure_that_would_repeat_ends_the_request() -> None:
 
 
 @virtual
-async def test_attempts_are_bounded_and_the_last_failure_is_the_answer() -> None:
+async def test_attempts_are_bounded_and_the_last_failure_is_returned() -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.workers[0].fail_job = lambda job: Failure(
             code=Code.UNAVAILABLE,
@@ -102,7 +101,7 @@ async def test_attempts_are_bounded_and_the_last_failure_is_the_answer() -> None
 
 
 @virtual
-async def test_a_new_request_that_finds_full_queues_is_told_so_soon() -> None:
+async def test_new_request_is_rejected_after_two_full_queues() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid"), ("h2", "hybrid")) as c:
         full = Failure(
             code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message="full", retry_after_s=2.0, retriable=True
@@ -118,7 +117,7 @@ async def test_a_new_request_that_finds_full_queues_is_told_so_soon() -> None:
 
 
 @virtual
-async def test_a_request_under_way_is_not_turned_away_by_a_full_queue() -> None:
+async def test_running_request_is_not_rejected_by_a_full_queue() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0, h1 = c.scheduler.workers
         h0.before_token = kill_at(3)
@@ -128,7 +127,7 @@ async def test_a_request_under_way_is_not_turned_away_by_a_full_queue() -> None:
 
 
 @virtual
-async def test_a_request_that_kills_its_workers_is_stopped() -> None:
+async def test_request_that_kills_its_workers_is_stopped() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         for worker in c.scheduler.workers:
             worker.before_token = kill_at(2)
@@ -139,7 +138,7 @@ async def test_a_request_that_kills_its_workers_is_stopped() -> None:
 
 
 @virtual
-async def test_workers_that_die_while_it_only_waits_do_not_make_a_request_poison() -> None:
+async def test_deaths_of_workers_that_only_wait_for_kv_do_not_count() -> None:
     async with cluster(("p0", "prefill"), *((f"d{i}", "decode") for i in range(4))) as c:
         p0, *decode = c.scheduler.workers
         p0.prefill_s = 0.3

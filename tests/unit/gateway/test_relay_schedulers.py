@@ -10,13 +10,12 @@ from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
 from tests.times import TEST_TIMES
-from tests.unit.gateway.fakes import StubScheduler, answer_to, cluster, until
-from tests.unit.gateway.relaying import PROMPT, kill_at
+from tests.unit.gateway.fakes import PROMPT, StubScheduler, answer_to, cluster, kill_at, until
 from tests.unit.gateway.virtual import virtual
 
 
 @virtual
-async def test_a_request_that_waits_at_the_scheduler_is_asked_for_again_and_says_how_long_it_has_waited() -> None:
+async def test_queued_request_is_asked_again_with_its_waiting_time() -> None:
     async with cluster(("h0", "hybrid")) as c:
         loop = asyncio.get_running_loop()
         begin_s, until_s = loop.time(), loop.time() + 3 * TEST_TIMES["scheduler_wait_s"]
@@ -31,7 +30,7 @@ async def test_a_request_that_waits_at_the_scheduler_is_asked_for_again_and_says
 
 
 @virtual
-async def test_another_scheduler_is_asked_when_one_is_gone() -> None:
+async def test_next_scheduler_is_asked_if_one_does_not_answer() -> None:
     async with cluster(("h0", "hybrid")) as c:
         other = StubScheduler(c.network, "scheduler:2")
         other.workers = c.scheduler.workers
@@ -44,7 +43,7 @@ async def test_another_scheduler_is_asked_when_one_is_gone() -> None:
 
 
 @virtual
-async def test_new_requests_wait_for_a_scheduler_and_then_are_told() -> None:
+async def test_new_request_waits_for_a_scheduler_and_then_fails() -> None:
     async with cluster(("h0", "hybrid")) as c:
         loop = asyncio.get_running_loop()
         c.scheduler.die()
@@ -60,7 +59,7 @@ async def test_new_requests_wait_for_a_scheduler_and_then_are_told() -> None:
 
 
 @virtual
-async def test_streams_go_on_without_a_scheduler() -> None:
+async def test_streams_continue_without_a_scheduler() -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.workers[0].step_s = 1.0
         got = asyncio.create_task(c.ask(PROMPT))
@@ -70,7 +69,7 @@ async def test_streams_go_on_without_a_scheduler() -> None:
 
 
 @virtual
-async def test_the_scheduler_hears_what_became_of_each_decision() -> None:
+async def test_outcome_of_each_decision_is_reported() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].before_token = kill_at(3)
         await c.ask(PROMPT)
@@ -84,7 +83,7 @@ async def test_the_scheduler_hears_what_became_of_each_decision() -> None:
 
 
 @virtual
-async def test_outcomes_that_come_together_are_told_together() -> None:
+async def test_outcomes_are_reported_in_batches() -> None:
     async with cluster(("h0", "hybrid")) as c:
         calls: list[int] = []
 
@@ -118,7 +117,7 @@ async def test_outcomes_go_to_the_scheduler_that_decided_in_calls_of_bounded_siz
 
 
 @virtual
-async def test_a_query_says_what_must_be_computed_and_what_was_delivered() -> None:
+async def test_query_contains_prompt_and_delivered_tokens() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].before_token = kill_at(3)
         await c.ask(PROMPT)

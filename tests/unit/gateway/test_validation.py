@@ -16,7 +16,7 @@ from baton.gateway.input.request_body import parse_request
 from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from tests.corpus import FIELDS, LISTS, beyond, bodies, body_with
 from tests.scale import sized
-from tests.unit.gateway.one_validator import MAX_LEN, call, refusal
+from tests.unit.gateway.validator_calls import MAX_LEN, call, refusal
 
 
 def valid_values(name: str, limit: Limit) -> list[Any]:
@@ -43,7 +43,7 @@ def invalid_values(limit: Limit) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_each_field_takes_its_bounds_and_refuses_what_lies_beyond(name: str) -> None:
+def test_each_field_accepts_its_bounds_and_rejects_values_beyond(name: str) -> None:
     for value in valid_values(name, FIELDS[name]):
         call(body_with(name, value))
     for value in invalid_values(FIELDS[name]):
@@ -54,7 +54,7 @@ def test_each_field_takes_its_bounds_and_refuses_what_lies_beyond(name: str) -> 
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - {"prompt"}))
-def test_null_is_as_good_as_left_out(name: str) -> None:
+def test_null_means_omitted(name: str) -> None:
     body = body_with(name, None)
     if name in LISTS or name == "logit_bias":
         body[name] = None
@@ -63,7 +63,7 @@ def test_null_is_as_good_as_left_out(name: str) -> None:
     )
 
 
-def test_the_table_and_the_fields_name_the_same_things() -> None:
+def test_limits_and_field_lists_name_the_same_fields() -> None:
     assert {name.split(".")[0] for name in FIELDS} == field_policy.COMPLETIONS
     assert {"messages", "top_logprobs"} == field_policy.CHAT - field_policy.COMPLETIONS
     for refused in (field_policy.NOT_IN_CHAT, field_policy.NOT_IN_COMPLETIONS):
@@ -76,7 +76,7 @@ def test_the_table_and_the_fields_name_the_same_things() -> None:
     ("endpoint", "table"),
     [(Endpoint.COMPLETIONS, field_policy.NOT_IN_COMPLETIONS), (Endpoint.CHAT, field_policy.NOT_IN_CHAT)],
 )
-def test_unimplemented_fields_are_refused_by_name_unless_they_ask_for_nothing(
+def test_unimplemented_fields_are_rejected_unless_they_have_no_effect(
     endpoint: Endpoint, table: dict[str, Any]
 ) -> None:
     good = {"messages": [{"role": "user", "content": "x"}]} if endpoint is Endpoint.CHAT else {"prompt": "x"}
@@ -89,7 +89,7 @@ def test_unimplemented_fields_are_refused_by_name_unless_they_ask_for_nothing(
         assert field.advice in str(error)
 
 
-def test_a_default_is_recognised_by_its_type_too() -> None:
+def test_default_value_must_have_the_right_type() -> None:
     refusal({"prompt": "x", "echo": 0})
     refusal({"prompt": "x", "best_of": True})
 
@@ -98,20 +98,20 @@ def test_a_default_is_recognised_by_its_type_too() -> None:
     ("name", "value", "meant"),
     [("temprature", 1, "temperature"), ("maxtokens", 1, "max_tokens"), ("Model", "demo", "model"), ("tool", [], None)],
 )
-def test_unknown_fields_are_refused_with_the_nearest_name(name: str, value: Any, meant: str | None) -> None:
+def test_unknown_field_is_rejected_with_a_similar_name(name: str, value: Any, meant: str | None) -> None:
     error = refusal({"prompt": "x", name: value})
     assert error.failure.reason is Reason.UNSUPPORTED_FIELD
     assert repr(name) in str(error)
     assert meant is None or f"did you mean {meant}?" in str(error)
 
 
-def test_unknown_names_are_shown_as_ascii() -> None:
+def test_unknown_names_are_printed_as_ascii() -> None:
     assert "\\u" in str(refusal({"prompt": "x", "t\u00e9mp\u20ac": 1}))
     refusal({"prompt": "x", "k" * 100_000: 1})
     refusal({"prompt": "x", "\ud800": 1})
 
 
-def test_labels_change_nothing_but_must_be_sound() -> None:
+def test_labels_have_no_effect_but_are_validated() -> None:
     labels = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -171,7 +171,7 @@ def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
 
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(bodies())
-def test_http_and_grpc_give_the_same_answer(body: dict[str, Any]) -> None:
+def test_http_and_grpc_validate_alike(body: dict[str, Any]) -> None:
     over_grpc = from_generate_request(to_generate_request(body))
     said = answer(body, Endpoint.COMPLETIONS)
     assert answer(over_grpc, Endpoint.GRPC) == said
@@ -195,7 +195,7 @@ NAMES = sorted(field_policy.CHAT | field_policy.COMPLETIONS | field_policy.LABEL
 
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON_VALUES, max_size=5))
-def test_anything_at_all_is_a_request_or_refused(body: dict[str, Any]) -> None:
+def test_any_body_is_parsed_or_rejected(body: dict[str, Any]) -> None:
     for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         said = answer({"prompt": "x"} | body if endpoint is Endpoint.COMPLETIONS else body, endpoint)
         if not isinstance(said, list):

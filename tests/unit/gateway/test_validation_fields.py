@@ -11,7 +11,7 @@ from baton.core.request import Slo
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
-from tests.unit.gateway.one_validator import MAX_LEN, at_once, chat, completion, refusal, validator
+from tests.unit.gateway.validator_calls import MAX_LEN, at_once, chat, completion, refusal, validator
 
 
 def test_models() -> None:
@@ -20,7 +20,7 @@ def test_models() -> None:
     assert (error.failure.code, error.failure.reason, error.param) == (Code.NOT_FOUND, Reason.MODEL_NOT_FOUND, "model")
 
 
-def test_sampling_as_openai_and_vllm_have_it() -> None:
+def test_sampling_fields_of_openai_and_vllm() -> None:
     sampling = completion(
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1, seed=7, logprobs=3,
         logit_bias={"5": 1, "4": -100}, stop_token_ids=[1, 2], min_tokens=2, ignore_eos=True, stop="end",
@@ -63,11 +63,11 @@ def test_sampling_as_openai_and_vllm_have_it() -> None:
         ("stream", "yes"),
     ],
 )
-def test_values_that_are_none(name: str, value: Any) -> None:
+def test_invalid_values_are_rejected(name: str, value: Any) -> None:
     assert refusal({"prompt": "x", name: value}).param.startswith(name)
 
 
-def test_logprobs_of_the_two_apis() -> None:
+def test_logprobs_of_both_apis() -> None:
     assert completion().num_logprobs is None
     assert completion(logprobs=0).num_logprobs == 0
     assert chat(logprobs=True).num_logprobs == 0
@@ -96,7 +96,7 @@ def test_priority_slo_and_deadline() -> None:
     assert limited.requests[0].deadline_s == 12.5
 
 
-def test_a_trace_context_is_kept_if_it_is_one() -> None:
+def test_only_a_valid_trace_context_is_kept() -> None:
     def traced(text: str) -> str:
         made = at_once(
             validator().call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(trace_context=text), received_s=0)
@@ -108,7 +108,7 @@ def test_a_trace_context_is_kept_if_it_is_one() -> None:
     assert traced(good + "\r\nx: y") == traced("x" * 100_000) == ""
 
 
-def test_who_asks_for_no_slo_gets_the_clusters_term_by_term() -> None:
+def test_unset_slo_terms_take_the_default() -> None:
     checked = Validator(
         tokenizer=ByteTokenizer(vocab_size=300),
         model="demo",

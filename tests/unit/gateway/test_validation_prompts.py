@@ -11,10 +11,10 @@ from baton.core.errors import Reason
 from baton.gateway.input.client_call import Endpoint, InvalidField
 from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
-from tests.unit.gateway.one_validator import MAX_LEN, at_once, call, chat, completion, refusal, validator
+from tests.unit.gateway.validator_calls import MAX_LEN, at_once, call, chat, completion, refusal, validator
 
 
-def test_prompts_of_every_form() -> None:
+def test_all_forms_of_prompts_are_accepted() -> None:
     assert [list(r.token_ids) for r in completion(prompt="ab").requests] == [[97, 98]]
     assert [list(r.token_ids) for r in completion(prompt=["a", "b"]).requests] == [[97], [98]]
     assert [list(r.token_ids) for r in completion(prompt=[1, 2]).requests] == [[1, 2]]
@@ -27,16 +27,16 @@ def test_prompts_of_every_form() -> None:
     [None, 1, True, {}, "", [], [""], ["a", ""], [[]], [[1], []], ["a", [1]], [[1], "a"], [[1], 2], [1, "a"], [1, True], [1, 1.0],
      [1, None], [-1], [2**32], [300], [[1], [300]], [["a"]], [[[1]]], ["x"] * 257, "a\0", "\ud800"],
 )  # fmt: skip
-def test_prompts_that_are_none(prompt: Any) -> None:
+def test_invalid_prompts_are_rejected(prompt: Any) -> None:
     assert refusal({"prompt": prompt}).param == "prompt"
 
 
-def test_no_prompt_at_all() -> None:
+def test_missing_prompt_is_rejected() -> None:
     assert refusal({}).param == "prompt"
     assert refusal({}, Endpoint.CHAT).param == "messages"
 
 
-def test_ids_are_drawn_and_differ() -> None:
+def test_request_ids_are_random_and_unique() -> None:
     made = completion(prompt=["a", "b", "c"])
     ids = [request.request_id for request in made.requests]
     assert len(set(ids)) == 3
@@ -48,7 +48,7 @@ def test_ids_are_drawn_and_differ() -> None:
     assert given_id.request_id == b"x" * 16 != given_id.requests[1].request_id
 
 
-def test_the_seed_is_the_clients_or_drawn() -> None:
+def test_seed_is_the_clients_or_random() -> None:
     assert completion(seed=5).requests[0].sampling.seed == 5
     assert completion(seed=-1).requests[0].sampling.seed == 2**64 - 1
     drawn = completion(prompt=["a", "b"])
@@ -67,7 +67,7 @@ def test_the_seed_is_the_clients_or_drawn() -> None:
         [{"role": "user", "content": [1]}], [{"role": "user", "content": "x", "name": 5}], [{"role": "user", "content": "x"}] * 4097,
     ],
 )  # fmt: skip
-def test_messages_that_are_none(messages: Any) -> None:
+def test_invalid_messages_are_rejected(messages: Any) -> None:
     assert refusal({"messages": messages}, Endpoint.CHAT).param.startswith("messages")
 
 
@@ -92,7 +92,7 @@ def test_messages_become_a_prompt() -> None:
 # Lengths.
 
 
-def test_prompt_and_answer_must_fit_the_model() -> None:
+def test_prompt_and_max_tokens_must_fit_the_context() -> None:
     assert completion(prompt="x" * 90, max_tokens=10).requests[0].sampling.max_tokens == 10
     error = refusal({"prompt": "x" * 90, "max_tokens": 11})
     assert error.failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
@@ -104,7 +104,7 @@ def test_prompt_and_answer_must_fit_the_model() -> None:
     assert refusal({"prompt": "x" * 90, "min_tokens": 11}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_default_lengths() -> None:
+def test_default_max_tokens() -> None:
     assert completion().requests[0].sampling.max_tokens == 16
     assert completion(prompt="x" * 90).requests[0].sampling.max_tokens == 10
     assert completion(min_tokens=20).requests[0].sampling.max_tokens == 20
@@ -116,7 +116,7 @@ def test_default_lengths() -> None:
     assert refusal({"prompt": "x", "min_tokens": 5, "max_tokens": 4}).param == "min_tokens"
 
 
-def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+def test_text_that_cannot_fit_is_not_tokenized() -> None:
     class NeverEncodes(ByteTokenizer):
         async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
             raise AssertionError("encoded")
@@ -135,7 +135,7 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
 @pytest.mark.parametrize(
     "body", [{"prompt": "x" * 5_000_000}, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}]
 )
-def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str, Any]) -> None:
+def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[str, Any]) -> None:
     encoded: list[int] = []
 
     class Counts(ByteTokenizer):
@@ -162,7 +162,7 @@ def test_a_text_whose_beginning_is_too_long_is_not_encoded_whole(body: dict[str,
     assert encoded == [800]
 
 
-def test_a_long_text_of_long_tokens_may_fit() -> None:
+def test_long_text_with_long_tokens_may_fit() -> None:
     class Halves(ByteTokenizer):
         async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
             return await super().encode(text[: len(text) // 20])
@@ -181,7 +181,7 @@ def test_a_long_text_of_long_tokens_may_fit() -> None:
     assert made.requests[0].num_prompt_tokens == 50
 
 
-def test_choices_are_bounded() -> None:
+def test_number_of_choices_is_bounded() -> None:
     assert len(completion(prompt=["x"] * 16, n=64).requests) == 16
     assert refusal({"prompt": ["x"] * 17, "n": 64}).param == "n"
     assert refusal({"prompt": "x", "n": 65}).param == "n"  # what one worker runs

@@ -40,7 +40,7 @@ async def all_of(generation: Generation) -> list[GenerateChunk]:
 
 
 @virtual
-async def test_a_generation_streams_and_ends_with_usage() -> None:
+async def test_generation_streams_and_ends_with_usage() -> None:
     async with cluster(*PD) as c:
         generation = await inference(c).generate(
             {"prompt": "hello", "max_tokens": 6, "n": 2, "timeline": True}, ANONYMOUS
@@ -69,7 +69,7 @@ async def timeline_of(c: Cluster) -> Timeline:
 
 
 @virtual
-async def test_a_timeline_has_what_was_predicted_when_the_last_attempt_was_placed() -> None:
+async def test_timeline_has_the_prediction_for_the_last_attempt() -> None:
     async with cluster(*PD, ("d1", "decode")) as c:
 
         def placed(query: PlacementQuery) -> Placement | Rejection:
@@ -96,7 +96,7 @@ async def test_a_timeline_has_what_was_predicted_when_the_last_attempt_was_place
 
 
 @virtual
-async def test_what_nobody_predicted_is_absent_from_a_timeline_not_zero() -> None:
+async def test_timeline_omits_values_without_a_prediction() -> None:
     async with cluster(*PD) as c:
         timeline = await timeline_of(c)
         assert (timeline.waiting_s, timeline.predicted_ttft_s, timeline.predicted_tpot_s) == (0.0, None, None)
@@ -104,7 +104,7 @@ async def test_what_nobody_predicted_is_absent_from_a_timeline_not_zero() -> Non
 
 
 @virtual
-async def test_a_bad_request_is_refused_before_it_runs() -> None:
+async def test_invalid_request_is_rejected_before_it_runs() -> None:
     async with cluster(*PD) as c:
         with pytest.raises(Refused) as refused:
             await inference(c).generate({"prompt": ""}, ANONYMOUS)
@@ -113,7 +113,7 @@ async def test_a_bad_request_is_refused_before_it_runs() -> None:
 
 
 @virtual
-async def test_the_callers_deadline_counts() -> None:
+async def test_callers_deadline_applies() -> None:
     async with cluster(*PD) as c:
         c.scheduler.workers[0].prefill_s = c.scheduler.workers[1].prefill_s = 100
         begin_s = asyncio.get_running_loop().time()
@@ -125,7 +125,7 @@ async def test_the_callers_deadline_counts() -> None:
 
 
 @virtual
-async def test_a_failure_after_first_chunks_is_raised_once_they_are_read() -> None:
+async def test_failure_is_raised_after_earlier_chunks_are_read() -> None:
     async with cluster(*PD) as c:
         failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
         c.scheduler.workers[1].before_token = lambda w, job, _s, index: w.fail_now(job, failure) if index == 3 else None
@@ -148,7 +148,7 @@ async def test_closing_a_generation_cancels_its_request() -> None:
 
 
 @virtual
-async def test_a_client_that_does_not_read_loses_its_request() -> None:
+async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
     async with cluster(*PD) as c:
         generation = await inference(c, stream_buffer_bytes=2000).generate(
             {"prompt": "x", "max_tokens": 500}, ANONYMOUS
@@ -161,7 +161,7 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
 
 
 @virtual
-async def test_tokens_models_and_status() -> None:
+async def test_tokenize_models_and_status() -> None:
     async with cluster(*PD) as c:
         api = inference(c)
         assert list(await api.tokenize({"prompt": "ab"}, ANONYMOUS)) == [97, 98]
@@ -182,7 +182,7 @@ async def test_tokens_models_and_status() -> None:
 
 
 @virtual
-async def test_decisions_and_drains_go_to_the_schedulers() -> None:
+async def test_explain_and_drain_call_the_schedulers() -> None:
     async with cluster(*PD) as c:
         with pytest.raises(Refused) as refused:
             await admin(c).explain(None, ANONYMOUS)

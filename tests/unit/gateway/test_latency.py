@@ -18,7 +18,7 @@ def delta(begin: int, *tokens: int, sample: int = 0, **fields: object) -> TokenD
     return TokenDelta(job=JOB, sample_index=sample, output_index=begin, token_ids=tokens, **fields)  # type: ignore[arg-type]
 
 
-def test_without_two_tokens_there_is_no_pace() -> None:
+def test_tpot_is_none_without_two_tokens() -> None:
     latency = TokenLatency()
     assert (latency.ttft_s(1.0), latency.tpot_s) == (None, None)
     latency.record(0, 1, 3.0)
@@ -27,20 +27,20 @@ def test_without_two_tokens_there_is_no_pace() -> None:
     assert (latency.tpot_s, latency.last_s) == (None, 3.0)
 
 
-def test_the_pace_is_the_mean_gap_after_the_first_token() -> None:
+def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
     latency = TokenLatency()
     for num_tokens, now_s in ((1, 3.0), (1, 5.0), (2, 6.0)):
         latency.record(0, num_tokens, now_s)
     assert (latency.tpot_s, latency.num_tokens) == (1.0, 4)
 
 
-def test_two_tokens_that_come_at_once_have_no_gap_between_them() -> None:
+def test_tokens_delivered_together_have_a_gap_of_zero() -> None:
     latency = TokenLatency()
     latency.record(0, 2, 3.0)
     assert latency.tpot_s == 0.0
 
 
-def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
+def test_tpot_averages_gaps_within_samples_only() -> None:
     latency = TokenLatency()
     for sample, now_s in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 5.0), (1, 6.0), (2, 50.0)):
         latency.record(sample, 1, now_s)
@@ -48,7 +48,7 @@ def test_the_gaps_of_all_samples_count_and_none_between_samples() -> None:
 
 
 @virtual
-async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
+async def test_repeated_token_does_not_change_latency() -> None:
     delivery = Delivery([0])
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -62,7 +62,7 @@ async def test_a_token_that_another_leg_repeats_changes_nothing() -> None:
 
 
 @virtual
-async def test_what_the_prefill_leg_said_and_who_decodes_repeats_counts_once() -> None:
+async def test_prefill_report_repeated_by_the_decode_worker_counts_once() -> None:
     timeline = LegTimeline(worker_id="p0", pid=1, num_computed_tokens=5)
     usage = Usage(num_prompt_tokens=5, num_cached_tokens={"device": 4})
     delivery = Delivery([0])
@@ -73,7 +73,7 @@ async def test_what_the_prefill_leg_said_and_who_decodes_repeats_counts_once() -
 
 
 @virtual
-async def test_a_decision_is_told_of_its_own_attempt_and_the_client_of_all() -> None:
+async def test_scheduler_gets_values_of_one_attempt_and_client_of_all() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0, h1 = c.scheduler.workers
         h0.before_token = lambda worker, _job, _sample, index: worker.die() if index == 1 else None

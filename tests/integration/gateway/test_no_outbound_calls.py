@@ -135,7 +135,7 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
     await gateway.check()
 
 
-async def test_what_a_client_names_is_refused_and_never_called() -> None:
+async def test_addresses_named_by_clients_are_rejected_and_never_called() -> None:
     """The address is one where somebody listens, who would notice."""
     calls = 0
 
@@ -229,7 +229,7 @@ async def say_all_of_it_there(network: Network) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_nothing_leaves_the_gateways_network() -> None:
+def test_requests_cause_no_outbound_packets() -> None:
     if reason := why_not():
         pytest.skip(reason)
     with counted_network() as network, ThreadPoolExecutor(1, initializer=network.enter) as thread:

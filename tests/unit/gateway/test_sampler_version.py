@@ -18,7 +18,7 @@ async def ask(c: Cluster) -> str:
     return (await c.ask("hello", seed=5)).texts[0]
 
 
-async def test_a_worker_of_the_gateways_own_release_takes_the_request() -> None:
+async def test_request_moves_to_a_worker_with_the_same_sampler_version() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].fail_job = refuse
         assert (await ask(c)).encode() == answer_to(b"hello", 8)
@@ -27,7 +27,7 @@ async def test_a_worker_of_the_gateways_own_release_takes_the_request() -> None:
         ] * 2
 
 
-async def test_without_one_the_client_is_told_why() -> None:
+async def test_client_gets_the_reason_if_no_worker_has_the_same_sampler_version() -> None:
     async with cluster(("h0", "hybrid"), max_attempts=3) as c:
         c.scheduler.workers[0].fail_job = refuse
         with pytest.raises(

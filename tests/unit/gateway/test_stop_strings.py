@@ -32,14 +32,14 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(TEXT, STOPS, st.lists(st.integers(0, 30), max_size=6))
-def test_the_answer_does_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_result_does_not_depend_on_how_text_is_split(text: str, stops: list[str], cuts: list[int]) -> None:
     places = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
     pieces = [text[a:b] for a, b in pairwise(places)]
     assert run(pieces, stops) == first_stop(text, stops)
 
 
 @given(TEXT, STOPS)
-def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held(text: str, stops: list[str]) -> None:
+def test_only_possible_stop_strings_are_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = ""
     for end, character in enumerate(text, 1):
@@ -53,7 +53,7 @@ def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held(text: s
         assert not any(stop.startswith(tail) for tail in longer for stop in stops)
 
 
-def test_before_min_tokens_nothing_is_found_or_held() -> None:
+def test_stop_strings_do_not_count_before_min_tokens() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.put("a") == ("", False)
     assert matcher.pass_through("b!") == "ab!"

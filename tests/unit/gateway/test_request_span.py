@@ -12,7 +12,7 @@ from tests.unit.gateway.virtual import virtual
 
 
 @virtual
-async def test_everything_that_leaves_for_a_request_goes_below_its_span() -> None:
+async def test_queries_and_jobs_carry_the_request_span() -> None:
     tracing = RecordedTracing()
     async with cluster(("p0", "prefill"), ("d0", "decode"), tracing=tracing) as c:
         got = await c.ask("hello", max_tokens=12)
@@ -33,7 +33,7 @@ async def test_everything_that_leaves_for_a_request_goes_below_its_span() -> Non
 
 
 @virtual
-async def test_a_lost_attempt_is_an_event_of_it() -> None:
+async def test_failed_attempt_is_an_event_of_the_span() -> None:
     tracing = RecordedTracing()
     async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode"), tracing=tracing) as c:
 
@@ -58,7 +58,7 @@ async def test_each_prompt_of_a_call_has_a_span() -> None:
 
 
 @virtual
-async def test_a_refused_request_names_the_reason() -> None:
+async def test_span_of_a_rejected_request_has_the_reason() -> None:
     tracing = RecordedTracing()
     async with cluster(("h0", "hybrid"), tracing=tracing) as c:
         c.scheduler.answer = lambda _: Rejection(reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0)
@@ -69,7 +69,7 @@ async def test_a_refused_request_names_the_reason() -> None:
 
 
 @virtual
-async def test_a_client_that_leaves_is_no_problem() -> None:
+async def test_span_of_a_cancelled_request_is_not_an_error() -> None:
     tracing = RecordedTracing()
     async with cluster(("h0", "hybrid"), tracing=tracing) as c:
         asking = asyncio.create_task(c.ask("hello", max_tokens=200))

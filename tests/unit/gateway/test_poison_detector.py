@@ -64,7 +64,7 @@ def assert_poison(got: object) -> None:
 
 
 @virtual
-async def test_a_long_answer_outlives_any_number_of_workers_that_had_brought_it_further() -> None:
+async def test_request_survives_any_number_of_worker_deaths_with_progress() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         for worker, index in zip(c.scheduler.workers, (2, 6, 9, 30), strict=False):
             worker.before_token = dies_at(index)
@@ -74,7 +74,7 @@ async def test_a_long_answer_outlives_any_number_of_workers_that_had_brought_it_
 
 
 @virtual
-async def test_a_first_token_from_prefill_is_no_step_of_the_decode_worker() -> None:
+async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -> None:
     """Each attempt gets one token further, but no decode worker has made it."""
     async with cluster(("p0", "prefill"), *((f"d{i}", "decode") for i in range(4))) as c:
         for worker in c.scheduler.workers[1:]:
@@ -88,7 +88,7 @@ async def test_a_first_token_from_prefill_is_no_step_of_the_decode_worker() -> N
 
 
 @virtual
-async def test_those_who_were_under_one_death_only_are_not_in_doubt() -> None:
+async def test_requests_on_only_one_dead_worker_are_resumed() -> None:
     """Row 10: two deaths, and the others are resumed."""
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         h0, h1 = c.scheduler.workers[:2]
@@ -107,7 +107,7 @@ async def test_those_who_were_under_one_death_only_are_not_in_doubt() -> None:
 
 @pytest.mark.parametrize("from_index", [0, 3])
 @virtual
-async def test_those_who_were_under_the_same_deaths_are_told_apart_one_by_one(from_index: int) -> None:
+async def test_requests_on_the_same_dead_workers_are_run_one_at_a_time(from_index: int) -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
         for worker in c.scheduler.workers:
             worker.before_token = killed_by(POISON, from_index=from_index)
@@ -116,7 +116,7 @@ async def test_those_who_were_under_the_same_deaths_are_told_apart_one_by_one(fr
 
 
 @virtual
-async def test_samples_of_one_request_do_not_hide_behind_each_other() -> None:
+async def test_samples_of_one_request_count_as_one_suspect() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
         for worker in c.scheduler.workers:
             worker.before_token = killed_by(POISON, from_index=3)
@@ -127,7 +127,7 @@ async def test_samples_of_one_request_do_not_hide_behind_each_other() -> None:
 
 
 @virtual
-async def test_a_worker_that_was_dead_before_it_had_the_job_did_not_die_of_it() -> None:
+async def test_worker_that_was_dead_before_the_job_does_not_count() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid"), ("h2", "hybrid")) as c:
         h0, h1, h2 = c.scheduler.workers
         await asyncio.sleep(1)
@@ -140,7 +140,7 @@ async def test_a_worker_that_was_dead_before_it_had_the_job_did_not_die_of_it() 
         assert answers == []
 
 
-def test_every_suspect_of_a_death_hears_the_same_whoever_asks_first() -> None:
+def test_result_for_a_death_does_not_depend_on_the_order_of_calls() -> None:
     w0, w1 = builders.worker_ref("w0"), builders.worker_ref("w1")
     for order in ([b"a", b"b"], [b"b", b"a"]):
         detector = PoisonDetector()

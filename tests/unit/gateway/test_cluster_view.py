@@ -47,13 +47,13 @@ LINKED = {"links": (builders.link("p0"),)}
         ([report("p0", "prefill"), report("d0", "decode"), report("h0", "hybrid")], ""),
     ],
 )
-def test_ready_means_that_a_request_could_be_served(reports: list[WorkerReport], problem: str) -> None:
+def test_problem_is_empty_only_if_a_request_can_be_served(reports: list[WorkerReport], problem: str) -> None:
     found = view(*reports).problem
     assert problem in found
     assert bool(found) == bool(problem)
 
 
-def test_what_is_known_stays_when_the_scheduler_is_lost() -> None:
+def test_last_view_stays_when_the_scheduler_is_lost() -> None:
     seen = view(
         report("h0", "hybrid", max_model_len=300, max_num_seqs=4),
         report("h1", "hybrid", max_model_len=200, max_num_seqs=8),
@@ -67,11 +67,11 @@ def test_what_is_known_stays_when_the_scheduler_is_lost() -> None:
     assert seen.model_limits.max_model_len == 200  # of the workers that are away for a moment
 
 
-def test_before_any_worker_the_models_own_length_counts() -> None:
+def test_models_own_length_applies_until_a_worker_reports() -> None:
     made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
     assert made.model_limits.max_model_len == 500
     assert made.layout is None
 
 
-def test_links_are_told_to_people() -> None:
+def test_links_are_formatted_for_operators() -> None:
     assert view(report("p0", "prefill"), report("d0", "decode", **LINKED)).links == "p0 -> d0 shared-memory 1.00 GB/s"

@@ -26,14 +26,14 @@ def refusal(*args: Any) -> Refused:
     return refused.value
 
 
-def test_without_keys_everybody_may_do_everything() -> None:
+def test_without_keys_every_caller_may_do_everything() -> None:
     assert KeyRing().identify("") == ANONYMOUS
     KeyRing().check_admin(ANONYMOUS)
     KeyRing().admit(ANONYMOUS, 0.0)
     assert (ANONYMOUS.tenant, ANONYMOUS.cache_salt) == ("default", b"")
 
 
-def test_a_key_says_who_somebody_is() -> None:
+def test_key_identifies_its_caller() -> None:
     keys = ring(entry(), entry("bob", "secret-b", tenant="ads", admin=True))
     alice, bob = keys.identify("Bearer secret-a"), keys.identify("bearer  secret-b ")
     assert (alice.name, alice.tenant, alice.is_admin) == ("alice", "search", False)
@@ -46,13 +46,13 @@ def test_a_key_says_who_somebody_is() -> None:
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", "secret-a", "Basic secret-a", "Bearer secret-", "Bearer secret-a secret-a"]
 )
-def test_nobody_else_is_let_in(header: str) -> None:
+def test_unknown_and_malformed_keys_are_rejected(header: str) -> None:
     failure = refusal(ring(entry()).identify, header).failure
     assert (failure.code, failure.reason) == (Code.UNAUTHENTICATED, Reason.INVALID_API_KEY)
     assert "secret" not in failure.message
 
 
-def test_a_tenant_has_one_salt_and_no_other_has_it() -> None:
+def test_each_tenant_has_its_own_salt() -> None:
     keys = ring(entry(), entry("bob", "secret-b"), entry("eve", "secret-e", tenant="ads"))
     salts = [keys.identify(f"Bearer secret-{who}").cache_salt for who in "abe"]
     assert salts[0] == salts[1] != salts[2]
@@ -60,7 +60,7 @@ def test_a_tenant_has_one_salt_and_no_other_has_it() -> None:
     assert tenant_salt(bytes(16), "search") != salts[0], "the file's secret is in it"
 
 
-def test_so_many_at_a_time() -> None:
+def test_open_requests_per_key_are_limited() -> None:
     keys = ring(entry(max_open_requests=3), entry("bob", "secret-b"))
     alice, bob = keys.identify("Bearer secret-a"), keys.identify("Bearer secret-b")
     keys.acquire(alice, 2)
@@ -77,7 +77,7 @@ def test_so_many_at_a_time() -> None:
     assert not keys._num_open.keys() - {"bob"}, "nothing is kept of who has nothing open"
 
 
-def test_so_many_a_minute_with_bursts_of_a_tenth() -> None:
+def test_request_rate_is_limited_with_bursts_of_a_tenth() -> None:
     keys = ring(entry(requests_per_minute=60))
     alice = keys.identify("Bearer secret-a")
 
@@ -96,7 +96,7 @@ def test_so_many_a_minute_with_bursts_of_a_tenth() -> None:
     assert taken(1000.0) == 6
 
 
-def test_a_call_of_many_is_let_in_whole_and_paid_for() -> None:
+def test_call_with_many_prompts_is_admitted_and_delays_later_calls() -> None:
     keys = ring(entry(requests_per_minute=60))
     alice = keys.identify("Bearer secret-a")
     keys.admit(alice, 0.0)
@@ -107,7 +107,7 @@ def test_a_call_of_many_is_let_in_whole_and_paid_for() -> None:
     keys.admit(alice, 25.0)
 
 
-def test_a_retry_after_what_it_was_told_is_let_in() -> None:
+def test_retry_after_the_reported_time_is_admitted() -> None:
     keys = ring(entry(requests_per_minute=7))
     alice, now_s = keys.identify("Bearer secret-a"), 0.0
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_retry_after_what_it_was_told_is_let_in() -> None:
     assert now_s == pytest.approx(20 * 60 / 7)
 
 
-def test_keys_may_change_while_requests_run() -> None:
+def test_keys_can_change_while_requests_run() -> None:
     keys = ring(entry(max_open_requests=1), entry("bob", "secret-b"))
     alice = keys.identify("Bearer secret-a")
     keys.acquire(alice, 1)
@@ -162,12 +162,12 @@ def one(**changes: Any) -> dict[str, Any]:
         (one(min_priority="high"), "`min_priority` is 'high'; must be an integer"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_with_what_would(content: object, message: str) -> None:
+def test_invalid_key_file_is_rejected_with_the_rule(content: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_keys(content)
 
 
-def test_limits_are_read() -> None:
+def test_limits_are_parsed() -> None:
     keys = ring(entry(max_open_requests=2, requests_per_minute=30, admin=True))
     assert keys.identify("Bearer secret-a") == Identity(
         name="alice",
