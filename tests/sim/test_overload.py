@@ -16,7 +16,7 @@ from baton.sim import virtual_time
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_executor import SimStepCost
 from tests.scale import sized
-from tests.sim.test_storm import config
+from tests.sim.test_chaos import config
 
 pytestmark = pytest.mark.sim
 

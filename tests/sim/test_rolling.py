@@ -8,15 +8,15 @@ import pytest
 
 from baton.core.kv.kv_layout import LAYOUT_VERSION
 from baton.sim import virtual_time
-from baton.sim.chaos import Storm, audit_caches, plan_requests
+from baton.sim.chaos import ChaosProfile, audit_caches, plan_requests
 from baton.sim.sim_clients import run_client
 from baton.sim.sim_cluster import SimCluster
 from tests.scale import sized
-from tests.sim.test_storm import MODEL, POLICY_BY_SEED, config
+from tests.sim.test_chaos import MODEL, POLICY_BY_SEED, config
 
 pytestmark = pytest.mark.sim
 
-LOAD = Storm(num_requests=100, duration_s=14.0, cancelled=0.0)
+LOAD = ChaosProfile(num_requests=100, duration_s=14.0, cancelled=0.0)
 
 
 @pytest.mark.parametrize("seed", range(sized(3, 200)))

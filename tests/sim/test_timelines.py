@@ -12,7 +12,7 @@ from baton.gateway.input.client_call import Endpoint
 from baton.sim import virtual_time
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_network import Delays
-from tests.sim.test_storm import config
+from tests.sim.test_chaos import config
 
 pytestmark = pytest.mark.sim
 

@@ -35,13 +35,13 @@ async def serve(
 ) -> None:
     """Keep the configured workers alive until `stop`.
 
-    With `ray_address`, workers are detached actors of an existing Ray cluster: they outlive this driver, and the
-    next driver adopts them. Each node has the model or downloads it. A worker without a node, or one that keeps
-    dying, is retried as long as this runs.
+    With `ray_address`, workers are detached actors of an existing Ray cluster: they outlive this driver, and
+    the next driver adopts them. Each node has the model or downloads it. A worker without a node, or one that
+    keeps dying, is retried as long as this runs.
 
-    Without `ray_address`, workers run on a private Ray and end with this process. A hub id is downloaded once,
-    before the first worker starts. Raises ConfigError if the machine has too little memory for all workers, and
-    WorkerFailed if a worker does not start or keeps dying.
+    Without `ray_address`, workers run on a private Ray and end with this process. A hub id is downloaded
+    once, before the first worker starts. Raises ConfigError if the machine has too little memory for all
+    workers, and WorkerFailed if a worker does not start or keeps dying.
 
     RayFailed is raised if Ray cannot be reached. All these errors arrive in an ExceptionGroup. The keyword
     arguments are replaced in tests.
@@ -89,8 +89,8 @@ def worker_config(
 ) -> WorkerConfig:
     """Return the settings of one worker of the fleet.
 
-    num_workers: number of workers that share this machine's memory and cores. On an existing Ray cluster it is
-        corrected once the worker has a node.
+    num_workers: number of workers that share this machine's memory and cores. On an existing Ray cluster it
+        is corrected once the worker has a node.
     model: what the worker loads. Its public name comes from `config`.
     workers_on_gpu: number of workers that share its GPU; 1 if Ray assigns GPUs.
     """

@@ -1,7 +1,7 @@
 """Resolves a model to a local directory before any worker starts, and downloads a hub id once.
 
-The download runs in its own process, which can be killed at any time. `python -m baton.fleet.model_files MODEL`
-prints one line of JSON: `{"directory": ...}`, or `{"problem": ...}` with an error text for the user.
+The download runs in its own process, which can be killed at any time. `python -m baton.fleet.model_files
+MODEL` prints one line of JSON: `{"directory": ...}`, or `{"problem": ...}` with an error text for the user.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ DOWNLOAD_COMMAND = (sys.executable, "-m", "baton.fleet.model_files")
 async def model_directory(model: str, download_command: Sequence[str] = DOWNLOAD_COMMAND) -> str:
     """Return the directory from which every process can load `model` without the network.
 
-    A hub id is downloaded, with a progress bar. Cancelling kills the download process: threads of the hub client
-    could not be stopped. Raises ModelError.
+    A hub id is downloaded, with a progress bar. Cancelling kills the download process: threads of the hub
+    client could not be stopped. Raises ModelError.
     """
     if _is_local(model):
         return str(resolve_model(model))

@@ -115,7 +115,7 @@ class Cluster:
                 group.create_task(child.supervise())
 
     async def close(self) -> None:
-        """Stop the gateway first, then the other services, then the workers, so that running requests can finish.
+        """Stop the gateway, then the other services, then the workers, so that running requests can finish.
 
         Errors are reported and not raised, so that the remaining processes are ended too and an earlier error
         stays the one that is raised.
@@ -137,9 +137,10 @@ class Cluster:
         self.grpc_address = join_address(config.host, self._grpc_port)
 
     async def _resolve_model(self) -> str:
-        """Return the model that workers load: a local directory, or the model's name on an existing Ray cluster.
+        """Return the model that workers load: a local directory, or its name on an existing Ray cluster.
 
-        There, each node has the model or downloads it. This machine needs it for the gateway's tokenizer.
+        In the latter case each node has the model or downloads it. This machine needs it for the gateway's
+        tokenizer.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -254,7 +255,10 @@ class Cluster:
         return self._log_dir or self._run.path
 
     async def _wait_until_ready(self) -> str:
-        """Wait until the gateway has workers of all roles and connected pairs. Return its summary of the links."""
+        """Wait until the gateway has workers of all roles and connected pairs.
+
+        Return its summary of the links.
+        """
         last = "no answer"
         async with local_client(2.0) as client:
             try:

@@ -80,9 +80,10 @@ def _index(worker_id: str) -> int:
 def plan_workers(settings: FleetSettings, cores: Sequence[int], gpus: Sequence[str] = ()) -> list[WorkerSpec]:
     """Return the workers of a configuration: prefill first, then decode, then hybrid.
 
-    `cores` are divided between them (empty: do not pin). `gpus` are assigned round-robin. On a private Ray the
-    workers are named `w0`, `w1`, .... On an existing Ray cluster they may outlive their driver and are named
-    `prefill-0`, `decode-0`, ..., so that a name does not depend on the number of workers of other roles.
+    `cores` are divided between them (empty: do not pin). `gpus` are assigned round-robin. On a private Ray
+    the workers are named `w0`, `w1`, .... On an existing Ray cluster they may outlive their driver and are
+    named `prefill-0`, `decode-0`, ..., so that a name does not depend on the number of workers of other
+    roles.
     """
     roles = (
         [WorkerRole.PREFILL] * settings.prefill
@@ -109,8 +110,8 @@ def max_workers_per_gpu(specs: Sequence[WorkerSpec]) -> int:
 def check_kv_memory(kv_memory: int, num_workers: int, free: int) -> None:
     """Raise ConfigError if `free` bytes of host memory cannot hold `kv_memory` bytes for each worker.
 
-    A check in each worker is not enough: when they start together, no worker has touched its pages yet. All checks
-    would pass, and the machine would run out of memory while they serve.
+    A check in each worker is not enough: when they start together, no worker has touched its pages yet. All
+        checks would pass, and the machine would run out of memory while they serve.
     """
     if kv_memory * num_workers > free:
         raise ConfigError(

@@ -1,2 +1,1 @@
-"""The whole cluster in one process under virtual time: the real services over simulated leaves (device,
-bytes, calls, store)."""
+"""Simulates a cluster under virtual time: the real services over simulated device, network and store."""

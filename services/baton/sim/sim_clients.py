@@ -1,5 +1,4 @@
-"""Simulated clients: they ask a gateway through its own service object, and check every token of the
-answer."""
+"""Simulated clients, which call a gateway's service object directly and check every token of the answer."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,8 +15,11 @@ from baton.sim.sim_memory import contents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRequest:
-    """One request of a plan. `cancel_after_s`: the client leaves so long after it asked; None: it stays to
-    the end."""
+    """One planned request.
+
+    start_s: virtual time at which it is sent.
+    cancel_after_s: the client cancels after this time; None: never.
+    """
 
     number: int
     start_s: float
@@ -31,7 +33,12 @@ class SimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SimAnswer:
-    """What a client got: exactly one of finished, failed, cancelled."""
+    """The answer to one request, which is finished, failed or cancelled.
+
+    tokens, finishes: token ids and finish reason by choice index.
+    failure: reason code of a refusal or error.
+    ended_s: virtual time of its end.
+    """
 
     request: SimRequest
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -41,7 +48,7 @@ class SimAnswer:
     ended_s: float = 0.0
 
     def put(self, choice: ChoiceDelta) -> None:
-        """`ChoiceSink`: called by the gateway as the answer grows."""
+        """Append new tokens of one choice. The gateway calls it as a `ChoiceSink`."""
         self.tokens.setdefault(choice.index, []).extend(choice.token_ids)
         if choice.finish is not None:
             if choice.index in self.finishes:
@@ -50,24 +57,24 @@ class SimAnswer:
 
     @property
     def outcome(self) -> str:
+        """`finished`, `cancelled`, or the reason code of the failure."""
         if self.was_cancelled:
             return "cancelled"
         return self.failure or "finished"
 
     def check(self, vocab_size: int) -> None:
-        """Invariant I1: what was delivered is a prefix of the only right answer, all of it if the request
-        finished."""
+        """Raise AssertionError unless the tokens are a prefix of the expected answer, or all if finished."""
         for index in range(self.request.num_samples):
-            right = expected_answer(self.request, index, vocab_size)
+            expected = expected_answer(self.request, index, vocab_size)
             got = self.tokens.get(index, [])
-            if got != right[: len(got)] or (self.outcome == "finished" and len(got) != len(right)):
+            if got != expected[: len(got)] or (self.outcome == "finished" and len(got) != len(expected)):
                 raise AssertionError(
-                    f"request {self.request.number}, sample {index}, {self.outcome}: got {got}, right is {right}"
+                    f"request {self.request.number}, sample {index}, {self.outcome}: got {got}, expected {expected}"
                 )
 
 
 def expected_answer(request: SimRequest, sample_index: int, vocab_size: int) -> list[int]:
-    """What the simulated model says after the prompt, computed without any cluster."""
+    """Compute the simulated model's answer to a prompt without any cluster."""
     content = contents(request.prompt)[-1]
     answer: list[int] = []
     for position in range(len(request.prompt), len(request.prompt) + request.max_tokens):
@@ -77,14 +84,14 @@ def expected_answer(request: SimRequest, sample_index: int, vocab_size: int) -> 
 
 
 async def run_client(request: SimRequest, gateway: GatewayService) -> SimAnswer:
-    """Wait for the request's time, ask, and collect the answer. Returns whatever the end is."""
+    """Wait until the request's start time, send it, and return its answer, also if it failed."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, request.start_s - loop.time()))
     answer = SimAnswer(request=request)
-    leaving = None
+    cancellation = None
     work = asyncio.ensure_future(gateway.run(_call(request, gateway, loop.time()), answer))
     if request.cancel_after_s is not None:
-        leaving = loop.call_later(request.cancel_after_s, work.cancel)
+        cancellation = loop.call_later(request.cancel_after_s, work.cancel)
     try:
         await work
     except Refused as refused:
@@ -92,14 +99,14 @@ async def run_client(request: SimRequest, gateway: GatewayService) -> SimAnswer:
     except asyncio.CancelledError:
         answer.was_cancelled = True
     finally:
-        if leaving is not None:
-            leaving.cancel()
+        if cancellation is not None:
+            cancellation.cancel()
     answer.ended_s = loop.time()
     return answer
 
 
 def _call(request: SimRequest, gateway: GatewayService, now_s: float) -> ClientCall:
-    """As the validator would make it, ids drawn from the request's number so that a run can be repeated."""
+    """Build the validated call. Its id comes from the request's number, so that a run can be repeated."""
     return ClientCall(
         endpoint=Endpoint.GRPC,
         model=gateway.rules.model,

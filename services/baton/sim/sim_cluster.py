@@ -1,5 +1,4 @@
-"""A simulated cluster: `fleet.local.in_process_cluster` over the simulator's leaves, all of it from one
-seed."""
+"""A simulated cluster: an in-process cluster over simulated components, all derived from one seed."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -8,7 +7,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
-from baton.fleet.local.in_process_cluster import LocalCluster, WorkerLeaves
+from baton.fleet.local.in_process_cluster import InProcessCluster, WorkerComponents
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.config.settings import ClusterConfig, WorkerConfig
 from baton.sim.sim_executor import SimExecutor, SimStepCost
@@ -21,7 +20,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimModel:
-    """The model that is simulated, and what it costs."""
+    """The simulated model, and the timing of device, transfers and network."""
 
     vocab_size: int = 251
     max_model_len: int = 256
@@ -31,8 +30,13 @@ class SimModel:
     delays: Delays = field(default_factory=Delays)
 
 
-class SimCluster(LocalCluster):
-    """Must be made inside the virtual-time loop that runs it."""
+class SimCluster(InProcessCluster):
+    """A cluster of simulated workers. It must be created inside the virtual-time loop that runs it.
+
+    memories: KV memory of each worker's current incarnation, by worker id.
+    layout_version: KV layout version of workers that start from now on. Another value simulates another
+        release.
+    """
 
     def __init__(self, config: ClusterConfig, model: SimModel, seed: int) -> None:
         rng = Random(seed)
@@ -40,9 +44,7 @@ class SimCluster(LocalCluster):
         self.network = SimNetwork(Random(rng.getrandbits(64)), model.delays)
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
         self.memories: dict[str, SimMemory] = {}
-        """Of each worker's present life."""
         self.layout_version = LAYOUT_VERSION
-        """Of workers that start from now on: another one is another release's."""
         super().__init__(
             config=config,
             switchboard=self.network,
@@ -50,11 +52,11 @@ class SimCluster(LocalCluster):
             decisions=MemoryDecisionStore(),
             feed=MemoryKvEventFeed(),
             tokenizer=ByteTokenizer(vocab_size=model.vocab_size, max_model_len=model.max_model_len),
-            make_leaves=self._make_sim_leaves,
+            make_components=self._make_sim_components,
             rng=rng,
         )
 
-    def _make_sim_leaves(self, worker: WorkerRef, config: WorkerConfig) -> WorkerLeaves:
+    def _make_sim_components(self, worker: WorkerRef, config: WorkerConfig) -> WorkerComponents:
         model = self.model
         layout = replace(sim_layout(config.block_size_tokens), layout_version=self.layout_version)
         memory = SimMemory(model.num_blocks, config.block_size_tokens)
@@ -71,7 +73,7 @@ class SimCluster(LocalCluster):
             block_size_tokens=config.block_size_tokens,
             max_waiting_seqs=config.max_queued_jobs,
         )
-        return WorkerLeaves(
+        return WorkerComponents(
             engine_config=engine_config,
             pool=pool,
             executor=SimExecutor(layout=layout, memory=memory, vocab_size=model.vocab_size, cost=model.step),
@@ -82,7 +84,7 @@ class SimCluster(LocalCluster):
 
 
 def sim_layout(block_size_tokens: int) -> KvLayout:
-    """A small model's: what matters is the bytes a block has on the wire."""
+    """Return the KV layout of a small model. It determines the transfer size of a block."""
     components = tuple(KvComponent(name=name, num_kv_heads=2, head_dim=64, dtype="bfloat16") for name in ("k", "v"))
     return KvLayout(
         model_fingerprint="simulated",

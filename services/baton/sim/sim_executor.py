@@ -1,4 +1,4 @@
-"""A device that takes virtual seconds and computes exactly what its KV memory says, right or wrong."""
+"""A simulated device. It takes virtual time, and its tokens depend on the actual content of its KV memory."""
 
 import asyncio
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from baton.sim.sim_memory import SimMemory, contents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimStepCost:
-    """Seconds of a step: `base_s` + `per_token_s` for each scheduled token."""
+    """Duration of a step in seconds: `base_s` plus `per_token_s` for each scheduled token."""
 
     base_s: float = 0.004
     per_token_s: float = 0.0001
 
     @property
     def model(self) -> StepCostModel:
-        """The same, as workers report it: exact."""
+        """The same cost as the model that workers report. It is exact."""
         return StepCostModel(
             step_s=self.base_s,
             prefill_token_s=self.per_token_s,
@@ -33,16 +33,19 @@ class SimStepCost:
 
 
 class SimExecutor:
-    """Implements `Executor`. The next token is a function of the KV in the sequence's blocks, so a stale,
-    foreign or torn block shows in the answer; where a step samples, every slot that it attends to is compared
-    with the sequence's history as well."""
+    """Implements `Executor` over simulated memory.
+
+    The next token is a function of the content of the sequence's blocks, so a stale, wrong or partly written
+    block changes the answer. A step that samples also compares every slot with the sequence's history and
+    raises KvCorrupted on a difference.
+    """
 
     def __init__(self, *, layout: KvLayout, memory: SimMemory, vocab_size: int, cost: SimStepCost) -> None:
         self._layout = layout
         self.memory = memory
         self._vocab_size = vocab_size
         self._cost = cost
-        self._turns = StepQueue()
+        self._step_queue = StepQueue()
         self._last = LastResult()
 
     @property
@@ -54,11 +57,11 @@ class SimExecutor:
         return self.memory.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        async with self._turns.turn(plan.step_id):
+        async with self._step_queue.turn(plan.step_id):
             return self._last.keep(await self._run(self._last.fill_in(plan)))
 
     def withdraw(self, step_id: int) -> bool:
-        return self._turns.withdraw(step_id)
+        return self._step_queue.withdraw(step_id)
 
     async def aclose(self) -> None:
         """Nothing to free."""

@@ -1,6 +1,6 @@
-"""KV memory without the bytes: each slot holds a number that stands for the whole prefix up to its token.
+"""Simulated KV memory: each slot holds one number instead of a token's KV.
 
-So a wrong block is a wrong number.
+The number is a checksum of all tokens up to this one. So a wrong block is detected as a wrong number.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ EMPTY = 0
 
 
 def contents(values: Iterable[int]) -> list[int]:
-    """The slots of a whole sequence of token ids."""
+    """Return the slot contents of a sequence of token ids."""
     slots: list[int] = slots_of(token_ids(values)).tolist()
     return slots
 
 
 class SimMemory:
-    """`num_blocks` blocks of `block_size_tokens` slots."""
+    """KV memory of `num_blocks` blocks with `block_size_tokens` slots each."""
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.num_blocks = num_blocks
@@ -26,17 +26,21 @@ class SimMemory:
         self._blocks = [[EMPTY] * block_size_tokens for _ in range(num_blocks)]
 
     def block(self, block_id: int) -> tuple[int, ...]:
+        """Return the slots of a block."""
         return tuple(self._blocks[block_id])
 
     def write_block(self, block_id: int, content: Iterable[int]) -> None:
+        """Replace all slots of a block."""
         self._blocks[block_id][:] = content
 
     def slot(self, block_table: tuple[int, ...], index: int) -> int:
+        """Return the content of token position `index` of a sequence."""
         return self._blocks[block_table[index // self.block_size_tokens]][index % self.block_size_tokens]
 
     def write_slot(self, block_table: tuple[int, ...], index: int, content: int) -> None:
+        """Set the content of token position `index` of a sequence."""
         self._blocks[block_table[index // self.block_size_tokens]][index % self.block_size_tokens] = content
 
     def prefix_before(self, block_table: tuple[int, ...], index: int) -> int:
-        """The content that slot `index` continues."""
+        """Return the content of the position before `index`, or the start value for index 0."""
         return self.slot(block_table, index - 1) if index else START

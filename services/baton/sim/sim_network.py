@@ -1,8 +1,7 @@
-"""The calls leaf of the simulator: messages between services take seeded time, streams can be cut, and hosts
-can die.
+"""Simulated network: messages take a seeded random time, streams can be cut, and processes can die.
 
-In order within a stream, in any order between streams, as TCP connections are. A message is lost only with
-its stream, as there, too.
+It behaves like TCP connections. Messages arrive in order within a stream, and in any order between streams. A
+message is lost only together with its stream.
 """
 
 import asyncio
@@ -32,23 +31,23 @@ MAX_BUFFERED = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Each message takes `least_s` plus an exponential time of mean `mean_s`."""
+    """Distribution of message delays: `min_s` plus an exponential time with mean `mean_s`."""
 
-    least_s: float = 0.000_05
+    min_s: float = 0.000_05
     mean_s: float = 0.000_5
 
     def draw(self, rng: Random) -> float:
-        return self.least_s + rng.expovariate(1.0 / self.mean_s)
+        """Return a random delay in seconds."""
+        return self.min_s + rng.expovariate(1.0 / self.mean_s)
 
 
 class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
-    """One end of a stream between two hosts."""
+    """One end of a stream between two processes."""
 
     def __init__(self, stream: "SimStream") -> None:
         self._stream = stream
-        self._under_way: deque[Any] = (
-            deque()
-        )  # timers of one moment fire in any order: each brings the oldest message, not its own
+        # Timers of the same time fire in any order, so each timer delivers the oldest message, not its own.
+        self._under_way: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
         self._wake = asyncio.Event()
         self._broken: StreamBroken | None = None
@@ -74,23 +73,28 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
     async def aclose(self) -> None:
         self.end("closed by the other end")
 
-    def end(self, why: str, failure: Failure | None = None) -> None:
-        """Close this end; the other one still gets what was sent, then the end and its reason."""
+    def end(self, reason: str, failure: Failure | None = None) -> None:
+        """Close this end. The other end receives all sent messages, then the close with its reason."""
         if not self._broken:
             self.break_off(StreamBroken("this end is closed"))
-            self.other._arrive_later(StreamBroken(why, failure))
+            self.other._arrive_later(StreamBroken(reason, failure))
 
-    def break_off(self, why: StreamBroken) -> None:
-        self._broken = self._broken or why
+    def break_off(self, error: StreamBroken) -> None:
+        """Make all further calls on this end raise `error`."""
+        self._broken = self._broken or error
         self._wake.set()
         self._stream.forget_if_over()
 
     @property
     def is_broken(self) -> bool:
+        """True after the stream was closed or cut."""
         return self._broken is not None
 
     def _arrive_later(self, message: Any) -> None:
-        """In order: never before what was sent earlier. A StreamBroken is the other end's goodbye."""
+        """Deliver a message after a random delay, but not before earlier ones.
+
+        A StreamBroken closes this end.
+        """
         loop = asyncio.get_running_loop()
         self._next_arrival_s = max(self._next_arrival_s, loop.time() + self._stream.draw_delay())
         self._under_way.append(message)
@@ -108,7 +112,7 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
 
 
 class SimStream:
-    """Two ends and the hosts they are on."""
+    """A stream: its two ends and the addresses of their processes (`hosts`)."""
 
     def __init__(self, network: "SimNetwork", hosts: tuple[str, str], number: int) -> None:
         self._network = network
@@ -118,49 +122,55 @@ class SimStream:
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
 
     def draw_delay(self) -> float:
+        """Return the delay of one message in seconds."""
         return self._network.draw_delay()
 
-    def cut(self, why: str = "the connection was cut") -> None:
-        """Both ends break at once; what was under way is lost, and counted."""
+    def cut(self, reason: str = "the connection was cut") -> None:
+        """Break both ends immediately. Messages under way are lost and counted."""
         self._network.messages_lost += self.num_under_way
         for end in self.ends:
             end._arrived.clear()
-            end.break_off(StreamBroken(why))
+            end.break_off(StreamBroken(reason))
 
     @property
     def num_under_way(self) -> int:
-        """Messages that were sent and not yet received, in both directions."""
+        """Number of messages in both directions that were sent and not yet received."""
         return sum(len(end._arrived) + len(end._under_way) for end in self.ends if not end.is_broken)
 
     def forget_if_over(self) -> None:
+        """Remove the stream from the network once both ends are broken."""
         if all(end.is_broken for end in self.ends):
             self._network.streams.pop(self.number, None)
 
 
 class SimNetwork:
-    """All hosts of one simulated cluster. `rng` decides delays; a scenario decides cuts and deaths."""
+    """The network of one simulated cluster. `rng` draws the delays; the scenario decides on cuts and deaths.
+
+    streams: open streams by number.
+    messages_lost: number of messages that were under way in streams that were cut.
+    """
 
     def __init__(self, rng: Random, delays: Delays) -> None:
         self._rng = rng
         self._delays = delays
         self._services: dict[str, WorkerService | SchedulerService] = {}
-        self._handlers: dict[
-            str, dict[asyncio.Task[Any], None]
-        ] = {}  # dicts, not sets: a set's order is not the seed's
+        # Dicts instead of sets, because the order of a set does not follow from the seed.
+        self._handlers: dict[str, dict[asyncio.Task[Any], None]] = {}
         self.streams: dict[int, SimStream] = {}
         self.messages_lost = 0
         self._opened = 0
 
     def draw_delay(self) -> float:
+        """Return the delay of one message in seconds."""
         return self._delays.draw(self._rng)
 
     def listen(self, address: str, service: WorkerService | SchedulerService) -> None:
+        """Make a service reachable at `address`."""
         self._services[address] = service
         self._handlers[address] = {}
 
     async def kill(self, address: str) -> None:
-        """The process at this address dies: its streams break at both ends, what it was doing stops in the
-        middle."""
+        """Kill the process at this address: its streams break and its running calls are cancelled."""
         self._services.pop(address, None)
         for stream in [s for s in self.streams.values() if address in s.hosts]:
             stream.cut("the process died")
@@ -170,20 +180,23 @@ class SimNetwork:
         await asyncio.gather(*handlers, return_exceptions=True)
 
     def host(self, address: str) -> "HostNetwork":
-        """The network as the process at `address` uses it."""
+        """Return the network interface of the process at `address`."""
         return HostNetwork(self, address)
 
     def service_at(self, address: str) -> WorkerService | SchedulerService:
+        """Return the service at `address`. Raises StreamBroken if there is none."""
         service = self._services.get(address)
         if service is None:
-            raise StreamBroken(f"nobody listens at {address}")
+            raise StreamBroken(f"no service listens at {address}")
         return service
 
     def open(
         self, hosts: tuple[str, str], serve: Callable[[SimEnd[Any, Any]], Coroutine[Any, Any, None]]
     ) -> SimEnd[Any, Any]:
-        """A stream from one host to another, whose service runs `serve` with its end until the stream
-        ends."""
+        """Open a stream between two processes and return the client's end.
+
+        `serve` runs with the server's end.
+        """
         self._opened += 1
         stream = SimStream(self, hosts, self._opened)
         self.streams[stream.number] = stream
@@ -193,7 +206,7 @@ class SimNetwork:
             try:
                 await serve(server)
             except StreamBroken:
-                pass  # how a stream's service usually ends
+                pass  # the normal end of a stream's service
             except Refused as refused:
                 server.end(str(refused), refused.failure)
             finally:
@@ -206,8 +219,7 @@ class SimNetwork:
         return client
 
     async def run_at(self, address: str, call: Coroutine[Any, Any, T]) -> T:
-        """A call as the process at `address` runs it: it ends with that process, for its caller by
-        StreamBroken."""
+        """Run a call inside the process at `address`. Raises StreamBroken if that process dies meanwhile."""
         task = asyncio.get_running_loop().create_task(call, name=f"call-{address}")
         handlers = self._handlers[address]
         handlers[task] = None
@@ -241,7 +253,7 @@ class HostNetwork(Network):
         return SimSchedulerClient(self._network, self._address, address)
 
     async def aclose(self) -> None:
-        """Streams belong to those who opened them."""
+        """Do nothing: streams are closed by their openers."""
 
     async def _dial(
         self, address: str, method: Callable[[Any], Callable[[SimEnd[Any, Any]], Coroutine[Any, Any, None]]]
@@ -252,7 +264,7 @@ class HostNetwork(Network):
 
 
 class SimSchedulerClient(SchedulerApi):
-    """Calls that take a delay each way and fail when the scheduler dies meanwhile."""
+    """Implements `SchedulerApi`. Calls take a delay each way and fail if the scheduler dies meanwhile."""
 
     def __init__(self, network: SimNetwork, caller: str, address: str) -> None:
         self._network = network

@@ -1,6 +1,6 @@
-"""The bytes leaf of the simulator: reads take virtual time block by block, may get stuck and may write late.
+"""Simulated KV transfers: reads take virtual time block by block, and may get stuck and write late.
 
-They see the memory of the other side as it is at that moment, torn or reused.
+A read sees the owner's memory as it is at that moment, even if a block is being reused.
 """
 
 import asyncio
@@ -18,8 +18,12 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """A read takes `latency_s` and then its bytes at `bytes_per_s`. With probability `stuck` it stops half
-    way, and goes on, late, after `stuck_s`: nothing tells it from a slow one until then."""
+    """Timing of reads.
+
+    latency_s: delay before the first byte.
+    bytes_per_s: speed.
+    stuck: probability that a read stops at some block and continues only after `stuck_s`.
+    """
 
     latency_s: float = 0.000_05
     bytes_per_s: float = 4e9
@@ -35,23 +39,27 @@ class _Host:
 
 
 class SimFabric:
-    """All memories that can be read, by agent name. One a cluster."""
+    """The memories of all workers of a cluster, by agent name.
+
+    pairs: (reader, owner) agent names between which KV was read.
+    """
 
     def __init__(self, rng: Random, link: LinkModel) -> None:
         self.rng = rng
         self.link = link
         self.pairs: set[tuple[str, str]] = set()
-        """(reader, owner), by agent name, where KV was read."""
         self._hosts: dict[str, _Host] = {}
 
     def add(self, agent_name: str, memory: SimMemory, generations: MemoryGenerationTable) -> None:
+        """Register the memory of a worker."""
         self._hosts[agent_name] = _Host(memory=memory, generations=generations)
 
     def kill(self, agent_name: str) -> None:
-        """The process is gone: reads of it fail, also those under way."""
+        """Make all reads of this memory fail, including those under way, as if its process had died."""
         self._hosts[agent_name].is_alive = False
 
     def find(self, agent_name: str) -> _Host | None:
+        """Return the memory of a living worker, or None."""
         host = self._hosts.get(agent_name)
         return host if host is not None and host.is_alive else None
 
@@ -63,7 +71,7 @@ class _SimRead:
 
 
 class SimTransferBackend:
-    """Implements `TransferBackend` between `SimMemory`s."""
+    """Implements `TransferBackend` between `SimMemory` instances."""
 
     two_sided = False
     max_probe_blocks = 1
@@ -115,10 +123,10 @@ class SimTransferBackend:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Peers read the blocks themselves."""
+        """Do nothing: peers read the blocks without the owner."""
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Reads are one-sided."""
+        """Do nothing: reads are one-sided."""
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         self._start(read_id, source, list(block_ids))

@@ -1,5 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it. Everything else is asyncio's
-own."""
+"""An asyncio event loop whose clock jumps to the next timer instead of waiting for it."""
 
 import asyncio
 import selectors
@@ -10,11 +9,11 @@ T = TypeVar("T")
 
 
 class Deadlock(Exception):
-    """Every task waits for something that no timer and no other task will bring."""
+    """All tasks wait and no timer is left, so that no task can ever continue."""
 
 
-class _Jump(selectors.BaseSelector):
-    """A selector that finds no file ready and turns each wait into a jump of the clock."""
+class _JumpSelector(selectors.BaseSelector):
+    """A selector that never finds a ready file, and advances the clock by the timeout of each wait."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -22,7 +21,7 @@ class _Jump(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock(f"nothing is left to happen at {self.now_s:.6f} s, but the run has not ended")
+            raise Deadlock(f"at {self.now_s:.6f} s all tasks wait and no timer is left")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -41,22 +40,24 @@ class _Jump(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when nothing is ready to run. Threads, sockets and subprocesses
-    have no place here."""
+    """Event loop with a virtual clock, which starts at 0 and advances only when no callback is ready.
+
+    Threads, sockets and subprocesses cannot be used.
+    """
 
     def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
+        self._jumps = _JumpSelector()
+        super().__init__(self._jumps)
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        return self._jump.now_s
+        return self._jumps.now_s
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func!r} would run in a thread, whose end virtual time cannot know")
+        raise RuntimeError(f"{func!r} would run in a thread, which virtual time does not support")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` under virtual time. Raises Deadlock when everybody waits for ever."""
+    """Run a coroutine under virtual time, as `asyncio.run` does. Raises Deadlock if no task can continue."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

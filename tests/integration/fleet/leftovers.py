@@ -1,4 +1,4 @@
-"""Records the processes, ports and files of a running `baton up`, and checks that they are gone afterwards."""
+"""Records what a running `baton up` owns, and checks that it is gone after the end."""
 
 import os
 import socket
@@ -34,7 +34,10 @@ class Leftovers:
         assert self.directory.is_dir()
 
     def assert_gone(self, within_s: float = 1.0) -> None:
-        """Fail unless everything is gone within `within_s`. Use `GONE_S` after a SIGKILL, when the reaper cleans up."""
+        """Fail unless everything is gone within `within_s`.
+
+        Use `GONE_S` after a SIGKILL, when the reaper cleans up.
+        """
         end_s = time.monotonic() + within_s
         while left := self._left():
             assert time.monotonic() < end_s, f"left behind: {left}"
@@ -92,7 +95,10 @@ def _answers(port: int) -> bool:
 
 
 def _is_redis(process: psutil.Process) -> bool:
-    """Return True for Redis, whose process title overwrites its environment. The kernel ends it with `baton up`."""
+    """Return True for Redis, whose process title overwrites its environment.
+
+    The kernel ends it with `baton up`.
+    """
     return "-server" in "".join(_command(process)[:1])
 
 

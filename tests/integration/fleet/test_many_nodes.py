@@ -318,8 +318,8 @@ def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster
 
 
 def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
-    """The node that was drained before counts again, because the new fleet does not know of the drain. The place of
-    the node with another release keeps one worker waiting."""
+    """The node that was drained before counts again, because the new fleet does not know of the drain. The
+    place of the node with another release keeps one worker waiting."""
     hosts, before = cluster.hosts, cluster.workers()
     port = cluster.head.call(lambda: choose_port(cluster.head.address, 0, flag=""))
     cluster.fleet = cluster.start_fleet(scale_with_nodes=True, admin_port=port)

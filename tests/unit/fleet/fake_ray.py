@@ -1,4 +1,4 @@
-"""A fake Ray made of dictionaries: nodes offer resources, and actors wait for them, live and end as a test says."""
+"""A fake Ray: nodes offer resources, and actors wait for them, live and end under control of a test."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -58,7 +58,10 @@ def worker_config(spec: WorkerSpec) -> WorkerConfig:
 
 @asynccontextmanager
 async def reconciling(ray: FakeRay, tmp_path: Path, workers: DesiredWorkers, **options: Any) -> AsyncIterator[RayFleet]:
-    """A fleet that reconciles these workers in the background. It must still do so at the end of the block."""
+    """A fleet that reconciles these workers in the background.
+
+    It must still do so at the end of the block.
+    """
     fleet = await connected(ray, tmp_path, **options)
     task = asyncio.create_task(fleet.reconcile(workers))
     try:

@@ -63,7 +63,7 @@ async def until_answered(client: httpx.AsyncClient, path: str, *words: str) -> h
             await asyncio.sleep(0.01)
 
 
-async def test_fleet_is_healthy_before_it_joins_ready_afterwards_and_counts_its_workers(tmp_path: Path) -> None:
+async def test_fleet_is_healthy_before_it_joins_then_ready_and_counts_its_workers(tmp_path: Path) -> None:
     ray, joined = FakeRay(d={"baton_decode": 1}), threading.Event()
     parts = fake_parts(ray, tmp_path, connect=lambda: joined.wait(5) and "10.0.0.1")
     port = choose_port("127.0.0.1", 0, flag="")

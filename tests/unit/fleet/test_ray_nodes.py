@@ -95,7 +95,10 @@ def test_release_mismatch_names_the_difference(node_release: dict[str, str], mis
 
 
 class Cluster:
-    """Answers the Ray calls of `RayNodes` with nodes and their releases. An exception is raised by its node."""
+    """Answers the Ray calls of `RayNodes` with nodes and their releases.
+
+    An exception is raised by its node.
+    """
 
     def __init__(self, **releases: dict[str, str] | Exception) -> None:
         self.releases = releases

@@ -15,7 +15,8 @@ SERVES = "print('hello'); print('ready 127.0.0.1:5', flush=True); import time; t
 
 
 def spec(tmp_path: Path, code: str, **changes: float) -> ChildSpec:
-    return ChildSpec(name="child", argv=[sys.executable, "-c", code], output=tmp_path / "child.out", **changes)  # type: ignore[arg-type]
+    argv = [sys.executable, "-c", code]
+    return ChildSpec(name="child", argv=argv, output=tmp_path / "child.out", **changes)  # type: ignore[arg-type]
 
 
 def is_alive(pid: int) -> bool:

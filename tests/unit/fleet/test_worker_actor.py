@@ -1,4 +1,7 @@
-"""The Ray actor around a worker: its node settings and its end. Real actors are in tests/integration/fleet."""
+"""The Ray actor around a worker: its node settings and its end.
+
+Real actors are in tests/integration/fleet.
+"""
 
 import subprocess
 import sys
@@ -85,7 +88,12 @@ from baton.fleet.ray.release_check import release_probe
 sys.stdout.buffer.write(cloudpickle.dumps(release_probe()))
 """
     probe = subprocess.run([sys.executable, "-c", pickle_probe], capture_output=True, check=True).stdout
-    answer = "import sys; sys.modules['baton'] = None; from ray import cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())())"
+    answer = """
+import sys
+sys.modules["baton"] = None
+from ray import cloudpickle
+print(cloudpickle.loads(sys.stdin.buffer.read())())
+"""
     done = subprocess.run([sys.executable, "-c", answer], input=probe, capture_output=True, check=True)
     assert done.stdout == b"{}\n"
 

@@ -1,8 +1,8 @@
 """Tests whether one process may read the memory of another one (`process_vm_readv`).
 
-UCX uses this system call as `cma`, its fastest transport between processes of one host. Yama, seccomp and user
-namespaces can forbid it. `python -m baton.fleet.doctor.doctor_cma owner` prints one line that
-`... doctor_cma reader` takes on standard input.
+UCX uses this system call as `cma`, its fastest transport between processes of one host. Yama, seccomp and
+user namespaces can forbid it. `python -m baton.fleet.doctor.doctor_cma owner` prints one line that `...
+doctor_cma reader` takes on standard input.
 """
 
 import ctypes

@@ -164,7 +164,7 @@ def _nixl_version() -> str | None:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Close standard input so that the process ends, kill it after a timeout, and return its standard error."""
+    """End a process by closing its standard input, or kill it. Return its standard error."""
     if process.returncode is not None:
         return ""
     try:

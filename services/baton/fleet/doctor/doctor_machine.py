@@ -33,7 +33,10 @@ def cpu() -> Iterator[Finding]:
 
 
 def cpu_finding(machine: str, cpuinfo: str) -> Finding:
-    """Return the finding about the CPU. `cpuinfo`: the text of /proc/cpuinfo, empty if the file does not exist."""
+    """Return the finding about the CPU.
+
+    `cpuinfo`: the text of /proc/cpuinfo, empty if the file does not exist.
+    """
     fields = dict(line.partition(":")[::2] for line in cpuinfo.split("\n\n")[0].splitlines() if ":" in line)
     facts = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
@@ -60,7 +63,10 @@ def cores() -> Iterator[Finding]:
 
 
 def cores_finding(usable: int, quota: float | None) -> Finding:
-    """Return the finding about cores. `quota`: CPU quota of the container, in cores; None if there is none."""
+    """Return the finding about cores.
+
+    `quota`: CPU quota of the container, in cores; None if there is none.
+    """
     allowed = float(usable) if quota is None else quota
     found = f"{usable} core{'' if usable == 1 else 's'}" + (
         f", but the CPU quota allows {allowed:.3g}" if allowed < usable else ""
@@ -81,7 +87,10 @@ def memory() -> Iterator[Finding]:
 
 
 def memory_finding(total: int, available: int, left: int | None) -> Finding:
-    """Return the finding about memory, all in bytes. `left`: what the container's limit leaves; None if no limit."""
+    """Return the finding about memory, all in bytes.
+
+    `left`: what the container's limit leaves; None if no limit.
+    """
     found = f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
     if left is not None and left < available:
         found += f", but the container's limit leaves {left / 2**30:.1f} GiB"
@@ -90,7 +99,7 @@ def memory_finding(total: int, available: int, left: int | None) -> Finding:
         return warn(
             "memory",
             found,
-            "each worker needs almost 1 GiB in addition to its model and KV cache; close programs, or start fewer workers",
+            "each worker needs almost 1 GiB besides its model and KV cache; close programs, or start fewer workers",
         )
     return ok("memory", found)
 
@@ -152,7 +161,10 @@ def gpu() -> Iterator[Finding]:
 
 
 def gpu_finding(listed: str, cuda: str | None) -> Finding:
-    """Return the finding about GPUs. `listed`: one line per GPU. `cuda`: the CUDA version of PyTorch, or None."""
+    """Return the finding about GPUs.
+
+    `listed`: one line per GPU. `cuda`: the CUDA version of PyTorch, or None.
+    """
     names = [line.strip() for line in listed.splitlines() if line.strip()]
     if not names:
         return ok("gpu", "none found; models run on the CPU")

@@ -1,8 +1,8 @@
 """One of two processes that measure a transfer backend.
 
-`python -m baton.fleet.doctor.doctor_pair nixl|local owner` allocates KV memory, prints its address as one line
-of JSON and stays until standard input ends. `... nixl|local reader` takes that line on standard input, reads
-the memory, and prints `{"transport": ..., "bytes_per_s": ...}`.
+`python -m baton.fleet.doctor.doctor_pair nixl|local owner` allocates KV memory, prints its address as one
+line of JSON and stays until standard input ends. `... nixl|local reader` takes that line on standard input,
+reads the memory, and prints `{"transport": ..., "bytes_per_s": ...}`.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ LAYOUT = KvLayout(
 )
 """Layout with blocks of 256 KiB."""
 NUM_READS = 12
-"""Number of reads, 8 MiB each, all of different memory. The fastest one counts, because other programs may use
-the cores meanwhile."""
+"""Number of reads, 8 MiB each, all of different memory. The fastest one counts, because other programs may
+use the cores meanwhile."""
 BACKENDS = ("nixl", "local")
 
 

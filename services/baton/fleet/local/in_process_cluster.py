@@ -1,7 +1,6 @@
-"""A whole cluster in one process: the real gateway, scheduler and workers over leaves that the caller gives.
+"""Runs a whole cluster in one process: the real gateway, scheduler and workers over injected components.
 
-The simulator gives simulated ones; on the in-process network with real ones it is a cluster for tests and
-notebooks.
+The simulator injects a simulated device, network and store. Tests and notebooks can inject real ones.
 """
 
 import asyncio
@@ -43,23 +42,29 @@ from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerPa
 
 
 class Switchboard(Protocol):
-    """Connects the processes of a local cluster by address."""
+    """The network between the processes of an in-process cluster. Processes are found by their address."""
 
     def host(self, address: str) -> Network:
-        """The network as the process at `address` uses it."""
+        """Return the network interface of the process at `address`."""
         ...
 
-    def listen(self, address: str, service: WorkerService | SchedulerService) -> None: ...
+    def listen(self, address: str, service: WorkerService | SchedulerService) -> None:
+        """Make a service reachable at `address`."""
+        ...
 
     async def kill(self, address: str) -> None:
-        """The process at `address` is gone: its streams break at both ends."""
+        """Break all streams of the process at `address` and make it unreachable."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLeaves:
-    """What one worker computes and moves bytes with, and what its steps cost where that is known. `close` is
-    called when the worker has ended, however it did."""
+class WorkerComponents:
+    """The replaceable parts of one worker.
+
+    engine_config, pool, executor, backend: as in `WorkerParts`.
+    costs: cost model of its steps; None if it is measured.
+    close: called when the worker has ended, in any way.
+    """
 
     engine_config: EngineConfig
     pool: BlockPool
@@ -75,9 +80,14 @@ class _Process:
     task: asyncio.Task[None]
 
 
-class LocalCluster:
-    """Processes by name: `scheduler`, `gateway`, and workers by their id. Each can be killed and started
-    again."""
+class InProcessCluster:
+    """A cluster whose processes are tasks of one event loop. Each can be killed and started again.
+
+    Processes are named `scheduler`, `gateway`, or by worker id.
+
+    workers: the running workers by id.
+    gateway: the gateway that was started last.
+    """
 
     def __init__(
         self,
@@ -88,7 +98,7 @@ class LocalCluster:
         decisions: DecisionStore,
         feed: KvEventFeed,
         tokenizer: Tokenizer,
-        make_leaves: Callable[[WorkerRef, WorkerConfig], WorkerLeaves],
+        make_components: Callable[[WorkerRef, WorkerConfig], WorkerComponents],
         rng: Random,
     ) -> None:
         self._config = config
@@ -97,14 +107,14 @@ class LocalCluster:
         self._decisions = decisions
         self._feed = feed
         self._tokenizer = tokenizer
-        self._make_leaves = make_leaves
+        self._make_components = make_components
         self._rng = rng
         self._processes: dict[str, _Process] = {}
         self.workers: dict[str, Worker] = {}
         self.gateway: GatewayService
 
     async def start(self) -> None:
-        """Everything that the configuration asks for."""
+        """Start the scheduler, the gateway and all workers of the configuration."""
         self.start_scheduler()
         await self.start_gateway()
         roles = {
@@ -117,6 +127,7 @@ class LocalCluster:
                 self.start_worker(f"{role.value}-{index}", role)
 
     def start_scheduler(self, name: str = "scheduler") -> Scheduler:
+        """Start a scheduler with a new epoch."""
         config, epoch = self._config, self._rng.getrandbits(64)
         address = f"{name}:{epoch:x}"
         scheduler = Scheduler(
@@ -142,6 +153,7 @@ class LocalCluster:
         return scheduler
 
     async def start_gateway(self, name: str = "gateway") -> GatewayService:
+        """Start a gateway, and wait until it accepts requests."""
         config, address = self._config, f"{name}:{self._rng.getrandbits(64):x}"
         gateway = GatewayService(
             GatewayRules(
@@ -174,25 +186,25 @@ class LocalCluster:
         return gateway
 
     def start_worker(self, worker_id: str, role: WorkerRole) -> Worker:
-        """A new life of that worker."""
+        """Start a worker with a new epoch."""
         epoch = self._rng.getrandbits(64)
         worker_ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:{epoch:x}")
         config = derive(WorkerConfig, self._config, worker_id=worker_id, role=role.value)
-        leaves = self._make_leaves(worker_ref, config)
+        components = self._make_components(worker_ref, config)
         worker = Worker(
             WorkerParts(
                 worker=worker_ref,
                 config=config,
-                engine_config=leaves.engine_config,
-                pool=leaves.pool,
-                executor=leaves.executor,
-                backend=leaves.backend,
+                engine_config=components.engine_config,
+                pool=components.pool,
+                executor=components.executor,
+                backend=components.backend,
                 network=self._switchboard.host(worker_ref.address),
                 membership=self._membership,
                 health=Health(),
                 rng=self._new_rng(),
                 feed=self._feed,
-                costs=leaves.costs,
+                costs=components.costs,
             )
         )
         self._switchboard.listen(worker_ref.address, worker)
@@ -202,18 +214,17 @@ class LocalCluster:
                 await worker.run()
             except WorkerNeedsReplacement:
                 await self._switchboard.kill(worker_ref.address)
-                self.start_worker(worker_id, role)  # a new life takes its place, as a fleet would have it
+                self.start_worker(worker_id, role)  # as a fleet restarts it
             finally:
-                await leaves.backend.aclose()
-                leaves.close()
+                await components.backend.aclose()
+                components.close()
 
         self._run(worker_id, worker_ref.address, run)
         self.workers[worker_id] = worker
         return worker
 
     async def kill(self, name: str) -> None:
-        """As if the process had died: nobody hears from it again. What ended it before, if something did, is
-        raised."""
+        """Kill a process without any goodbye. Raises the error that ended it before, if any."""
         process = self._processes.pop(name)
         self.workers.pop(name, None)
         await self._switchboard.kill(process.address)
@@ -222,20 +233,20 @@ class LocalCluster:
             await process.task
 
     async def stop_worker(self, worker_id: str) -> None:
-        """As SIGTERM: it drains, and has ended. What else ended it is raised."""
+        """Drain a worker and wait for its end, as after SIGTERM. Raises the error that ended it, if any."""
         self.workers.pop(worker_id).drain()
         process = self._processes.pop(worker_id)
         await process.task
         await self._switchboard.kill(process.address)
 
     def raise_failures(self) -> None:
-        """Raises what ended a process that nobody killed."""
+        """Raise the error of a process that ended without being killed, if there is one."""
         for process in self._processes.values():
             if process.task.done():
                 process.task.result()
 
     async def aclose(self) -> None:
-        """Workers last, so that the others' streams end while they live."""
+        """Kill all processes, workers last, so that the other processes' streams end while workers live."""
         for name in sorted(self._processes, key=lambda name: name in self.workers):
             await self.kill(name)
 

@@ -44,8 +44,9 @@ async def plan_local_workers(config: ClusterConfig | FleetConfig) -> list[Worker
 def plan_workers_on(host: LocalHost, config: ClusterConfig | FleetConfig) -> list[WorkerSpec]:
     """Return the workers of a configuration for a machine with these resources.
 
-    Workers are pinned only if no CPU quota is below the number of cores: otherwise all containers of a machine
-    would pin to its first cores. Raises ConfigError if CPU workers would get more KV memory than is free.
+    Workers are pinned only if no CPU quota is below the number of cores: otherwise all containers of a
+    machine would pin to its first cores. Raises ConfigError if CPU workers would get more KV memory than is
+    free.
     """
     is_limited = host.quota is not None and host.quota < len(host.cores)
     specs = plan_workers(config, () if is_limited else host.cores, host.gpus)

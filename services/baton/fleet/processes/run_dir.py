@@ -19,14 +19,15 @@ RUN_ID_VARIABLE = "BATON_RUN_ID"
 TERM_WAIT_S = 1.0
 SWEEP_TIMEOUT_S = 8.0
 _BASE = Path("/tmp")
-"""Not TMPDIR, because the directory holds sockets of Ray and Redis. A socket path has at most 107 characters."""
+"""Not TMPDIR, because the directory holds sockets of Ray and Redis. A socket path has at most 107
+characters."""
 
 
 class RunDir:
-    """A directory that only this user can read, and a reaper process that cleans up if this process is killed.
+    """A private directory, and a reaper process that cleans up if this process is killed.
 
-    run_id: value of the environment variable BATON_RUN_ID. Every process that is started from now on inherits it,
-        also Ray's processes and their children.
+    run_id: value of the environment variable BATON_RUN_ID. Every process that is started from now on inherits
+        it, also Ray's processes and their children.
     path: the directory.
     """
 

@@ -42,7 +42,7 @@ class RestartLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """How to start a child process.
+    """Describes a child process and how to start it.
 
     name: its name in messages and logs.
     argv: its command line.
@@ -62,7 +62,10 @@ class ChildSpec:
 
 
 class RestartBudget:
-    """Counts the deaths of one process against a `RestartLimit`. Used for child processes and worker actors."""
+    """Counts the deaths of one process against a `RestartLimit`.
+
+    Used for child processes and worker actors.
+    """
 
     def __init__(self, limit: RestartLimit) -> None:
         self._limit = limit
@@ -81,8 +84,8 @@ class RestartBudget:
 class Child:
     """One supervised child process.
 
-    It runs in its own session, so that Ctrl-C reaches only this process. On Linux the kernel kills it when this
-    process ends.
+    It runs in its own session, so that Ctrl-C reaches only this process. On Linux the kernel kills it when
+    this process ends.
     """
 
     def __init__(
@@ -142,7 +145,10 @@ class Child:
         return self.address
 
     async def supervise(self) -> None:
-        """Restart the process whenever it dies, until `stop` is called. Raises ServiceFailed if it dies too often."""
+        """Restart the process whenever it dies, until `stop` is called.
+
+        Raises ServiceFailed if it dies too often.
+        """
         loop = asyncio.get_running_loop()
         while True:
             assert self._process is not None
@@ -203,7 +209,10 @@ class Child:
             ) from None
 
     async def _ready(self, process: asyncio.subprocess.Process) -> str:
-        """Wait until the process serves and return its address. Then its output is copied by a background task."""
+        """Wait until the process serves and return its address.
+
+        Then its output is copied by a background task.
+        """
         if self.spec.wait_until_ready is None:
             address = await self._read_ready(process)
             self._copying = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")

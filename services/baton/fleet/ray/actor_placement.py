@@ -1,4 +1,4 @@
-"""Places the Ray actor of one worker: adopts an existing one, or creates one on a node with the right release."""
+"""Places the Ray actor of one worker: adopts an existing actor, or creates one on an accepted node."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class WorkerFailed(BatonError):
 
 
 OnWaiting = Callable[[Demand, float], None]
-"""Called from time to time with the demand of a worker that has no node, and the seconds that it has waited."""
+"""Called from time to time with the demand of a worker that has no node, and the seconds that it has
+waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class PlacementTimes:
     """Intervals and timeouts of placing actors, in seconds."""
 
     timeout_s: float = 900.0
-    """Longest wait for a node, which the autoscaler may have to start first. Detached workers wait for ever."""
+    """Longest wait for a node, which the autoscaler may have to start. Detached workers wait for ever."""
     refresh_interval_s: float = 5.0
     """Interval at which the list of nodes is refreshed while a worker waits."""
     adopt_timeout_s: float = 30.0

@@ -114,7 +114,10 @@ class FleetWorker:
         await self.keep_alive()
 
     async def start(self) -> WorkerFacts:
-        """Adopt or place the actor and start the worker in it. Raises WorkerFailed, NodesRefused or RayFailed."""
+        """Adopt or place the actor and start the worker in it.
+
+        Raises WorkerFailed, NodesRefused or RayFailed.
+        """
         self._set_starting()
         if self._fleet.is_detached and await self.placement.adopt():
             try:
@@ -133,8 +136,8 @@ class FleetWorker:
     async def keep_alive(self) -> None:
         """Wait for the worker's end and start it again, until cancelled.
 
-        Returns if the worker is being stopped, or was drained on a private Ray: there, drained workers stay away.
-        Raises WorkerFailed if it dies too often and is not detached.
+        Returns if the worker is being stopped, or was drained on a private Ray: there, drained workers stay
+        away. Raises WorkerFailed if it dies too often and is not detached.
         """
         while True:
             reason = await self._wait_until_ended()
@@ -212,7 +215,7 @@ class FleetWorker:
         return facts
 
     async def _wait_until_ended(self) -> str:
-        """Return why the worker ended: empty after a requested drain or stop, NODE_SHUTTING_DOWN after a node drain."""
+        """Wait until the worker has ended and return the reason, as `WorkerActor.wait` does."""
         while True:
             waiting = await self._fleet.call("watch a worker", lambda: self.placement.actor.wait.remote(WAIT_TIMEOUT_S))
             try:
@@ -225,7 +228,8 @@ class FleetWorker:
     async def _clean_up_drained(self, *, node_shutting_down: bool) -> str:
         """End the actor of a drained worker and exclude its node if that shuts down.
 
-        Returns an error text if the actor could not be ended, which counts as a failure, else an empty string.
+        Returns an error text if the actor could not be ended, which counts as a failure, else an empty
+        string.
         """
         assert self.facts is not None
         log.info(

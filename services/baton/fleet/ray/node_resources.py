@@ -1,4 +1,7 @@
-"""Resource arithmetic of worker placement: what a worker requests, and what Ray nodes offer. Pure functions."""
+"""Resource arithmetic of worker placement: what a worker requests, and what Ray nodes offer.
+
+Pure functions.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,7 +36,10 @@ class Node:
 
     @property
     def places(self) -> dict[str, float]:
-        """The resources that workers request. Empty on nodes started with `--num-cpus=0`, such as a head node."""
+        """The resources that workers request.
+
+        Empty on nodes started with `--num-cpus=0`, such as a head node.
+        """
         return {
             name: self.resources[name] for name in ("CPU", "GPU", *ROLE_RESOURCES.values()) if self.resources.get(name)
         }
@@ -88,10 +94,10 @@ def places_by_role(nodes: Collection[Node]) -> dict[str, int]:
 def demand_of(config: WorkerConfig, placement: RayPlacement, offered: Collection[str]) -> Demand:
     """Return the resources that this worker requests from its node.
 
-    `offered`: names of the resources that any node of the cluster has or had. With placement by role the worker
-    requests one unit of its role's resource. Otherwise it requests one CPU, which keeps it away from nodes
-    without CPUs, such as the head's. It requests a GPU if it will use one, because Ray hides GPUs that were not
-    requested.
+    `offered`: names of the resources that any node of the cluster has or had. With placement by role the
+    worker requests one unit of its role's resource. Otherwise it requests one CPU, which keeps it away from
+    nodes without CPUs, such as the head's. It requests a GPU if it will use one, because Ray hides GPUs that
+    were not requested.
     """
     resource = ROLE_RESOURCES[config.role]
     num_gpus = int(config.device == "cuda" or (config.device == "auto" and "GPU" in offered))
@@ -103,7 +109,8 @@ def demand_of(config: WorkerConfig, placement: RayPlacement, offered: Collection
 def max_workers_on(node: Node, num_workers: int, nodes: Sequence[Node]) -> int:
     """Return how many of a fleet's `num_workers` workers may share `node`.
 
-    This is the number of places that it offers. If it names none, it is an even share over all `nodes` with CPUs.
+    This is the number of places that it offers. If it names none, it is an even share over all `nodes` with
+    CPUs.
     """
     places = sum(node.resources.get(name, 0) for name in ROLE_RESOURCES.values())
     if places:

@@ -25,8 +25,8 @@ def find_actor(ray: Any, worker_id: str) -> Any:
 def create_actor(ray: Any, spec: WorkerSpec, options: dict[str, Any], *, is_detached: bool) -> Any:
     """Create the actor of a worker.
 
-    A detached actor has a name by which the next driver finds it. Other actors have none, so that a replacement
-    does not have to wait until Ray frees the name.
+    A detached actor has a name by which the next driver finds it. Other actors have none, so that a
+    replacement does not have to wait until Ray frees the name.
     """
     options = {"max_restarts": 0, "max_concurrency": 4, "num_cpus": 0, **options}
     if is_detached:

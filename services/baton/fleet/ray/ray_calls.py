@@ -1,4 +1,4 @@
-"""Calls Ray from one thread, one call at a time, each with a timeout, and turns every failure into RayFailed."""
+"""Calls Ray from one thread, with a timeout for each call, and turns every failure into RayFailed."""
 
 import asyncio
 import threading

@@ -1,8 +1,8 @@
 """Runs the workers of a cluster as Ray actors. Tokens and KV blocks never pass through Ray.
 
-Workers that end with their driver (`baton up`) are started together, and a worker that cannot start is an error.
-Detached workers (`baton fleet` on an existing Ray cluster) are independent: each is retried by itself, while it
-has no node or keeps dying.
+Workers that end with their driver (`baton up`) are started together, and a worker that cannot start is an
+error. Detached workers (`baton fleet` on an existing Ray cluster) are independent: each is retried by itself,
+while it has no node or keeps dying.
 """
 
 import asyncio
@@ -122,9 +122,9 @@ class RayFleet:
     async def reconcile(self, desired: DesiredWorkers) -> None:
         """Keep the desired detached workers running until cancelled.
 
-        Each worker is retried by itself, for ever. Workers of an earlier driver that are not desired are drained
-        once all desired workers have served, failed, or are known to wait: until then they may be the only ones
-        that serve. Raises RayFailed if Ray does not answer.
+        Each worker is retried by itself, for ever. Workers of an earlier driver that are not desired are
+        drained once all desired workers have served, failed, or are known to wait: until then they may be the
+        only ones that serve. Raises RayFailed if Ray does not answer.
         """
         are_others_drained = False
         left_behind = await self._find_left_behind()
@@ -155,8 +155,8 @@ class RayFleet:
     async def close(self, grace_s: float) -> None:
         """Stop all workers that are not detached, and the Ray that `connect` started.
 
-        Raises RayFailed if Ray does not answer. Its processes then end together with this process. Does nothing if
-        `connect` was never called.
+        Raises RayFailed if Ray does not answer. Its processes then end together with this process. Does
+        nothing if `connect` was never called.
         """
         if self._calls is None:
             return

@@ -23,7 +23,10 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class NodesRefused(BatonError):
-    """All nodes that could hold a worker have another Baton release. The message names them and both versions."""
+    """All nodes that could hold a worker have another Baton release.
+
+    The message names them and both versions.
+    """
 
 
 class RayCall(Protocol):
@@ -45,8 +48,8 @@ class RayNodes:
         self._draining: set[str] = set()
         self.living: tuple[Node, ...] = ()
         self.offered: set[str] = set()
-        """Names of all resources that any node has or had. They are remembered, because the loss of a node is no
-        reason to place its worker elsewhere."""
+        """Names of all resources that any node has or had. They are remembered, because the loss of a node is
+        no reason to place its worker elsewhere."""
 
     async def refresh(self) -> None:
         """List the living nodes and probe the new ones. Raises RayFailed."""
@@ -115,7 +118,10 @@ class RayNodes:
         return {NODE_LABEL: f"!in({','.join(excluded)})"} if excluded else {}
 
     async def _probe(self, node: Node) -> None:
-        """Accept or refuse a node by its release. A node that does not answer is probed again at the next refresh."""
+        """Accept or refuse a node by its release.
+
+        A node that does not answer is probed again at the next refresh.
+        """
         try:
             reference = await self._call("ask a node", lambda: self._start_probe(node.node_id))
             async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -49,7 +49,10 @@ class RaySession:
         return ray
 
     def start(self, ray_dir: Path) -> str:
-        """Start a private Ray, protected by a token, with all its files in `ray_dir`. Return a description."""
+        """Start a private Ray, protected by a token, with all its files in `ray_dir`.
+
+        Return a description.
+        """
         token = ray_dir / "token"
         ray_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         token.write_text(secrets.token_hex(32))
@@ -61,7 +64,10 @@ class RaySession:
         return f"local, {int(self.api.cluster_resources().get('CPU', 0))} cores"
 
     def join(self, address: str, namespace: str) -> str:
-        """Join an existing Ray cluster as a driver. Return the address at which other nodes reach this one."""
+        """Join an existing Ray cluster as a driver.
+
+        Return the address at which other nodes reach this one.
+        """
         self._init(address=address, namespace=namespace)
         return str(self.api.util.get_node_ip_address())
 

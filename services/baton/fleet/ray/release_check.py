@@ -37,7 +37,7 @@ def release_probe() -> Callable[[], Release]:
 
 
 def release_mismatch(node: Release, fleet: Release) -> str | None:
-    """Return the first difference between the releases of a node and of the fleet, or None if they are equal."""
+    """Describe the first difference between two releases, or return None if they are equal."""
     if not node:
         return f"has no Baton, this fleet has {fleet['Baton']}"
     for what, version in fleet.items():

@@ -22,8 +22,8 @@ from baton.runtime.network.addresses import EVERY_ADDRESS
 LINGER_S = 10.0
 """Seconds that an actor stays after its worker has ended, so that its driver can read the reason."""
 NODE_SHUTTING_DOWN = "its node is shutting down"
-"""The reason that `WorkerActor.wait` returns after a drain because of a node shutdown. No replacement is started
-on that node."""
+"""The reason that `WorkerActor.wait` returns after a drain because of a node shutdown. No replacement is
+started on that node."""
 NODE_SETTINGS = ("host", "advertise_host", "admin_port", "rpc_port", "kv_port_range", "drain_socket")
 """Settings that a node of a joined cluster can override with environment variables of its `ray start`."""
 
@@ -111,14 +111,17 @@ class WorkerActor:
     def wait(self, timeout_s: float) -> str | None:
         """Block until the worker has ended and return the reason, or None after `timeout_s`.
 
-        The reason is empty after a requested drain or stop, and NODE_SHUTTING_DOWN after a drain of the node. The
-        timeout also frees this thread if the calling driver is gone.
+        The reason is empty after a requested drain or stop, and NODE_SHUTTING_DOWN after a drain of the node.
+        The timeout also frees this thread if the calling driver is gone.
         """
         reason: str | None = self._worker.wait(timeout_s)
         return NODE_SHUTTING_DOWN if reason == "" and self._worker.node_shutting_down else reason
 
     def drain(self) -> None:
-        """Finish running requests, accept no new ones, then end. An actor without a worker exits immediately."""
+        """Finish running requests, accept no new ones, then end.
+
+        An actor without a worker exits immediately.
+        """
         if self._worker is None:
             self._exit_process(0)  # no other code would ever end this process
         self._worker.drain()

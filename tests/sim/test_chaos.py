@@ -1,5 +1,7 @@
-"""500 requests through 2 prefill and 2 decode workers under cuts, deaths, stuck reads and cancels: every
-token right, nothing leaked."""
+"""Chaos runs on 2 prefill and 2 decode workers: cut streams, dead processes, stuck reads and cancels.
+
+Every token must be right, and nothing may leak.
+"""
 
 import asyncio
 from itertools import pairwise
@@ -8,7 +10,7 @@ import pytest
 
 from baton.runtime.config.settings import ClusterConfig, settings_of
 from baton.sim import virtual_time
-from baton.sim.chaos import Storm, StormReport, audit_caches, run_storm
+from baton.sim.chaos import ChaosProfile, ChaosReport, audit_caches, run_chaos
 from baton.sim.sim_clients import SimRequest, run_client
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_transfer_backend import LinkModel
@@ -18,15 +20,15 @@ from tests.times import TEST_TIMES
 pytestmark = pytest.mark.sim
 
 NUM_SEEDS = sized(16, 500)
-FULL = Storm()
-SHORT = Storm(num_requests=120, duration_s=8.0, cuts_per_s=1.5, deaths_per_s=0.6)
-STORM = sized(SHORT, FULL)
+FULL = ChaosProfile()
+SHORT = ChaosProfile(num_requests=120, duration_s=8.0, cuts_per_s=1.5, deaths_per_s=0.6)
+PROFILE = sized(SHORT, FULL)
 MODEL = SimModel(num_blocks=160, link=LinkModel(stuck=0.005, stuck_s=8.0))
 
 
 POLICY_BY_SEED = ("kv_centric", "least_loaded", "random")
-"""The first reads prefixes from everywhere and computes where it decodes; the others hand every prompt
-over."""
+"""`kv_centric` reads prefixes from any worker and may prefill on the decode worker. The others always
+transfer."""
 
 
 def config(policy: str = "least_loaded") -> ClusterConfig:
@@ -38,17 +40,18 @@ def config(policy: str = "least_loaded") -> ClusterConfig:
         block_size_tokens=8,
         max_num_batched_tokens=64,
         max_num_seqs=16,
-        policy=policy,  # type: ignore[arg-type]  # one of the names
+        policy=policy,  # type: ignore[arg-type]  # one of POLICY_BY_SEED
         **{name: value for name, value in TEST_TIMES.items() if name in names},  # type: ignore[arg-type]
     )
 
 
-def storm(shape: Storm, seed: int) -> StormReport:
-    return virtual_time.run(run_storm(config(POLICY_BY_SEED[seed % len(POLICY_BY_SEED)]), MODEL, shape, seed))
+def chaos(profile: ChaosProfile, seed: int) -> ChaosReport:
+    policy = POLICY_BY_SEED[seed % len(POLICY_BY_SEED)]
+    return virtual_time.run(run_chaos(config(policy), MODEL, profile, seed))
 
 
-def test_one_seed_gives_the_same_bytes_twice() -> None:
-    first, second = storm(FULL, 0), storm(FULL, 0)
+def test_one_seed_gives_the_same_transcript_twice() -> None:
+    first, second = chaos(FULL, 0), chaos(FULL, 0)
     assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
     assert first.faults["cut"] > 5
     assert first.faults["kill"] > 2
@@ -56,26 +59,26 @@ def test_one_seed_gives_the_same_bytes_twice() -> None:
     assert first.num_audited > 100
 
 
-def was_without_scheduler(report: StormReport) -> bool:
-    """Whether it died again so soon that new requests may have waited `scheduler_wait_s` in vain."""
+def was_without_scheduler(report: ChaosReport) -> bool:
+    """True if the scheduler died twice within `scheduler_wait_s`, so that new requests may have timed out."""
     died_s = [float(line.split()[0]) for line in report.transcript if line.endswith("kill scheduler")]
-    return any(again_s - once_s < TEST_TIMES["scheduler_wait_s"] for once_s, again_s in pairwise(died_s))
+    return any(second_s - first_s < TEST_TIMES["scheduler_wait_s"] for first_s, second_s in pairwise(died_s))
 
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS))
-def test_a_storm_passes_and_leaves_nothing_behind(seed: int) -> None:
-    report = storm(STORM, seed)
-    assert sum(report.outcomes.values()) == STORM.num_requests
+def test_answers_are_exact_and_nothing_leaks_under_chaos(seed: int) -> None:
+    report = chaos(PROFILE, seed)
+    assert sum(report.outcomes.values()) == PROFILE.num_requests
     allowed = {"finished", "cancelled", "poison"}
     if was_without_scheduler(report):
         allowed.add("scheduler_lost")
     assert report.outcomes.keys() <= allowed, report.outcomes
-    assert report.outcomes["finished"] > STORM.num_requests * 0.7
+    assert report.outcomes["finished"] > PROFILE.num_requests * 0.7
     assert report.num_audited > 0
-    assert report.outcomes.get("poison", 0) <= 3, "only those that two killed workers had in a step"
+    assert report.outcomes.get("poison", 0) <= 3, "only requests that were in a step of two killed workers"
 
 
-def test_the_audit_names_a_cached_block_that_is_not_what_its_hash_says() -> None:
+def test_cache_audit_names_a_block_with_wrong_content() -> None:
     async def one_request() -> None:
         cluster = SimCluster(config(), MODEL, 0)
         await cluster.start()
