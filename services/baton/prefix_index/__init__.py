@@ -1,1 +1,1 @@
-"""Who holds which block: an index in memory, kept right by the workers' numbered events."""
+"""Index of which worker holds which KV block, updated by the numbered events of the workers."""

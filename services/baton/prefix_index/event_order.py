@@ -1,5 +1,5 @@
-"""In which order the events of one worker life count: numbers without gaps, and a snapshot where one is
-missing. Pure."""
+"""Decides which events of a worker incarnation are applied: events are numbered, and a gap requires a
+snapshot."""
 
 from enum import Enum
 
@@ -8,60 +8,66 @@ from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, Unreadable
 
 
 class EventAction(Enum):
-    """What became of an event or snapshot. Of those that change what is held, only APPLY is to be put into
-    the index."""
+    """The decision about an event or snapshot. Only APPLY changes the index.
+
+    APPLY: apply it to the index.
+    SKIPPED: an event kind of a later release, which does not affect the index. Its number counts.
+    DUPLICATE: applied already; or a snapshot that is not needed.
+    GAP: earlier events are missing, so a snapshot is needed.
+    RESET: the worker has reset its log, so a snapshot is needed.
+    DAMAGED: the event is unreadable, so a snapshot is needed.
+    WAITING: a snapshot is needed first. Read the event again after it.
+    TOO_OLD: the snapshot has nothing new. Ask the worker for another one.
+    OTHER_INCARNATION: it belongs to another incarnation of the worker.
+    """
 
     APPLY = "apply"
     SKIPPED = "skipped"
-    """Of a later release, and about nothing that we could use: counted."""
     DUPLICATE = "duplicate"
-    """Counted already."""
     GAP = "gap"
-    """Numbers before it are missing: a snapshot is needed. So it is after RESET and DAMAGED."""
     RESET = "reset"
     DAMAGED = "damaged"
     WAITING = "waiting"
-    """A snapshot is needed first; the event is to be read again after it."""
     TOO_OLD = "too_old"
-    """A snapshot that says nothing new: the worker has to be asked for another one."""
-    OTHER_LIFE = "other_life"
+    OTHER_INCARNATION = "other_incarnation"
 
 
 class EventOrder:
-    """Follows one life. It begins with needing a snapshot, of any age; after a missing number it needs one
-    that tells it something new."""
+    """Tracks the event numbers of one worker incarnation.
+
+    At first it needs a snapshot of any age. After a gap it needs a snapshot that is newer than the last
+    event.
+    """
 
     def __init__(self, worker: WorkerRef) -> None:
         self.worker = worker
-        self.event_seq = 0
-        """The last event that has been counted: what to read on after."""
-        self.needs_snapshot = True
-        """Then events do not count until one is taken."""
+        self.event_seq = 0  # number of the last event that was applied or skipped; read on after it
+        self.needs_snapshot = True  # events are not applied until a snapshot was
 
     def take_event(self, event: KvEvent | UnreadableEvent) -> EventAction:
-        """The next entry of the log."""
+        """Decide about the next event of the log, and advance."""
         if not event.worker.is_same_incarnation(self.worker):
-            return EventAction.OTHER_LIFE
+            return EventAction.OTHER_INCARNATION
         if self.needs_snapshot:
             return EventAction.WAITING
         if event.event_seq <= self.event_seq:
             return EventAction.DUPLICATE
-        followed = self._next(event)
-        if followed in (EventAction.APPLY, EventAction.SKIPPED):
+        action = self._next(event)
+        if action in (EventAction.APPLY, EventAction.SKIPPED):
             self.event_seq = event.event_seq
         else:
             self.needs_snapshot = True
-        return followed
+        return action
 
     def take_snapshot(self, snapshot: KvSnapshot) -> EventAction:
-        """APPLY: what was held before is to be replaced by it. DUPLICATE: none was needed.
+        """Decide about a snapshot. With APPLY, the snapshot replaces everything that the worker held before.
 
-        One that is newer than what we know is taken, although there may be a gap behind it still, which then
-        shows: how far back a gap reaches is told by an entry that may be anybody's, and a number that no
-        snapshot reaches must not stop us for good.
+        A snapshot that is newer than the last applied event is accepted, even if it does not reach the event
+        that showed the gap. Otherwise one corrupt event with a huge number would block the worker's events
+        forever. If events are still missing, the next event shows another gap.
         """
         if not snapshot.worker.is_same_incarnation(self.worker):
-            return EventAction.OTHER_LIFE
+            return EventAction.OTHER_INCARNATION
         if not self.needs_snapshot:
             return EventAction.DUPLICATE
         if snapshot.event_seq <= self.event_seq:
@@ -69,8 +75,8 @@ class EventOrder:
         self.event_seq, self.needs_snapshot = snapshot.event_seq, False
         return EventAction.APPLY
 
-    def begin_anew(self) -> None:
-        """What we know is not what that worker said: any snapshot is better."""
+    def restart(self) -> None:
+        """Forget the position, because the index differs from the worker. Any snapshot is accepted next."""
         self.event_seq, self.needs_snapshot = 0, True
 
     def _next(self, event: KvEvent | UnreadableEvent) -> EventAction:

@@ -1,8 +1,9 @@
-"""Blocks that a worker is about to hold, because a prompt that contains them has been placed there.
+"""Blocks that a worker is expected to hold soon, because a prompt with these blocks was placed there.
 
-A radix tree over chains of block hashes. A block's hash covers everything before it, so two chains that agree
-at one position agree before it too: where they part is found by bisection, and adding or asking costs by how
-often chains branch, not by their length.
+The data structure is a radix tree over chains of block hashes. The hash of a block covers everything before
+it, so two chains that are equal at one position are equal before it. The position where they diverge is found
+by bisection. The cost of an operation therefore depends on the number of branches, not on the length of the
+chain.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,18 @@ from itertools import count
 from baton.core.kv.block_hash import BlockHash
 
 MAX_EXPECTED_BLOCKS = 1_048_576
-"""Of all expectations together, each counted in full: about 75 MB at most, if no two share a block."""
+"""Upper bound for the blocks of all expectations together, shared blocks counted repeatedly. About 75 MB of
+memory if no blocks are shared."""
 
 
 class _TrieNode:
-    """Positions [start, end) of all chains that pass through here. `hashes` is one such chain, from its first
-    position to its last."""
+    """Positions [start, end) of all chains that pass through this node.
+
+    hashes: one of these chains, complete.
+    passing: worker bit -> number of its expectations that pass through or end here.
+    mask: bits of the workers in `passing`.
+    num_ends: expectations that end here.
+    """
 
     __slots__ = ("children", "end", "hashes", "mask", "num_ends", "parent", "passing", "start")
 
@@ -27,27 +34,28 @@ class _TrieNode:
         self.start = start
         self.end = end
         self.children: dict[BlockHash, _TrieNode] = {}
-        self.passing: dict[int, int] = {}  # bit of a worker -> its expectations that pass through or end here
-        self.mask = 0  # of the workers in `passing`
+        self.passing: dict[int, int] = {}
+        self.mask = 0
         self.num_ends = 0
 
-    def let_go(self, hashes: tuple[BlockHash, ...]) -> None:
-        """One of the chains that pass through here has ended: another stands for them from now on, so that
-        none stays in memory."""
+    def replace_chain(self, hashes: tuple[BlockHash, ...]) -> None:
+        """Drop the reference to the ended chain `hashes`, if it is the one that represents this node."""
         if self.hashes[-1:] == hashes[-1:]:
             below = next(iter(self.children.values()), None)
             self.hashes = hashes[: self.end] if below is None else below.hashes
 
     @property
     def key(self) -> BlockHash:
+        """First hash of the node: its key in `parent.children`."""
         return self.hashes[self.start]
 
     def common(self, hashes: Sequence[BlockHash]) -> int:
-        """Up to which position `hashes`, which passes through the first one here, agrees with this node."""
+        """Return the position up to which `hashes` is equal to this node. The first block of the node must be
+        equal."""
         low, high = self.start + 1, min(self.end, len(hashes))
         if self.hashes[high - 1] == hashes[high - 1]:
             return high
-        while low < high:  # agrees up to `low`, and not up to `high`
+        while low < high:  # equal up to `low`, different at `high` - 1
             middle = (low + high) // 2
             if middle == low:
                 break
@@ -70,9 +78,10 @@ class _Expectation:
 
 
 class ExpectedBlocks:
-    """Workers are bits of a mask. One expectation a worker and chain: expecting the same again extends it.
+    """The expected chains of all workers. Workers are bits of a mask.
 
-    Bounded in blocks; beyond that those that would end first are dropped.
+    A worker has one expectation per chain; adding it again extends its time. The number of blocks is bounded:
+    the expectations that would expire first are dropped.
     """
 
     def __init__(self, max_blocks: int = MAX_EXPECTED_BLOCKS) -> None:
@@ -81,13 +90,11 @@ class ExpectedBlocks:
         self._root = _TrieNode(None, (), 0, 0)
         self._by_last: dict[BlockHash, dict[int, _Expectation]] = {}
         self._of_worker: dict[int, int] = {}
-        self._ends: list[
-            tuple[float, int, _Expectation]
-        ] = []  # a heap; an extended one stands at its old time until then
+        self._ends: list[tuple[float, int, _Expectation]] = []  # heap by time; extended ones are moved when popped
         self._order = count()
 
     def add(self, bit: int, hashes: tuple[BlockHash, ...], until_s: float) -> None:
-        """The worker will hold these soon; ends at `until_s`, or with `stored`."""
+        """Expect a worker to hold this chain soon. The expectation ends at `until_s`, or with `stored`."""
         if not hashes:
             return
         of_last = self._by_last.setdefault(hashes[-1], {})
@@ -109,23 +116,26 @@ class ExpectedBlocks:
             self._end(heappop(self._ends)[2])
 
     def levels(self, hashes: Sequence[BlockHash], now_s: float) -> list[tuple[int, int]]:
-        """(number of leading blocks, mask of the workers that are expected to hold that many), growing; each
-        mask contains the next."""
+        """Return (number of leading blocks, mask of the workers that are expected to hold them), in ascending
+        order.
+
+        Each mask contains the next one.
+        """
         self._expire(now_s)
         found: list[tuple[int, int]] = []
         node: _TrieNode | None = self._root
         while node is not None and node.end < len(hashes):
             node = node.children.get(hashes[node.end])
             if node is not None:
-                agrees = node.common(hashes)
-                found.append((agrees, node.mask))
-                if agrees < node.end:
+                common_end = node.common(hashes)
+                found.append((common_end, node.mask))
+                if common_end < node.end:
                     break
         return found
 
     def stored(self, bit: int, hashes: Sequence[BlockHash]) -> None:
-        """What the worker was expected to hold up to one of these it holds now: a prompt's blocks are stored
-        from its first on."""
+        """End the worker's expectations whose last block is in `hashes`. Chains are stored from their
+        front."""
         if not self._of_worker.get(bit):
             return
         for block_hash in hashes:
@@ -134,7 +144,8 @@ class ExpectedBlocks:
                 self._end(of_last[bit])
 
     def num_of(self, bit: int) -> int:
-        """Expectations of one worker that have not ended; `levels` ends those whose time is over."""
+        """Return the number of a worker's expectations. Expired ones count until the next call of
+        `levels`."""
         return self._of_worker.get(bit, 0)
 
     def _expire(self, now_s: float) -> None:
@@ -146,19 +157,19 @@ class ExpectedBlocks:
                 self._end(expectation)
 
     def _place(self, hashes: tuple[BlockHash, ...]) -> _TrieNode:
-        """The node at which this chain ends, made if need be."""
+        """Return the node at which this chain ends. Creates it if necessary."""
         node = self._root
         while node.end < len(hashes):
             child = node.children.get(hashes[node.end])
             if child is None:
                 child = node.children[hashes[node.end]] = _TrieNode(node, hashes, node.end, len(hashes))
                 return child
-            agrees = child.common(hashes)
-            node = child if agrees == child.end else self._split(child, agrees)
+            common_end = child.common(hashes)
+            node = child if common_end == child.end else self._split(child, common_end)
         return node
 
     def _split(self, lower: _TrieNode, at: int) -> _TrieNode:
-        """A new node for the positions of `lower` before `at`."""
+        """Split `lower` at position `at`. Returns the new upper node."""
         assert lower.parent is not None
         upper = _TrieNode(lower.parent, lower.hashes, lower.start, at)
         upper.passing, upper.mask = lower.passing.copy(), lower.mask
@@ -182,7 +193,7 @@ class ExpectedBlocks:
             del self._by_last[hashes[-1]]
         expectation.node.num_ends -= 1
         node: _TrieNode | None = expectation.node
-        kept: _TrieNode | None = None  # the lowest one on the way up that others pass through
+        lowest: _TrieNode | None = None  # lowest remaining node on the path
         while node is not None:
             node.passing[bit] -= 1
             if not node.passing[bit]:
@@ -191,14 +202,14 @@ class ExpectedBlocks:
             if node.parent is not None and not node.passing:
                 del node.parent.children[node.key]
             else:
-                node.let_go(hashes)
-                kept = kept or node
+                node.replace_chain(hashes)
+                lowest = lowest or node
             node = node.parent
-        if kept is not None:
-            self._join_only_child(kept)
+        if lowest is not None:
+            self._join_only_child(lowest)
 
     def _join_only_child(self, node: _TrieNode) -> None:
-        """Where nothing branches off or ends, two nodes are one."""
+        """Merge a node with its only child if no chain ends at the node."""
         if node.parent is None or node.num_ends or len(node.children) != 1:
             return
         (child,) = node.children.values()

@@ -112,7 +112,7 @@ class KvEventFollowing:
             log.warning(
                 "kv_events_not_the_workers", worker=str(worker), event_seq=life.follower.event_seq, reported=event_seq
             )
-            life.follower.begin_anew()
+            life.follower.restart()
             self._wait_for_snapshot(life, asyncio.get_running_loop().time())
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""The tree of expected chains: what it keeps is only what has not ended, and it has a bound."""
+"""The tree of expected chains keeps only expectations that have not ended, and is bounded."""
 
 import random
 
@@ -14,18 +14,18 @@ def nodes(node: _TrieNode) -> list[_TrieNode]:
     return [node, *(below for child in node.children.values() for below in nodes(child))]
 
 
-def test_where_chains_part_is_found_wherever_it_is() -> None:
-    for parts_at in range(len(CHAIN) + 1):
+def test_divergence_of_chains_is_found_at_any_position() -> None:
+    for diverge_at in range(len(CHAIN) + 1):
         expected = ExpectedBlocks()
-        other = hashes_of([*range(4 * parts_at), *([99] * 8)])
+        other = hashes_of([*range(4 * diverge_at), *([99] * 8)])
         expected.add(A, CHAIN, 9.0)
         expected.add(B, other, 9.0)
-        shared = [(parts_at, A | B)] if parts_at else []
-        assert expected.levels(CHAIN, 0.0) == [*shared, *([(10, A)] if parts_at < 10 else [])]
+        shared = [(diverge_at, A | B)] if diverge_at else []
+        assert expected.levels(CHAIN, 0.0) == [*shared, *([(10, A)] if diverge_at < 10 else [])]
         assert expected.levels(other, 0.0) == [*shared, (len(other), B)]
 
 
-def test_the_same_chain_again_extends_it_and_does_not_count_twice() -> None:
+def test_repeated_expectation_extends_its_time_and_is_counted_once() -> None:
     expected = ExpectedBlocks()
     for until_s in (1.0, 3.0, 2.0):
         expected.add(A, CHAIN, until_s)
@@ -35,7 +35,7 @@ def test_the_same_chain_again_extends_it_and_does_not_count_twice() -> None:
     assert (expected.num_blocks, expected.num_of(A)) == (0, 0)
 
 
-def test_beyond_its_bound_it_drops_what_would_end_first() -> None:
+def test_expectations_that_expire_first_are_dropped_beyond_the_bound() -> None:
     expected = ExpectedBlocks(max_blocks=25)
     for first, until_s in ((100, 5.0), (200, 3.0), (300, 4.0)):
         expected.add(A, hashes_of(range(first, first + 40)), until_s)
@@ -43,7 +43,7 @@ def test_beyond_its_bound_it_drops_what_would_end_first() -> None:
     assert [bool(expected.levels(hashes_of(range(f, f + 40)), 0.0)) for f in (100, 200, 300)] == [True, False, True]
 
 
-def test_the_tree_is_as_small_as_what_it_holds() -> None:
+def test_tree_has_only_nodes_of_present_expectations() -> None:
     rng = random.Random(7)
     expected = ExpectedBlocks()
     for step in range(sized(2_000, 50_000)):
@@ -57,7 +57,7 @@ def test_the_tree_is_as_small_as_what_it_holds() -> None:
             assert all(len(node.children) != 1 or node.num_ends for node in inner)
             assert all(node.passing and node.mask == sum(node.passing) for node in inner)
             assert all(node.parent.end == node.start < node.end <= len(node.hashes) for node in inner if node.parent)
-            assert all(node.hashes[-1] in expected._by_last for node in inner), "chains that have ended are forgotten"
+            assert all(node.hashes[-1] in expected._by_last for node in inner), "ended chains are not referenced"
             assert sum(node.num_ends for node in inner) == sum(expected.num_of(bit) for bit in (A, B, 4))
     expected.levels(CHAIN, 1e9)
     assert (len(nodes(expected._root)), expected.num_blocks, expected._by_last, expected._ends) == (1, 0, {}, [])

@@ -1,5 +1,4 @@
-"""Extents: whatever is claimed in whatever order, a chain's masks are those of its blocks, and no extent
-grows too large."""
+"""Claims: in any order of changes, a chain's masks equal those of its blocks, and extents stay small."""
 
 from random import Random
 
@@ -18,34 +17,34 @@ def extents(claims: Claims) -> set[object]:
     return {extent for table in claims._tables for extent in table.values()}
 
 
-def test_what_was_claimed_together_is_asked_for_by_the_extent() -> None:
+def test_blocks_claimed_together_are_looked_up_by_extent() -> None:
     claims = Claims()
-    claims.flip(CHAIN, A)
+    claims.toggle(CHAIN, A)
     assert list(claims.spans(CHAIN)) == [((i + 1) * MAX_EXTENT_BLOCKS, A) for i in range(3)]
-    claims.flip(CHAIN[:10], B)
+    claims.toggle(CHAIN[:10], B)
     assert list(claims.spans(CHAIN))[:2] == [(10, A | B), (MAX_EXTENT_BLOCKS, A)]
     assert list(claims.spans(CHAIN[:7])) == [(7, A | B)]
     other = (*CHAIN[:5], *hashes_of(range(9_000, 9_040)))
     assert list(claims.spans(other)) == [(5, A | B)]
     assert list(claims.spans(CHAIN[5:12])) == [(5, A | B), (7, A)], "from the middle of an extent"
-    claims.flip(CHAIN[20:21], A)
-    assert list(claims.spans(CHAIN))[-1] == (20, A), "a hole ends it"
+    claims.toggle(CHAIN[20:21], A)
+    assert list(claims.spans(CHAIN))[-1] == (20, A), "a block without claims ends the spans"
 
 
-def test_what_nobody_claims_any_more_is_gone() -> None:
+def test_blocks_without_claims_are_removed() -> None:
     claims = Claims()
     for bit in (A, B):
-        claims.flip(CHAIN, bit)
+        claims.toggle(CHAIN, bit)
     for first in range(0, len(CHAIN), 5):
-        claims.flip(CHAIN[first : first + 5], A)
+        claims.toggle(CHAIN[first : first + 5], A)
     assert (len(claims), claims.mask_of(CHAIN[3])) == (len(CHAIN), B)
-    claims.flip(reversed(CHAIN), B)
+    claims.toggle(reversed(CHAIN), B)
     assert (len(claims), extents(claims), claims.mask_of(CHAIN[3])) == (0, set(), 0)
 
 
 @settings(max_examples=sized(50, 1_000), deadline=None)
 @given(st.integers(0, 1_000_000))
-def test_the_masks_are_those_of_each_block(seed: int) -> None:
+def test_masks_of_spans_equal_masks_of_blocks(seed: int) -> None:
     random, claims, naive = Random(seed), Claims(), dict.fromkeys(CHAIN, 0)
     for _ in range(random.randrange(1, 30)):
         first = random.randrange(len(CHAIN))
@@ -53,7 +52,7 @@ def test_the_masks_are_those_of_each_block(seed: int) -> None:
         if random.random() < 0.3:
             some = random.sample(some, random.randrange(1, len(some) + 1))
         bit = random.choice([A, B, 4])
-        claims.flip(some, bit)
+        claims.toggle(some, bit)
         for block_hash in some:
             naive[block_hash] ^= bit
         start = random.choice([0, random.randrange(len(CHAIN))])

@@ -1,4 +1,4 @@
-"""The prefix index: against a naive one under any interleaving, and its costs where they are a promise."""
+"""The prefix index: single operations, memory, and comparison with a naive index under random operations."""
 
 import sys
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def overlap(num_blocks: int, held: int | None = None, device: int | None = None)
     )
 
 
-def test_each_worker_is_told_its_own_leading_run() -> None:
+def test_overlap_is_the_leading_run_of_each_worker() -> None:
     index = index_of(W0, W1, worker_ref("w2"))
     index.stored(W0, DEVICE, CHAIN[:4])
     index.stored(W1, DEVICE, (*CHAIN[:2], *CHAIN[3:]))
@@ -42,7 +42,7 @@ def test_each_worker_is_told_its_own_leading_run() -> None:
     assert index.overlaps((), 0.0) == {}
 
 
-def test_a_block_in_two_tiers_is_held_until_it_has_left_both() -> None:
+def test_block_in_two_tiers_is_held_until_evicted_from_both() -> None:
     index = index_of(W0)
     index.stored(W0, DEVICE, CHAIN[:2])
     index.stored(W0, HOST, CHAIN[1:4])
@@ -53,7 +53,7 @@ def test_a_block_in_two_tiers_is_held_until_it_has_left_both() -> None:
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(1)}
 
 
-def test_a_new_life_begins_with_nothing_and_the_old_one_cannot_speak_any_more() -> None:
+def test_new_incarnation_starts_empty_and_events_of_the_old_one_are_ignored() -> None:
     index, reborn = index_of(W0), worker_ref("w0", epoch=2)
     index.stored(W0, DEVICE, CHAIN)
     index.join(reborn)
@@ -64,7 +64,7 @@ def test_a_new_life_begins_with_nothing_and_the_old_one_cannot_speak_any_more() 
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(1)}
 
 
-def test_what_is_expected_counts_until_it_is_stored_or_its_time_is_over() -> None:
+def test_expected_blocks_count_until_stored_or_expired() -> None:
     index = index_of(W0, W1)
     index.expect(W0, CHAIN[:4], until_s=10.0)
     index.expect(W1, CHAIN[:4], until_s=10.0)
@@ -76,14 +76,14 @@ def test_what_is_expected_counts_until_it_is_stored_or_its_time_is_over() -> Non
     assert index.overlaps(CHAIN, 10.0) == {"w0": overlap(3)}
 
 
-def test_what_is_held_behind_what_is_expected_counts_on() -> None:
+def test_held_blocks_after_expected_ones_extend_the_run() -> None:
     index = index_of(W0)
     index.stored(W0, DEVICE, CHAIN[3:5])
     index.expect(W0, CHAIN[:3], until_s=10.0)
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(5, 0)}
 
 
-def test_what_one_has_evicted_another_may_still_hold() -> None:
+def test_eviction_by_one_worker_keeps_claims_of_another() -> None:
     index = index_of(W0, W1)
     for worker in (W0, W1):
         index.stored(worker, DEVICE, CHAIN)
@@ -91,7 +91,7 @@ def test_what_one_has_evicted_another_may_still_hold() -> None:
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(2), "w1": overlap(6)}
 
 
-def test_no_more_is_believed_than_the_pool_has_blocks() -> None:
+def test_claims_beyond_the_pool_size_are_ignored() -> None:
     index = PrefixIndex()
     index.join(W0, max_blocks=4)
     index.stored(W0, DEVICE, (*CHAIN, *CHAIN))
@@ -101,7 +101,7 @@ def test_no_more_is_believed_than_the_pool_has_blocks() -> None:
     assert index.num_held(W0) == 4
 
 
-def test_an_ended_life_is_cleared_away_little_by_little_and_its_place_used_again() -> None:
+def test_claims_of_ended_incarnation_are_swept_gradually_and_its_slot_is_reused() -> None:
     index, hashes = index_of(W0, W1), hashes_of(range(4_000))
     index.stored(W0, DEVICE, hashes)
     index.stored(W1, DEVICE, hashes[:10])
@@ -110,7 +110,7 @@ def test_an_ended_life_is_cleared_away_little_by_little_and_its_place_used_again
     assert (index.num_claims, index.num_ended_claims, index.num_blocks) == (10, 1_000, 1_000)
     assert index.sweep(600) == 600
     assert index.num_ended_claims == 400
-    index.stored(W1, DEVICE, hashes[:200])  # each change helps
+    index.stored(W1, DEVICE, hashes[:200])  # each change sweeps a little
     assert (index.sweep(600), index.num_blocks) == (0, 200)
     for epoch in range(50):
         index.join(worker_ref("w0", epoch=epoch))
@@ -119,7 +119,7 @@ def test_an_ended_life_is_cleared_away_little_by_little_and_its_place_used_again
     assert len(index._by_slot) <= 4  # masks stay short
 
 
-def test_neighbours_with_the_same_holders_have_one_mask() -> None:
+def test_consecutive_blocks_of_the_same_holders_share_one_mask() -> None:
     index = index_of(*(worker_ref(f"w{i}") for i in range(100)))
     for i in (7, 99):
         index.stored(worker_ref(f"w{i}"), DEVICE, CHAIN)
@@ -128,13 +128,13 @@ def test_neighbours_with_the_same_holders_have_one_mask() -> None:
     assert sys.getsizeof(extents[0].mask) <= 40
 
 
-# -- against a naive index ----------------------------------------------------------------------------------------------------------------
+# -- against a naive index ---------------------------------------------------------------------------------------------
 
 
 def tree_of_chains() -> list[tuple[bytes, ...]]:
-    """Twelve prompts of up to 9 blocks that share their beginnings in many ways."""
+    """Return twelve prompts of up to 9 blocks with many shared prefixes."""
     turns = [[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]]
-    ways = [
+    paths = [
         (0,),
         (1,),
         (0, 0),
@@ -148,7 +148,7 @@ def tree_of_chains() -> list[tuple[bytes, ...]]:
         (1, 2),
         (2,),
     ]
-    return [hashes_of([token for turn in way for token in turns[turn]]) for way in ways]
+    return [hashes_of([token for turn in path for token in turns[turn]]) for path in paths]
 
 
 CHAINS = tree_of_chains()
@@ -157,54 +157,54 @@ WORKERS = [worker_ref(worker_id, epoch) for worker_id in ("w0", "w1", "w2") for 
 
 
 @dataclass
-class NaiveLife:
+class NaiveHolder:
     worker: WorkerRef
     held: dict[Tier, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in Tier})
     expected: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
 
 class NaiveIndex:
-    """Sets of hashes, everything looked up at each question."""
+    """Sets of hashes that are searched on every call."""
 
     def __init__(self) -> None:
-        self.generations: dict[str, NaiveLife] = {}
+        self.holders: dict[str, NaiveHolder] = {}
 
-    def life(self, worker: WorkerRef) -> NaiveLife | None:
-        life = self.generations.get(worker.worker_id)
-        return life if life is not None and life.worker == worker else None
+    def holder(self, worker: WorkerRef) -> NaiveHolder | None:
+        holder = self.holders.get(worker.worker_id)
+        return holder if holder is not None and holder.worker == worker else None
 
     def join(self, worker: WorkerRef) -> None:
-        if self.life(worker) is None:
-            self.generations[worker.worker_id] = NaiveLife(worker)
+        if self.holder(worker) is None:
+            self.holders[worker.worker_id] = NaiveHolder(worker)
 
     def drop(self, worker: WorkerRef) -> None:
-        if self.life(worker):
-            del self.generations[worker.worker_id]
+        if self.holder(worker):
+            del self.holders[worker.worker_id]
 
     def reset(self, worker: WorkerRef) -> None:
-        life = self.life(worker)
-        if life and any(life.held.values()):
-            self.generations[worker.worker_id] = NaiveLife(worker)
+        holder = self.holder(worker)
+        if holder and any(holder.held.values()):
+            self.holders[worker.worker_id] = NaiveHolder(worker)
 
     def stored(self, worker: WorkerRef, tier: Tier, hashes: Iterable[bytes]) -> None:
-        if life := self.life(worker):
-            life.held[tier].update(hashes)
-            life.expected = {chain: until for chain, until in life.expected.items() if chain[-1] not in set(hashes)}
+        if holder := self.holder(worker):
+            holder.held[tier].update(hashes)
+            holder.expected = {chain: until for chain, until in holder.expected.items() if chain[-1] not in set(hashes)}
 
     def evicted(self, worker: WorkerRef, tier: Tier, hashes: Iterable[bytes]) -> None:
-        if life := self.life(worker):
-            life.held[tier].difference_update(hashes)
+        if holder := self.holder(worker):
+            holder.held[tier].difference_update(hashes)
 
     def expect(self, worker: WorkerRef, hashes: tuple[bytes, ...], until_s: float) -> None:
-        if life := self.life(worker):
-            life.expected[hashes] = max(until_s, life.expected.get(hashes, 0.0))
+        if holder := self.holder(worker):
+            holder.expected[hashes] = max(until_s, holder.expected.get(hashes, 0.0))
 
     def overlaps(self, hashes: tuple[bytes, ...], now_s: float) -> dict[str, PrefixOverlap]:
         found = {}
-        for worker_id, life in self.generations.items():
-            life.expected = {chain: until for chain, until in life.expected.items() if until > now_s}
-            device, held = life.held[DEVICE], set().union(*life.held.values())
-            soon = held.union(*life.expected)
+        for worker_id, holder in self.holders.items():
+            holder.expected = {chain: until for chain, until in holder.expected.items() if until > now_s}
+            device, held = holder.held[DEVICE], set().union(*holder.held.values())
+            soon = held.union(*holder.expected)
             if run(hashes, soon):
                 found[worker_id] = overlap(run(hashes, soon), run(hashes, held), run(hashes, device))
         return found
@@ -233,7 +233,7 @@ acts = st.one_of(
 
 @settings(max_examples=sized(300, 10_000), deadline=None)
 @given(st.lists(acts, min_size=5, max_size=60))
-def test_the_index_equals_a_naive_one(script: list[tuple]) -> None:
+def test_index_equals_naive_index(script: list[tuple]) -> None:
     index, naive, now_s = index_of(WORKERS[0], WORKERS[2]), NaiveIndex(), 0.0
     for worker in (WORKERS[0], WORKERS[2]):
         naive.join(worker)
@@ -249,8 +249,8 @@ def test_the_index_equals_a_naive_one(script: list[tuple]) -> None:
             getattr(naive, name)(*arguments)
         for chain in CHAINS:
             assert index.overlaps(chain, now_s) == naive.overlaps(chain, now_s), (name, arguments)
-    assert index.num_claims == sum(len(held) for life in naive.generations.values() for held in life.held.values())
+    assert index.num_claims == sum(len(held) for holder in naive.holders.values() for held in holder.held.values())
     while index.sweep(10):
         pass
-    held = {tier: set().union(*(life.held[tier] for life in naive.generations.values())) for tier in Tier}
+    held = {tier: set().union(*(holder.held[tier] for holder in naive.holders.values())) for tier in Tier}
     assert index.num_blocks == sum(len(of_tier) for of_tier in held.values())
