@@ -16,7 +16,7 @@ from tests.deploy.rule_cases import Firing, database_of, firing_at, load, second
 ROOT = Path(__file__).resolve().parents[2]
 RULES_FILE = ROOT / "helm/baton/files/rules/baton.yaml"
 CASES_FILE = Path(__file__).with_name("alert_cases.yaml")
-OPERATIONS = ROOT / "docs/operations.md"
+TROUBLESHOOTING = "docs/guides/troubleshooting.md"
 PROMTOOL = shutil.which("promtool")
 
 RULES = load(RULES_FILE)
@@ -79,18 +79,17 @@ def test_an_alert_says_what_happens_and_what_to_do(alert: str) -> None:
     assert rule["labels"].keys() == {"severity"}
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"].keys() == {"summary", "runbook"}
-    page, _, symptom = rule["annotations"]["runbook"].partition(": ")
-    assert page == "docs/operations.md#symptoms"
-    assert symptom in symptoms()
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert page == TROUBLESHOOTING
+    assert anchor in anchors()
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
         assert label in labels_an_alert_has(rule), f"{alert} has no label {label}"
 
 
-def symptoms() -> list[str]:
-    """The first cells of the table in operations.md."""
-    _, _, section = OPERATIONS.read_text().partition("\n## Symptoms\n")
-    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    return [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]]
+def anchors() -> list[str]:
+    """The anchors of the symptoms in the troubleshooting page."""
+    headings = re.findall(r"^### (.*)$", (ROOT / TROUBLESHOOTING).read_text(), re.MULTILINE)
+    return [heading.lower().replace(" ", "-") for heading in headings]
 
 
 def labels_an_alert_has(rule: dict[str, Any]) -> set[str]:
