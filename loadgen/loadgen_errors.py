@@ -10,7 +10,7 @@ class BadPlan(LoadgenError):
     """A plan, a trace or plan arguments are invalid. The message names the file and the line."""
 
 
-class NothingArrives(BadPlan):
+class EmptyPlan(BadPlan):
     """Valid plan arguments produced no request, by chance or because the time was too short."""
 
 
@@ -22,10 +22,10 @@ class Unreachable(LoadgenError):
     """No server answers at an address."""
 
 
-class NoWarmUp(LoadgenError):
+class WarmUpFailed(LoadgenError):
     """The server is reachable but answered none of the warm-up requests. An overloaded server may recover
     later."""
 
 
-class NotTrusted(LoadgenError):
+class UntrustedCertificate(LoadgenError):
     """The server's TLS certificate is not trusted on this machine. Waiting does not help."""

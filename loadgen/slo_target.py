@@ -64,7 +64,7 @@ class SloTarget:
         return SloTarget(**{key: value * factor for key, value in self.to_json().items()})
 
 
-def promised(slos: Mapping[str, SloTarget], given: Sequence[tuple[str | None, SloTarget]]) -> dict[str, SloTarget]:
+def override_slos(slos: Mapping[str, SloTarget], given: Sequence[tuple[str | None, SloTarget]]) -> dict[str, SloTarget]:
     """Return the SLO of each class after applying `--slo` values to `slos`.
 
     A value without a class replaces the SLO of all classes. A value with a class replaces that class only and

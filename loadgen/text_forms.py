@@ -36,11 +36,11 @@ def split_kind(text: str) -> tuple[str, str]:
 
 
 def pairs(
-    text: str, whole: str, known: Mapping[str, Callable[[str], float]], needed: tuple[str, ...] = ()
+    text: str, full_text: str, known: Mapping[str, Callable[[str], float]], needed: tuple[str, ...] = ()
 ) -> dict[str, float]:
     """Parse `key=value,key=value` into numbers by key.
 
-    - `whole`: the user's full text, for error messages
+    - `full_text`: the user's full text, for error messages
     - `known`: the value parser of each allowed key
     - `needed`: keys that must be present
 
@@ -51,20 +51,20 @@ def pairs(
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in known:
             raise BadPlan(
-                f"`{whole}`: `{part}` is not a known setting; write {', '.join(f'{name}=…' for name in known)}"
+                f"`{full_text}`: `{part}` is not a known setting; write {', '.join(f'{name}=…' for name in known)}"
             )
         if key in values:
-            raise BadPlan(f"`{whole}` contains `{key}` twice; give it once")
+            raise BadPlan(f"`{full_text}` contains `{key}` twice; give it once")
         values[key] = known[key](value)
     missing = [name for name in needed if name not in values]
     if missing:
-        raise BadPlan(f"`{whole}`: `{missing[0]}=…` is missing")
+        raise BadPlan(f"`{full_text}`: `{missing[0]}=…` is missing")
     return values
 
 
-def span(text: str, whole: str, read: Callable[[str], float]) -> tuple[float, float]:
+def span(text: str, full_text: str, read: Callable[[str], float]) -> tuple[float, float]:
     """Parse `low-high` into two numbers. Raises BadPlan."""
     low, dash, high = text.partition("-")
     if not dash:
-        raise BadPlan(f"`{whole}`: write two numbers, such as 100-800")
+        raise BadPlan(f"`{full_text}`: write two numbers, such as 100-800")
     return read(low), read(high)

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from loadgen.measure.records import Arrival, Record, RunInfo
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.slo_target import SloTarget
 
 
@@ -53,8 +53,8 @@ def refused(index: int = 0, after_s: float = 0.1, **changes: Any) -> Record:
     return record(index, **(fields | changes))
 
 
-def terms(slo: str = "ttft=600ms,tpot=200ms", **changes: Any) -> Terms:
-    return Terms(slos={"default": SloTarget.parse(slo)}, **changes)
+def rules(slo: str = "ttft=600ms,tpot=200ms", **changes: Any) -> OutcomeRules:
+    return OutcomeRules(slos={"default": SloTarget.parse(slo)}, **changes)
 
 
 def run(**changes: Any) -> RunInfo:
@@ -94,7 +94,7 @@ any_record = st.builds(
     num_output_tokens=st.none() | st.integers(0, 9),
 )
 any_terms = st.builds(
-    Terms,
+    OutcomeRules,
     slos=st.fixed_dictionaries(
         {
             "default": st.builds(

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from loadgen.capacity.capacity import CapacityEstimate, CapacitySearch, Limits
+from loadgen.capacity.capacity_search import CapacityEstimate, CapacitySearch, Limits
 from loadgen.capacity.trials import SCOUT_PART, SCOUT_REQUESTS, TrialLength
 from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict
 from loadgen.measure.records import Arrival, Record
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan import draws
 from loadgen.plan.arrivals import arrivals, parse_gaps, steady
 from loadgen.plan.plan import Generated, Plan, PlannedRequest
-from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 from loadgen.slo_target import SloTarget
 
 OUTPUT_TOKENS = 8
@@ -145,11 +145,11 @@ def trial(
     `loadgen.capacity.trials.TrialWatch` does."""
     plan = plan_at(rate_rps, seconds, seed, gaps=system.gaps, slo=system.slo)
     records = system.serve(plan, random.Random(seed))
-    judge = TrialJudge(plan, Terms(slos=plan.slos), target)
+    judge = TrialJudge(plan, OutcomeRules(slos=plan.slos), target)
     for look, part in enumerate(LOOKS[:-1] if looks else ()):
         now_s = part * seconds
         judgement = judge.judge([record for record in records if record.ended_s <= now_s], now_s, look=look)
-        if judgement.verdict is TrialVerdict.BROKE:
+        if judgement.verdict is TrialVerdict.MISSED:
             return judgement, now_s
     return judge.judge(records), seconds
 
@@ -174,7 +174,7 @@ def search(
                 system, proposal.rate_rps, time_s, zlib.crc32(f"{seed} {number}".encode()), target=target
             )
             took_s += lasted_s
-        search.told(judgement.observation(proposal.rate_rps), is_scout=proposal.is_scout)
+        search.observe(judgement.observation(proposal.rate_rps), is_scout=proposal.is_scout)
     return search.answer, took_s
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from loadgen.measure.records import Arrival, Record, RunInfo
 from loadgen.measure.records_file import RecordWriter, write_run
-from loadgen.measure.request_metrics import Terms, invalid_reasons
+from loadgen.measure.request_metrics import OutcomeRules, invalid_reasons
 from loadgen.plan.plan import Generated, Plan, PlannedRequest, Vocabulary
 from loadgen.plan.plan_file import write_plan
 from loadgen.slo_target import SloTarget
@@ -165,7 +165,7 @@ def write_result(
     with RecordWriter(directory / "records.jsonl") as writer:
         for record in sorted(records, key=lambda record: record.ended_s):
             writer.write(record)
-    terms = Terms(slos=plan.slos, ignore_eos=plan.ignore_eos)
+    rules = OutcomeRules(slos=plan.slos, ignore_eos=plan.ignore_eos)
     write_run(
         directory,
         RunInfo(
@@ -181,7 +181,7 @@ def write_result(
             flags={"rate": rate, "seconds": seconds, "timeout_s": 10, **({"label": label} if label else {})},
             machine={"cpu": "2 cores", "memory_gib": 8, "load_before": 0.4, "python": "3.11.7", "os": "Linux 6.1"},
             server={"workers": 3, "kv_tokens": 60_000},
-            invalid=invalid_reasons(records, terms, len(records)),
+            invalid=invalid_reasons(records, rules, len(records)),
             warmup_requests=8,
             version="0.1.0",
         ),

@@ -18,7 +18,7 @@ import psutil
 from bench.systems.baton_cluster import Processes
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import Result, read_result
-from loadgen.measure.request_metrics import RequestOutcome, Terms, classify, send_lag_s
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, classify, send_lag_s
 from loadgen.measure.stats import percentile
 
 INVALID = 3
@@ -154,10 +154,10 @@ def watched(running: Processes, interval_s: float) -> Iterator[Watched]:
 
 def outcomes(result: Result) -> dict[RequestOutcome, list[Record]]:
     """Every offered request by what became of it."""
-    terms = Terms(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
+    rules = OutcomeRules(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
     by_outcome: dict[RequestOutcome, list[Record]] = {outcome: [] for outcome in RequestOutcome}
     for record in result.records:
-        by_outcome[classify(record, terms)].append(record)
+        by_outcome[classify(record, rules)].append(record)
     return by_outcome
 
 

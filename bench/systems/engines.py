@@ -30,7 +30,7 @@ from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
-from loadgen.send.client import Ask, ask_once
+from loadgen.send.client import ResolvedRequest, send_once
 from loadgen.send.dialects import DIALECTS
 from loadgen.send.http.http_client import HttpClient, HttpSettings
 from loadgen.send.timers import now_s
@@ -74,14 +74,17 @@ class ServedEngine:
         client = HttpClient(HttpSettings(urls=(self.url,), model=SERVED, dialect=COMMON))
         await client.open()
         try:
-            client.expect(len(prompts), len(prompts))
-            asks = [Ask(index=i, token_ids=list(prompt), max_tokens=num_outputs) for i, prompt in enumerate(prompts)]
+            client.preconnect(len(prompts), len(prompts))
+            asks = [
+                ResolvedRequest(index=i, token_ids=list(prompt), max_tokens=num_outputs)
+                for i, prompt in enumerate(prompts)
+            ]
             began_s = now_s()
-            answers = await asyncio.gather(*(ask_once(client, ask, LIMIT_S) for ask in asks))
+            answers = await asyncio.gather(*(send_once(client, ask, LIMIT_S) for ask in asks))
         finally:
             await client.aclose()
         for answer in answers:
-            if not answer.is_whole:
+            if not answer.is_successful:
                 raise SystemExit(f"{self.url}: {answer.status} {answer.error or answer.reason}")
         return [[at_s - began_s for at_s in answer.times] for answer in answers]
 

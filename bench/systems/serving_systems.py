@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.send.server.server_process import free_port, http_probe, served
+from loadgen.send.server.server_process import free_port, http_probe, running_server
 
 HERE = Path(__file__).parent
 SERVED = "goodput"
@@ -170,7 +170,7 @@ SYSTEMS = (
 def _served(command: Sequence[str], port: int, log: Path, **env: str) -> Iterator[str]:
     """Its URL, once it is ready; the whole process group is gone afterwards. Raises LoadgenError."""
     url = f"http://127.0.0.1:{port}"
-    with served(
+    with running_server(
         ["env", *(f"{name}={value}" for name, value in env.items()), *command],
         http_probe(url, {}, is_insecure=False),
         log,

@@ -22,33 +22,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadgen.capacity.capacity import CapacityEstimate
-from loadgen.capacity.searching import Found
+from loadgen.capacity.capacity_search import CapacityEstimate
+from loadgen.capacity.search_runner import SearchResult
 from loadgen.capacity.trials import Goal, Trial
 from loadgen.capacity.verdicts import Judgement
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.send.server.server_process import Point
+from loadgen.send.server.server_process import SweepPoint
 
 FORMAT = 1
 NAME = "capacity.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PointFound:
+class PointResult:
     """Result at one point of a sweep.
 
     - `command`: the command that started the server; empty if it was already running
     - `error`: why there are no results, in addition to the error of `found`
     """
 
-    point: Point
-    found: Found | None = None
+    point: SweepPoint
+    found: SearchResult | None = None
     command: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
-def write_capacity(directory: Path, head: Mapping[str, Any], points: Sequence[PointFound]) -> None:
+def write_capacity(directory: Path, head: Mapping[str, Any], points: Sequence[PointResult]) -> None:
     """Write capacity.json atomically. Raises LoadgenError."""
     data = {"loadgen_capacity": FORMAT, **head, "points": [_point(point) for point in points]}
     try:
@@ -63,7 +63,7 @@ def write_capacity(directory: Path, head: Mapping[str, Any], points: Sequence[Po
         raise LoadgenError(f"{directory / NAME} cannot be written: {error.strerror or error}") from error
 
 
-def _point(point: PointFound) -> dict[str, Any]:
+def _point(point: PointResult) -> dict[str, Any]:
     found = point.found
     return {
         "name": point.point.name,
@@ -103,7 +103,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
         "duration_s": trial.duration_s,
         "seed": trial.seed,
         "is_scout": trial.is_scout,
-        "is_cut": trial.is_cut,
+        "is_cut": trial.ended_early,
         "interrupted": trial.is_interrupted,
         "goal": trial.goal,
         "invalid": list(trial.invalid),

@@ -68,7 +68,7 @@ class Observation:
         """Share of good requests; 1 without requests."""
         return self.num_good / self.num_judged if self.num_judged else 1.0
 
-    def held(self, target: float) -> bool:
+    def met(self, target: float) -> bool:
         """True if the trial met the target, however certainly."""
         return self.share >= target and not self.is_overloaded
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from loadgen.capacity.capacity import Proposal
+from loadgen.capacity.capacity_search import Proposal
 from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict, scaled
-from loadgen.loadgen_errors import NothingArrives
+from loadgen.loadgen_errors import EmptyPlan
 from loadgen.measure.record_tail import RecordTail
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.plan.plan import Plan
-from loadgen.send.run.processes import View
-from loadgen.send.run.run_plan import Finished, Order, record_files, run
-from loadgen.send.server.idle import Rest
+from loadgen.send.run.processes import ProgressView
+from loadgen.send.run.run_plan import FinishedRun, RunSpec, record_files, run
+from loadgen.send.server.idle import IdleResult
 
 LONGEST_TIMES = 10.0
 """Longest trial as a multiple of the requested seconds, however low its rate."""
@@ -88,10 +88,10 @@ class PlanMaker(Protocol):
         """Return a plan with arrivals for `seconds`. Raises BadPlan."""
 
 
-class Sleeper(Protocol):
+class IdleWaiter(Protocol):
     """Waits until the server is idle (`loadgen.send.server.idle`)."""
 
-    def wait(self) -> Rest:
+    def wait(self) -> IdleResult:
         """Wait until the server is idle, up to a limit. Raises LoadgenError if it does not respond at first."""
 
 
@@ -102,7 +102,7 @@ class Trial:
     - `directory`: its name among the trials
     - `judgements`: one for each goal
     - `goal`: index of the goal that requested it
-    - `is_cut`: ended early, because the verdict was certain
+    - `ended_early`: ended early, because the verdict was certain
     - `invalid`: why the trial is invalid; empty if it is valid
     """
 
@@ -114,7 +114,7 @@ class Trial:
     judgements: tuple[Judgement, ...]
     goal: int
     duration_s: float
-    is_cut: bool = False
+    ended_early: bool = False
     is_interrupted: bool = False
     invalid: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
@@ -128,7 +128,7 @@ def trial_seed(seed: int, number: int) -> int:
 class Trials:
     """Runs trials against one server.
 
-    - `order`: the run specification without plan, directory and processes
+    - `spec`: the run specification without plan, directory and processes
     - `length`: length of a full trial
     - `slos_of`: applies the SLOs to a plan
     - `processes_of`: number of processes that send a plan
@@ -137,21 +137,21 @@ class Trials:
 
     def __init__(
         self,
-        order: Order,
+        spec: RunSpec,
         maker: PlanMaker,
         goals: Sequence[Goal],
-        rest: Sleeper,
+        rest: IdleWaiter,
         *,
         length: TrialLength,
         seed: int,
         slos_of: Callable[[Plan], Plan],
         processes_of: Callable[[Plan], int],
-        show: Callable[[Plan], AbstractContextManager[View]],
+        show: Callable[[Plan], AbstractContextManager[ProgressView]],
     ) -> None:
-        self._order = order
+        self._spec = spec
         self._maker = maker
         self._goals = goals
-        self._rest = rest
+        self._idle_waiter = rest
         self._length = length
         self._seed = seed
         self._slos_of = slos_of
@@ -165,21 +165,21 @@ class Trials:
         if proposal.is_scout:
             seconds = min(seconds, max(seconds * SCOUT_PART, SCOUT_REQUESTS / proposal.rate_rps))
         plan, seed = self._plan(proposal.rate_rps, seconds)
-        rest = self._rest.wait()
+        rest = self._idle_waiter.wait()
         name = f"{self._num_made:02d}-{proposal.rate_rps:g}rps" + ("-scout" if proposal.is_scout else "")
-        order = replace(
-            self._order,
+        spec = replace(
+            self._spec,
             plan=plan,
-            out=self._order.out / name,
+            out=self._spec.out / name,
             processes=self._processes_of(plan),
             flags=self._flags(plan, proposal, seed),
         )
-        watch = TrialWatch(plan, self._judges(order), record_files(order), goal=goal)
+        watch = TrialWatch(plan, self._judges(spec), record_files(spec), goal=goal)
         with self._show(plan) as view:
-            finished = run(order, view, watch)
+            finished = run(spec, view, watch)
         judgements, notes = watch.judgements(finished), (*finished.notes, *finished.not_answered)
         strictest = replace(
-            finished.terms, slos=scaled(finished.terms.slos, min(goal.slo_scale for goal in self._goals))
+            finished.rules, slos=scaled(finished.rules.slos, min(goal.slo_scale for goal in self._goals))
         )
         invalid = why_invalid(finished.run, finished.records, strictest)
         if not any(judgement.num_judged for judgement in judgements):
@@ -195,7 +195,7 @@ class Trials:
             judgements=judgements,
             goal=goal,
             duration_s=finished.run.duration_s,
-            is_cut=finished.ended.is_cut,
+            ended_early=finished.ended.ended_early,
             is_interrupted=finished.ended.is_interrupted,
             invalid=invalid,
             notes=notes,
@@ -207,23 +207,25 @@ class Trials:
             seed = trial_seed(self._seed, self._num_made)
             try:
                 return self._slos_of(self._maker.make(rate_rps, seconds, seed)), seed
-            except NothingArrives:
+            except EmptyPlan:
                 if attempt == SEEDS_TRIED - 1:
                     raise
         raise AssertionError
 
-    def _judges(self, order: Order) -> list[TrialJudge]:
-        terms = order.target.terms(order.plan)
+    def _judges(self, spec: RunSpec) -> list[TrialJudge]:
+        rules = spec.target.rules(spec.plan)
         return [
             TrialJudge(
-                order.plan, Terms(slos=scaled(terms.slos, goal.slo_scale), ignore_eos=terms.ignore_eos), goal.target
+                spec.plan,
+                OutcomeRules(slos=scaled(rules.slos, goal.slo_scale), ignore_eos=rules.ignore_eos),
+                goal.target,
             )
             for goal in self._goals
         ]
 
     def _flags(self, plan: Plan, proposal: Proposal, seed: int) -> dict[str, Any]:
         return {
-            **self._order.flags,
+            **self._spec.flags,
             "rate": proposal.rate_rps,
             "seed": seed,
             "slo": {name: str(slo) for name, slo in plan.slos.items()},
@@ -247,7 +249,7 @@ class TrialWatch:
             self._cut = self._early(elapsed_s) or self._at_end(elapsed_s)
         return self._cut is not None
 
-    def judgements(self, finished: Finished) -> tuple[Judgement, ...]:
+    def judgements(self, finished: FinishedRun) -> tuple[Judgement, ...]:
         """Return the final judgements of a run that has ended, or those at which it was stopped."""
         return self._cut or self._judged(finished.records, math.inf, LAST_LOOK)
 
@@ -258,7 +260,7 @@ class TrialWatch:
         look = due[-1]
         del self._looks[: len(due)]
         records = self._tail.read()
-        if self._judges[self._goal].judge(records, elapsed_s, look=look).verdict is not TrialVerdict.BROKE:
+        if self._judges[self._goal].judge(records, elapsed_s, look=look).verdict is not TrialVerdict.MISSED:
             return None
         return self._judged(records, elapsed_s, look)
 
@@ -268,8 +270,8 @@ class TrialWatch:
             return None
         self._next_end_s = elapsed_s + 1.0
         ends_s = self._judges[self._goal].ends_s
-        is_patient = elapsed_s < ends_s + max(STRAGGLERS_S, ends_s)
-        found = self._judged(self._tail.read(), elapsed_s if is_patient else math.inf, LAST_LOOK)
+        still_waits = elapsed_s < ends_s + max(STRAGGLERS_S, ends_s)
+        found = self._judged(self._tail.read(), elapsed_s if still_waits else math.inf, LAST_LOOK)
         return None if any(judgement.num_open for judgement in found) else found
 
     def _judged(self, records: Sequence[Record], now_s: float, look: int) -> tuple[Judgement, ...]:

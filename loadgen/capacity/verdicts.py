@@ -31,7 +31,7 @@ from loadgen.capacity.threshold import Observation
 from loadgen.measure import request_metrics
 from loadgen.measure.measures import Flags
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.measure.stats import Floats, Interval, effective_size, wilson
 from loadgen.measure.summary import ramp_s
 from loadgen.plan.plan import Plan, PlannedRequest
@@ -39,9 +39,9 @@ from loadgen.slo_target import SloTarget
 
 LOOKS = (0.25, 0.5, 0.75, 1.0)
 """Fractions of a trial after which it is evaluated. The last one is its end."""
-MIN_EARLY = 20
+MIN_EARLY_REQUESTS = 20
 """Fewest judged requests for an early verdict."""
-EARLY = 2.0
+EARLY_MISS_FACTOR = 2.0
 """An early verdict needs at least this many times the allowed misses.
 
 A bad start near the limit is not enough, because the trial's final result is the measurement.
@@ -55,8 +55,8 @@ _MIN_GROWTH_REQUESTS = 3
 class TrialVerdict(StrEnum):
     """Result of a trial. The values are those of capacity.json."""
 
-    HELD = "held"
-    BROKE = "broke"
+    MET = "held"
+    MISSED = "broke"
     UNDECIDED = "undecided"
 
 
@@ -120,9 +120,9 @@ class TrialJudge:
     SLO.
     """
 
-    def __init__(self, plan: Plan, terms: Terms, target: float, *, error: float = 0.025) -> None:
+    def __init__(self, plan: Plan, rules: OutcomeRules, target: float, *, error: float = 0.025) -> None:
         self._plan = plan
-        self._terms = terms
+        self._rules = rules
         self._target = target
         self._error = error
         times = [request.at_s for request in plan.requests if request.at_s is not None]
@@ -147,7 +147,7 @@ class TrialJudge:
         error = look_errors(self._error)[look]
         cohort = self._cohort(records, now_s)
         start_s = self._first_s + self._ramp_s(records)
-        end_s = min(self._last_s, now_s if is_last else now_s - self._patience_s(records))
+        end_s = min(self._last_s, now_s if is_last else now_s - self._min_age_s(records))
         rows = (cohort.due_s >= start_s) & (cohort.due_s <= end_s)
         good, is_open = cohort.is_good[rows], cohort.is_open[rows]
         filled_s = start_s if is_last else max(start_s, self._first_s + _oldest_s(cohort, now_s))
@@ -155,11 +155,11 @@ class TrialJudge:
         low = _bounds(good, error)[0]
         high = _bounds(good | is_open, error)[1]
         verdict = TrialVerdict.UNDECIDED
-        bound = self._target if is_last else 1 - EARLY * (1 - self._target)
-        if is_overloaded or (high < bound and (is_last or good.size >= MIN_EARLY)):
-            verdict = TrialVerdict.BROKE
+        bound = self._target if is_last else 1 - EARLY_MISS_FACTOR * (1 - self._target)
+        if is_overloaded or (high < bound and (is_last or good.size >= MIN_EARLY_REQUESTS)):
+            verdict = TrialVerdict.MISSED
         elif is_last and good.size and low >= self._target:
-            verdict = TrialVerdict.HELD
+            verdict = TrialVerdict.MET
         return Judgement(
             num_good=int(good.sum()),
             num_judged=int(good.size - is_open.sum()),
@@ -179,17 +179,18 @@ class TrialJudge:
         e2e = [
             value
             for record in records
-            if request_metrics.is_whole(record, self._terms) and (value := request_metrics.e2e_s(record)) is not None
+            if request_metrics.is_complete_response(record, self._rules)
+            and (value := request_metrics.e2e_s(record)) is not None
         ]
         return max(ramp_s(np.array(e2e), span_s), min(self._session_s, span_s / 2))
 
-    def _patience_s(self, records: Sequence[Record]) -> float:
+    def _min_age_s(self, records: Sequence[Record]) -> float:
         """Return the age below which requests are not judged early, because most of them are still in flight."""
         ages = [record.ended_s - record.intended_s for record in records]
         return min(float(np.percentile(ages, 90)) if ages else math.inf, self._latest_good_s)
 
     def _slo_of(self, request: PlannedRequest) -> SloTarget:
-        return self._terms.slos.get(request.slo_class) or self._terms.slos.get("default") or SloTarget()
+        return self._rules.slos.get(request.slo_class) or self._rules.slos.get("default") or SloTarget()
 
     def _cohort(self, records: Sequence[Record], now_s: float) -> _Cohort:
         ended = {record.index: record for record in records}
@@ -197,7 +198,7 @@ class TrialJudge:
         for request in self._plan.requests:
             record = ended.get(request.index)
             if record is not None:
-                is_good = request_metrics.classify(record, self._terms) is RequestOutcome.GOOD
+                is_good = request_metrics.classify(record, self._rules) is RequestOutcome.GOOD
                 rows.append((record.intended_s, record.ended_s, is_good, False))
                 continue
             due_s = request.at_s
@@ -205,7 +206,7 @@ class TrialJudge:
                 before = ended.get(request.after)
                 due_s = (
                     before.ended_s + request.think_s
-                    if before is not None and request_metrics.is_whole(before, self._terms)
+                    if before is not None and request_metrics.is_complete_response(before, self._rules)
                     else None
                 )
             if due_s is not None and due_s <= now_s:

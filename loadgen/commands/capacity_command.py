@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from loadgen.capacity.capacity_file import NAME, PointFound
-from loadgen.capacity.searching import is_answered
+from loadgen.capacity.capacity_file import NAME, PointResult
+from loadgen.capacity.search_runner import is_answered
 from loadgen.commands.capacity_job import TRIALS, CapacityJob
 from loadgen.commands.capacity_text import answer_lines, points_table, trials_table
 from loadgen.commands.option_types import Above, Numbers, Seconds
@@ -134,7 +134,7 @@ def command(ctx: click.Context, **given: Any) -> None:
     """
     job = CapacityJob.of(given)
     points = job.run()
-    _say(job, points)
+    _print_result(job, points)
     founds = [point.found for point in points]
     if any(found is not None and found.is_interrupted for found in founds):
         ctx.exit(EXIT_INTERRUPTED)
@@ -144,7 +144,7 @@ def command(ctx: click.Context, **given: Any) -> None:
     ctx.exit(0 if is_known else EXIT_UNKNOWN)
 
 
-def _say(job: CapacityJob, points: list[PointFound]) -> None:
+def _print_result(job: CapacityJob, points: list[PointResult]) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)

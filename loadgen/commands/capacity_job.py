@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
-from loadgen.capacity.capacity import Limits, Proposal
-from loadgen.capacity.capacity_file import PointFound, write_capacity
-from loadgen.capacity.searching import Found, find
+from loadgen.capacity.capacity_file import PointResult, write_capacity
+from loadgen.capacity.capacity_search import Limits, Proposal
+from loadgen.capacity.search_runner import SearchResult, run_searches
 from loadgen.capacity.trials import Goal, PlanMaker, Trial, TrialLength, Trials, trial_seed
-from loadgen.commands.capacity_plans import FirstLook, maker_of
-from loadgen.commands.capacity_text import hopeless, trial_line, unsteady
+from loadgen.commands.capacity_plans import SimpleWorkload, maker_of
+from loadgen.commands.capacity_text import short_trials, trial_line, unreachable_goals
 from loadgen.commands.target_options import (
     GRPC_URL,
     HTTP_URL,
@@ -33,23 +33,23 @@ from loadgen.commands.target_options import (
 )
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import loadgen_version
-from loadgen.measure.request_metrics import Terms, lag_limit_s
+from loadgen.measure.request_metrics import OutcomeRules, lag_limit_s
 from loadgen.plan.plan import Plan
-from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 from loadgen.send.run.live import LiveView
 from loadgen.send.run.priority import Priority
-from loadgen.send.run.run_plan import Order
+from loadgen.send.run.run_plan import RunSpec
 from loadgen.send.server.idle import IdleWatch
 from loadgen.send.server.server_process import (
-    Point,
     ServerCommand,
+    SweepPoint,
     free_port,
     grpc_probe,
     http_probe,
     parse_sweep,
-    served,
+    running_server,
 )
-from loadgen.slo_target import promised
+from loadgen.slo_target import override_slos
 
 TRIALS = "trials"
 _LENGTHS = ("input", "output")
@@ -75,7 +75,7 @@ class CapacityJob:
     length: TrialLength
     limits: tuple[Limits, ...]
     confidence: float
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     command: ServerCommand | None
     seed: int
     head: Mapping[str, Any]
@@ -90,7 +90,7 @@ class CapacityJob:
             raise click.UsageError("--sweep needs --command, which starts the server of each point")
         if len(given["confidence"]) > 1 or len(given["resolution"]) > 1:
             raise click.UsageError("--confidence and --resolution take one number each")
-        points = tuple(parse_sweep(given["sweep"])) if given["sweep"] else (Point(values={}),)
+        points = tuple(parse_sweep(given["sweep"])) if given["sweep"] else (SweepPoint(values={}),)
         started = ServerCommand.parse(given["template"], points) if given["template"] else None
         seconds = given["seconds"]
         length = TrialLength(seconds=seconds, requests=given["requests"])
@@ -111,13 +111,14 @@ class CapacityJob:
         for goal, limit in zip(goals, limits, strict=True):
             if limit.max_rps <= limit.min_rps:
                 raise LoadgenError(
-                    f"trials of this length can judge {goal.target * 100:g} % only from {limit.min_rps:.3g} {maker.unit}/s on, but "
+                    f"trials of this length can judge {goal.target * 100:g} % only from {limit.min_rps:.3g} "
+                    f"{maker.unit}/s on, but "
                     f"the highest allowed rate is {limit.max_rps:.3g}; give longer --seconds or more --requests"
                 )
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
         plan = maker.make(lowest_rps, length.at(lowest_rps), trial_seed(seed, 0))
-        plan = replace(plan, slos=promised(plan.slos, given["slos"]))
+        plan = replace(plan, slos=override_slos(plan.slos, given["slos"]))
         return cls(
             given=given,
             out=_new_directory(given["out"] or Path(f"loadgen-capacity-{datetime.now():%Y%m%d-%H%M%S}")),
@@ -142,11 +143,11 @@ class CapacityJob:
                 "seconds": seconds,
                 "requests": length.requests,
                 "seed": seed,
-                "notes": list(unsteady(plan, length)),
+                "notes": list(short_trials(plan, length)),
             },
         )
 
-    def run(self) -> list[PointFound]:
+    def run(self) -> list[PointResult]:
         """Search at each point in turn and return the results. An error at one point does not stop the
         others.
 
@@ -156,33 +157,33 @@ class CapacityJob:
             click.secho("warning: no SLO is set (--slo), so every complete response meets it", fg="yellow", err=True)
         for note in self.head["notes"]:
             click.secho(f"warning: {note}", fg="yellow", err=True)
-        done: list[PointFound] = []
+        done: list[PointResult] = []
         with _Terminations() as terminations:
             for point in self.points:
                 progress = _Progress(self, point, done)
                 error, is_interrupted = "", False
                 try:
-                    self._at(progress, terminations)
+                    self._search_at(progress, terminations)
                 except LoadgenError as raised:
                     error = str(raised)
                 except KeyboardInterrupt:
                     is_interrupted = True
-                done.append(progress.ended(error, is_interrupted=is_interrupted))
+                done.append(progress.result(error, is_interrupted=is_interrupted))
                 write_capacity(self.out, self.head, done)
                 known = done[-1].found
                 if known is not None and known.is_interrupted:
                     break
         return done
 
-    def place(self, point: Point) -> Path:
+    def directory_of(self, point: SweepPoint) -> Path:
         """Return the result directory of a point."""
         return self.out / point.name.replace("/", "_") if point.values else self.out
 
-    def _at(self, progress: _Progress, terminations: _Terminations) -> None:
+    def _search_at(self, progress: _Progress, terminations: _Terminations) -> None:
         """Run the search of one point. Raises LoadgenError or KeyboardInterrupt."""
         given = dict(self.given)
-        point, place = progress.point, self.place(progress.point)
-        place.mkdir(exist_ok=True)
+        point, directory_of = progress.point, self.directory_of(progress.point)
+        directory_of.mkdir(exist_ok=True)
         given["label"] = given["label"] or point.name
         with contextlib.ExitStack() as stack:
             if self.command is not None:
@@ -191,44 +192,46 @@ class CapacityJob:
                 fresh = f"{default.rpartition(':')[0]}:{port}" if self.command.has_port else default
                 given["urls"] = tuple(url.replace("{port}", str(port)) for url in given["urls"]) or (fresh,)
                 progress.arguments = tuple(self.command.at(point, port))
-                self.tell(f"starting {' '.join(progress.arguments)}")
+                self.log_progress(f"starting {' '.join(progress.arguments)}")
                 stack.enter_context(
-                    served(progress.arguments, _probe(given), place / "server.log", ready_s=given["ready_within"])
+                    running_server(
+                        progress.arguments, _probe(given), directory_of / "server.log", ready_s=given["ready_within"]
+                    )
                 )
             target, server = target_of(given)
-            for warning in hopeless(self.plan, self.goals, server.max_model_len):
+            for warning in unreachable_goals(self.plan, self.goals, server.max_model_len):
                 click.secho(f"warning: {warning}", fg="yellow", err=True)
             progress.facts = {"url": ",".join(target.urls), "model": target.model, "server": dict(server.facts)}
-            order = Order(
+            spec = RunSpec(
                 plan=self.plan,
                 target=target,
-                out=place / TRIALS,
+                out=directory_of / TRIALS,
                 warm_ups=given["warmup"],
                 priority=Priority(given["priority"]),
                 server=server_facts(given, server),
                 flags=flags_of(given, target, self.plan.slos),
             )
             trials = Trials(
-                order,
+                spec,
                 self.maker,
                 self.goals,
                 IdleWatch(target, self.plan.vocabulary, limit_s=given["drain"]),
                 length=self.length,
                 seed=self.seed,
-                slos_of=lambda plan: replace(plan, slos=promised(plan.slos, given["slos"])),
+                slos_of=lambda plan: replace(plan, slos=override_slos(plan.slos, given["slos"])),
                 processes_of=progress.processes_of,
                 show=lambda plan: self._view(plan, target.urls),
             )
-            progress.found = find(
+            progress.found = run_searches(
                 self.goals,
                 self.limits,
                 _Guarded(trials, terminations),
                 confidence=self.confidence,
                 time_limit_s=given["time_limit"],
-                told=progress.told,
+                on_update=progress.update,
             )
 
-    def tell(self, text: str, *, fg: str | None = None) -> None:
+    def log_progress(self, text: str, *, fg: str | None = None) -> None:
         """Print a progress line on standard error, unless --quiet is set."""
         if not self.given["quiet"]:
             click.secho(text, fg=fg, err=True)
@@ -241,7 +244,7 @@ class CapacityJob:
             url=", ".join(urls),
             num_requests=len(plan.requests),
             planned_s=max((request.at_s or 0.0 for request in plan.requests), default=0.0),
-            lag_limit_s=lag_limit_s(Terms(slos=plan.slos)),
+            lag_limit_s=lag_limit_s(OutcomeRules(slos=plan.slos)),
             is_quiet=self.given["quiet"] or not sys.stderr.isatty(),
         )
 
@@ -249,11 +252,11 @@ class CapacityJob:
 class _Progress:
     """The state of one point's search. It is written to capacity.json after each trial."""
 
-    def __init__(self, job: CapacityJob, point: Point, done: list[PointFound]) -> None:
+    def __init__(self, job: CapacityJob, point: SweepPoint, done: list[PointResult]) -> None:
         self.point = point
         self.arguments: tuple[str, ...] = ()
         self.facts: Mapping[str, Any] = {}
-        self.found: Found | None = None
+        self.found: SearchResult | None = None
         self._is_warned = False
         self._job = job
         self._done = done
@@ -268,19 +271,21 @@ class _Progress:
             self._is_warned = True
         return processes
 
-    def told(self, found: Found) -> None:
+    def update(self, found: SearchResult) -> None:
         """Record the search's result so far, print its last trial and rewrite capacity.json."""
         self.found = found
         trial = found.trials[-1]
-        self._job.tell(trial_line(trial, self._job.maker.unit, found.goals), fg="red" if trial.invalid else None)
-        write_capacity(self._job.out, self._job.head, [*self._done, self.ended("")])
+        self._job.log_progress(
+            trial_line(trial, self._job.maker.unit, found.goals), fg="red" if trial.invalid else None
+        )
+        write_capacity(self._job.out, self._job.head, [*self._done, self.result("")])
 
-    def ended(self, error: str, *, is_interrupted: bool = False) -> PointFound:
+    def result(self, error: str, *, is_interrupted: bool = False) -> PointResult:
         """Return this point's result, with an error or an interruption if there was one."""
         found = self.found
         if is_interrupted:
-            found = replace(found or Found(goals=(), answers=(), trials=()), is_interrupted=True)
-        return PointFound(point=self.point, found=found, command=self.arguments, facts=self.facts, error=error)
+            found = replace(found or SearchResult(goals=(), answers=(), trials=()), is_interrupted=True)
+        return PointResult(point=self.point, found=found, command=self.arguments, facts=self.facts, error=error)
 
 
 class _Terminations:
@@ -331,7 +336,7 @@ def _maker(given: Mapping[str, Any]) -> PlanMaker:
         from loadgen.plan.vocabulary import vocabulary_of
 
         vocabulary = vocabulary_of(given["tokenizer"])
-    return FirstLook(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
+    return SimpleWorkload(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
 
 
 def _probe(given: Mapping[str, Any]) -> Any:

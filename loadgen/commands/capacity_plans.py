@@ -19,14 +19,14 @@ from loadgen.loadgen_errors import BadPlan, LoadgenError
 from loadgen.plan import draws
 from loadgen.plan.plan import Plan, Vocabulary
 from loadgen.plan.plan_file import read_plan
-from loadgen.plan.sharegpt import read_conversations
-from loadgen.plan.workloads import first_look
+from loadgen.plan.sources.sharegpt import read_conversations
+from loadgen.plan.sources.workloads import simple_plan
 
 BY_RATE = {"random": "requests", "shared-prefix": "requests", "sessions": "sessions", "sharegpt": "sessions"}
 """Sources that take `--rate`, and what the rate counts."""
 TRACES = ("mooncake", "azure")
 SCALED = "servegen"
-OURS = (
+RESERVED_OPTIONS = (
     "-o",
     "--out",
     "--seed",
@@ -39,18 +39,18 @@ OURS = (
     "--limit",
 )
 """Options of `loadgen plan` that the search sets itself or that would shorten its trials."""
-MANY = 20_000
+CALIBRATION_REQUESTS = 20_000
 """Requests needed to measure the mean rate of random clients to about one percent."""
 
 
-class _Endless:
+class _Unlimited:
     """Base for workloads without an upper rate limit."""
 
     def max_rps(self, seconds: float) -> float:
         return math.inf
 
 
-class FirstLook(_Endless):
+class SimpleWorkload(_Unlimited):
     """Implements `PlanMaker` with the workload of `loadgen run --rate`."""
 
     unit = "requests"
@@ -61,7 +61,7 @@ class FirstLook(_Endless):
         self._vocabulary = vocabulary
 
     def make(self, rate_rps: float, seconds: float, seed: int) -> Plan:
-        return first_look(
+        return simple_plan(
             rate_rps=rate_rps,
             seconds=seconds,
             input_tokens=self._input_tokens,
@@ -71,7 +71,7 @@ class FirstLook(_Endless):
         )
 
 
-class ByRate(_Endless):
+class ByRate(_Unlimited):
     """Implements `PlanMaker` for a source that takes `--rate`."""
 
     def __init__(self, source: str, arguments: Sequence[str]) -> None:
@@ -111,7 +111,8 @@ class ByTimeScale:
         self._lasts_s = max(times)
         if len(times) < 2 or not self._lasts_s:
             raise BadPlan(
-                f"{source}: a trace of {len(times)} requests in {self._lasts_s:g} s has no rate; it needs two requests at different times"
+                f"{source}: a trace of {len(times)} requests in {self._lasts_s:g} s has no rate; it needs two "
+                "requests at different times"
             )
         self._own_rps = (len(times) - 1) / self._lasts_s
 
@@ -123,7 +124,8 @@ class ByTimeScale:
         part_s = seconds / scale
         if part_s > self._lasts_s * 1.001:
             raise BadPlan(
-                f"at {rate_rps:g} requests/s the trace lasts {self._lasts_s * scale:.1f} s, but a trial lasts {seconds:g} s; give shorter --seconds or a lower --max-rate"
+                f"at {rate_rps:g} requests/s the trace lasts {self._lasts_s * scale:.1f} s, but a trial lasts "
+                f"{seconds:g} s; give shorter --seconds or a lower --max-rate"
             )
         start_s = round(
             float(draws.stream(seed, "part of the trace").random(1)[0]) * max(0.0, self._lasts_s - part_s), 6
@@ -141,7 +143,7 @@ class ByTimeScale:
         )
 
 
-class ByRateScale(_Endless):
+class ByRateScale(_Unlimited):
     """Implements `PlanMaker` for ServeGen clients by one common factor on their rates."""
 
     unit = "requests"
@@ -153,7 +155,7 @@ class ByRateScale(_Endless):
         for _ in range(2):
             made = self._planned(seconds, 0, scale)
             self._own_rps = len(made.requests) / seconds / scale
-            scale *= MANY / len(made.requests)
+            scale *= CALIBRATION_REQUESTS / len(made.requests)
 
     def make(self, rate_rps: float, seconds: float, seed: int) -> Plan:
         return self._planned(seconds, seed, rate_rps / self._own_rps)
@@ -173,7 +175,7 @@ def maker_of(workload: Sequence[str], seconds: float) -> PlanMaker:
     source, *arguments = workload
     if source not in (*BY_RATE, *TRACES, SCALED):
         raise LoadgenError(f"`{source}` is not a workload; give one of {', '.join((*BY_RATE, *TRACES, SCALED))}")
-    for option in OURS:
+    for option in RESERVED_OPTIONS:
         _refuse(arguments, option, "the search sets it for each trial")
     if source == "sharegpt":
         return ByConversation(arguments)

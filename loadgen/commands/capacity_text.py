@@ -8,56 +8,58 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.capacity.capacity import CapacityEstimate, State
-from loadgen.capacity.capacity_file import PointFound
-from loadgen.capacity.searching import Found
+from loadgen.capacity.capacity_file import PointResult
+from loadgen.capacity.capacity_search import CapacityEstimate, State
+from loadgen.capacity.search_runner import SearchResult
 from loadgen.capacity.trials import Goal, Trial, TrialLength
 from loadgen.capacity.verdicts import Judgement, TrialVerdict, session_s
 from loadgen.plan.plan import Plan
 
 STEADY_SESSIONS = 2.0
 """Shortest trial in session lengths. From then on half of the trial runs with the full number of sessions."""
-VERDICTS = {TrialVerdict.HELD: "SLO met", TrialVerdict.BROKE: "SLO missed", TrialVerdict.UNDECIDED: "undecided"}
-STYLES = {TrialVerdict.HELD: "green", TrialVerdict.BROKE: "red", TrialVerdict.UNDECIDED: ""}
+VERDICTS = {TrialVerdict.MET: "SLO met", TrialVerdict.MISSED: "SLO missed", TrialVerdict.UNDECIDED: "undecided"}
+STYLES = {TrialVerdict.MET: "green", TrialVerdict.MISSED: "red", TrialVerdict.UNDECIDED: ""}
 
 
 def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
     """Return the line printed when a trial ends. Its verdict is that of the goal that requested the trial."""
     judgement = trial.judgements[trial.goal]
     goal = f" ({goals[trial.goal].name})" if len(goals) > 1 else ""
-    said = "interrupted" if trial.is_interrupted else _said(judgement)
+    verdict = "interrupted" if trial.is_interrupted else _verdict_text(judgement)
     if trial.invalid:
-        said = f"INVALID: {trial.invalid[0].partition(';')[0]}"
+        verdict = f"INVALID: {trial.invalid[0].partition(';')[0]}"
     notes = "".join(f"; {note}" for note in trial.notes)
-    early = ", ended early" if trial.is_cut and trial.duration_s < trial.seconds else ""
-    return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {_share(judgement)} of {judgement.num_judged}{goal}  {said}{early}{notes}"
+    early = ", ended early" if trial.ended_early and trial.duration_s < trial.seconds else ""
+    return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {_share(judgement)} of {judgement.num_judged}{goal}  {verdict}{early}{notes}"
 
 
-def unsteady(plan: Plan, length: TrialLength) -> Iterator[str]:
+def short_trials(plan: Plan, length: TrialLength) -> Iterator[str]:
     """Yield a warning if trials are too short for the plan's sessions."""
     lasts_s = session_s(plan)
     if length.seconds < STEADY_SESSIONS * lasts_s:
         yield (
-            f"the 90th percentile of session lengths is {lasts_s:.0f} s, but trials last {length.seconds:g} s: most later turns fall after "
-            f"the end of a trial, so the capacity will be overestimated; give --seconds {math.ceil(STEADY_SESSIONS * lasts_s)} or more"
+            f"the 90th percentile of session lengths is {lasts_s:.0f} s, but trials last {length.seconds:g} s: "
+            "most later turns fall after "
+            "the end of a trial, so the capacity will be overestimated; give --seconds "
+            f"{math.ceil(STEADY_SESSIONS * lasts_s)} or more"
         )
 
 
-def hopeless(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
+def unreachable_goals(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
     """Yield a warning if so many requests can never meet their SLO that a goal cannot be reached at any rate."""
     too_long = (
         {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
     )
-    leaving = {request.index for request in plan.requests if request.cancel_after_tokens is not None}
-    share = len(too_long | leaving) / len(plan.requests)
-    lost = [goal for goal in goals if share > 1 - goal.target]
-    if lost:
-        why = [f"{len(leaving)} cancel early"] if leaving else []
-        why += [f"{len(too_long)} exceed the server's max_model_len of {max_model_len} tokens"] if too_long else []
-        yield f"of {len(plan.requests)} requests, {' and '.join(why)}: a share of {lost[0].target:.4g} cannot meet the SLO at any rate"
+    cancelling = {request.index for request in plan.requests if request.cancel_after_tokens is not None}
+    share = len(too_long | cancelling) / len(plan.requests)
+    unreachable = [goal for goal in goals if share > 1 - goal.target]
+    if unreachable:
+        reasons = [f"{len(cancelling)} cancel early"] if cancelling else []
+        reasons += [f"{len(too_long)} exceed the server's max_model_len of {max_model_len} tokens"] if too_long else []
+        yield f"of {len(plan.requests)} requests, {' and '.join(reasons)}: a share of {unreachable[0].target:.4g} cannot meet the SLO at any rate"
 
 
-def trials_table(found: Found, unit: str) -> Table:
+def trials_table(found: SearchResult, unit: str) -> Table:
     """Return a table of the valid full-length trials by rate, with the attainment for each goal."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(f"{unit}/s", justify="right")
@@ -71,12 +73,16 @@ def trials_table(found: Found, unit: str) -> Table:
     for trial in sorted(trials, key=lambda trial: trial.rate_rps):
         cells: list[str | Text] = [f"{trial.rate_rps:g}"]
         for judgement in trial.judgements:
-            cells += [_share(judgement), _interval(judgement), Text(_said(judgement), style=STYLES[judgement.verdict])]
+            cells += [
+                _share(judgement),
+                _interval(judgement),
+                Text(_verdict_text(judgement), style=STYLES[judgement.verdict]),
+            ]
         table.add_row(*cells, f"{trial.judgements[0].growth_rps:+.2f}/s", trial.directory)
     return table
 
 
-def points_table(points: list[PointFound], unit: str) -> Table:
+def points_table(points: list[PointResult], unit: str) -> Table:
     """Return a table of the capacities of a sweep's points."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
@@ -93,7 +99,7 @@ def points_table(points: list[PointFound], unit: str) -> Table:
     return table
 
 
-def answer_lines(point: PointFound, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
+def answer_lines(point: PointResult, unit: str, confidence: float, resolution: float) -> Iterator[tuple[str, str]]:
     """Yield the result lines of one point as (text, style).
 
     Each goal has one line that begins with `capacity`.
@@ -120,7 +126,8 @@ def _of_goal(
     if answer.state is State.WIDE and answer.interval and answer.interval.high:
         width = answer.interval.high / answer.interval.low - 1
         yield (
-            f"the interval is {width:.0%} wide instead of {resolution:.0%}; more --max-trials or longer --seconds make it narrower",
+            f"the interval is {width:.0%} wide instead of {resolution:.0%}; more --max-trials or longer --seconds "
+            "make it narrower",
             "yellow",
         )
     if answer.state is State.STOPPED:
@@ -129,7 +136,8 @@ def _of_goal(
         yield f"capacity above {answer.held_rps:.3g} {unit}/s {at}: the SLO was met at the highest allowed rate", ""
     elif answer.state is State.BELOW:
         yield (
-            f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the SLO was missed at the lowest rate that trials of this length can judge",
+            f"capacity below {answer.broke_rps:.3g} {unit}/s {at}: the SLO was missed at the lowest rate that "
+            "trials of this length can judge",
             "",
         )
     elif answer.capacity_rps is not None and answer.interval is not None:
@@ -152,5 +160,5 @@ def _interval(judgement: Judgement) -> str:
     return f"[{judgement.interval.low:.1%}, {judgement.interval.high or 1.0:.1%}]"
 
 
-def _said(judgement: Judgement) -> str:
+def _verdict_text(judgement: Judgement) -> str:
     return VERDICTS[judgement.verdict] + (", backlog grew" if judgement.is_overloaded else "")

@@ -15,9 +15,9 @@ from rich.text import Text
 from loadgen.commands.option_types import SloOf
 from loadgen.measure.compare import Change, Comparison, ComparisonVerdict, RegressionBound, compare, regressions
 from loadgen.measure.records_file import read_result
-from loadgen.measure.request_metrics import Terms
-from loadgen.report.scales import milliseconds, percent, short
-from loadgen.slo_target import SloTarget, promised
+from loadgen.measure.request_metrics import OutcomeRules
+from loadgen.report.scales import format_ms, format_number, format_percent
+from loadgen.slo_target import SloTarget, override_slos
 
 EXIT_REGRESSION = 1
 EXIT_UNDECIDED = 2
@@ -95,8 +95,8 @@ def command(
     """
     limits = [RegressionBound.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)
-    terms = Terms(slos=promised(first.run.slos, slos)) if slos else None
-    found = compare(first, second, unpaired=unpaired, terms=terms)
+    rules = OutcomeRules(slos=override_slos(first.run.slos, slos)) if slos else None
+    found = compare(first, second, unpaired=unpaired, rules=rules)
     allowed = 0.05 if max_regression is None and not limits else max_regression
     failed = (
         []
@@ -156,8 +156,8 @@ def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
 
 def _written(change: Change, value: float) -> str:
     if change.metric == "attainment":
-        return percent(value)
-    return f"{short(value)}/s" if change.metric == "goodput" else milliseconds(value * 1e3)
+        return format_percent(value)
+    return f"{format_number(value)}/s" if change.metric == "goodput" else format_ms(value * 1e3)
 
 
 def _difference(change: Change, value: float) -> str:

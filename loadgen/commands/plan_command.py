@@ -19,7 +19,7 @@ from loadgen.commands.plan_options import (
     plan_options,
     prefix_options,
 )
-from loadgen.loadgen_errors import BadPlan, NothingArrives
+from loadgen.loadgen_errors import BadPlan, EmptyPlan
 from loadgen.plan import draws
 from loadgen.plan.arrivals import arrivals, parse_gaps, parse_rate, read_times, trace_times
 from loadgen.plan.draws import Floats
@@ -28,11 +28,11 @@ from loadgen.plan.mixes import Mixes, apply_mixes, parse_classes, parse_prioriti
 from loadgen.plan.plan import Plan, PlannedRequest, Vocabulary
 from loadgen.plan.plan_file import plan_hash, read_plan, write_plan
 from loadgen.plan.plan_summary import summarize, summary_lines
-from loadgen.plan.servegen import choose_windows, read_servegen, replay_servegen
-from loadgen.plan.sharegpt import read_conversations, replay_conversations
-from loadgen.plan.trace import Cut, read_azure, read_mooncake, replay_azure, replay_mooncake
+from loadgen.plan.sources.servegen import choose_windows, read_servegen, replay_servegen
+from loadgen.plan.sources.sharegpt import read_conversations, replay_conversations
+from loadgen.plan.sources.trace import Cut, read_azure, read_mooncake, replay_azure, replay_mooncake
+from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY, SessionShape, SharedPrompts, random_prompts, sessions
 from loadgen.plan.vocabulary import encoder_of, vocabulary_of, vocabulary_of_size
-from loadgen.plan.workloads import DEFAULT_VOCABULARY, SessionShape, SharedPrompts, random_prompts, sessions
 from loadgen.slo_target import SloTarget
 from loadgen.user_files import sha256_of
 
@@ -117,8 +117,8 @@ def shared_prefix_command(**given: Any) -> None:
 def sessions_command(**given: Any) -> None:
     """Conversations of several turns.
 
-    A turn's prompt is the previous prompt, its response, and new tokens. It is sent a think time after that response
-    has ended.
+    A turn's prompt is the previous prompt, its response, and new tokens. It is sent a think time after that
+    response has ended.
     """
     turns = SessionShape(
         count=parse_lengths(given["turns"]),
@@ -183,7 +183,9 @@ def servegen_command(**given: Any) -> None:
     """Bursty ServeGen clients, one tenant each, with their rates and fitted gaps. Lengths come from the
     options."""
     time = {"start_s": given["start"] or 0.0, "duration_s": given["seconds"]}
-    clients = None if given["clients"] is None else [_whole(part, "--clients") for part in given["clients"].split(",")]
+    clients = (
+        None if given["clients"] is None else [_integer(part, "--clients") for part in given["clients"].split(",")]
+    )
     windows = choose_windows(
         read_servegen(given["file"]), workload=given["workload"], clients=clients, top=given["top"], **time
     )
@@ -291,7 +293,7 @@ def _times(given: Mapping[str, Any]) -> Floats:
                 f"only {len(times_s)} of {count} arrive before the rate `{rate}` ends; give fewer, or a longer rate"
             )
     if not len(times_s):
-        raise NothingArrives("no request arrives in this time; give a longer time or a higher rate")
+        raise EmptyPlan("no request arrives in this time; give a longer time or a higher rate")
     return times_s
 
 
@@ -349,9 +351,9 @@ def _vocabulary(given: Mapping[str, Any]) -> Vocabulary:
     return DEFAULT_VOCABULARY
 
 
-def _whole(text: str, option: str) -> int:
+def _integer(text: str, option: str) -> int:
     if not text.strip().isdigit():
-        raise BadPlan(f"{option}: `{text}` is not a whole number")
+        raise BadPlan(f"{option}: `{text}` is not an integer")
     return int(text)
 
 

@@ -43,7 +43,8 @@ def plan_options(function: F) -> F:
         click.option(
             "--vocab-size",
             type=click.IntRange(2),
-            help="Draw prompt tokens from a vocabulary of this size.  [default: ids 1000 to 4095, ordinary text in nearly every tokenizer]",
+            help="Draw prompt tokens from a vocabulary of this size.  [default: ids 1000 to 4095, ordinary text "
+            "in nearly every tokenizer]",
         ),
         click.option(
             "--first-token-id",
@@ -102,7 +103,8 @@ def arrival_options(count: str) -> Callable[[F], F]:
                 default="poisson",
                 show_default=True,
                 metavar="PROCESS",
-                help="poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5; or file:PATH with one time in seconds per line.",
+                help="poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5; or file:PATH with one time "
+                "in seconds per line.",
             ),
             click.option("--seconds", type=Seconds(), help="Time over which they arrive."),
             click.option(f"--{count}", "count", type=click.IntRange(1), help=f"Number of {count}."),

@@ -12,7 +12,7 @@ from rich.text import Text
 from loadgen.commands.option_types import SloOf
 from loadgen.machine import loadgen_version
 from loadgen.report.run_view import RunView
-from loadgen.report.scales import percent, short
+from loadgen.report.scales import format_number, format_percent
 from loadgen.report.write import views_of, write_report
 from loadgen.slo_target import SloTarget
 
@@ -49,12 +49,13 @@ def command(
     workers: int | None,
     kv_tokens: int | None,
 ) -> None:
-    """Write report.html (self-contained), report.json, requests.csv and report.md for results of `loadgen run`.
+    """Write report.html (self-contained), report.json, requests.csv and report.md for results of `loadgen
+    run`.
 
     Several results are drawn together: goodput by rate if they differ in rate, and every curve side by side.
     """
     runs = views_of(results, slos=slos, workers=workers, kv_tokens=kv_tokens)
-    directory = out or _holder(results)
+    directory = out or _common_parent(results)
     paths = write_report(runs, directory, loadgen_version())
     console = Console(highlight=False, soft_wrap=True)
     for run in runs:
@@ -64,7 +65,7 @@ def command(
     console.print(f"wrote {', '.join(str(path) for path in paths)}")
 
 
-def _holder(results: Sequence[Path]) -> Path:
+def _common_parent(results: Sequence[Path]) -> Path:
     """Return the default output directory. Raises UsageError if the results have different parents."""
     if len(results) == 1:
         return results[0]
@@ -80,10 +81,11 @@ def _line(run: RunView) -> Text:
     summary = run.summary
     counted = " + ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in summary.outcomes.items() if count)
     goodput = (
-        f", goodput {short(summary.goodput_rps.value)} of {short(summary.offered_rps)} requests/s"
+        f", goodput {format_number(summary.goodput_rps.value)} of {format_number(summary.offered_rps)} requests/s"
         if summary.goodput_rps
         else ""
     )
     return Text(
-        f"{run.name}: {counted} = {summary.offered} offered; SLO attainment {percent(summary.joint.value)}{goodput}"
+        f"{run.name}: {counted} = {summary.offered} offered; SLO attainment "
+        f"{format_percent(summary.joint.value)}{goodput}"
     )

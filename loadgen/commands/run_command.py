@@ -25,14 +25,14 @@ from loadgen.commands.target_options import (
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import usable_cores
 from loadgen.measure.records_file import write_run
-from loadgen.measure.request_metrics import Terms, lag_limit_s
+from loadgen.measure.request_metrics import OutcomeRules, lag_limit_s
 from loadgen.plan.plan import Plan
 from loadgen.plan.plan_file import read_plan
 from loadgen.send.run.live import LiveView
 from loadgen.send.run.priority import Priority
 from loadgen.send.run.processes import Interrupted
-from loadgen.send.run.run_plan import Finished, Order, run
-from loadgen.slo_target import promised
+from loadgen.send.run.run_plan import FinishedRun, RunSpec, run
+from loadgen.slo_target import override_slos
 
 EXIT_INVALID = 3
 EXIT_DIFFERS = 4
@@ -76,35 +76,35 @@ def command(ctx: click.Context, **given: Any) -> None:
         raise click.UsageError(
             "--check compares repeated responses and needs greedy decoding; leave out --body temperature"
         )
-    order = _order(ctx, given)
-    _warn(order)
+    spec = _run_spec(ctx, given)
+    _warn(spec)
     try:
-        finished = _run(order, is_quiet=given["quiet"])
+        finished = _run(spec, is_quiet=given["quiet"])
     except Interrupted as interrupted:
         click.echo(f"loadgen: {interrupted}", err=True)
         ctx.exit(EXIT_INTERRUPTED)
     code = _exit_code(finished)
     if given["checks"] and not finished.run.interrupted:
-        finished, found = _checked(order, finished, is_quiet=given["quiet"])
+        finished, found = _recheck(spec, finished, is_quiet=given["quiet"])
         code = found if found == EXIT_INTERRUPTED else code or found
-    _say(order, finished)
+    _print_summary(spec, finished)
     ctx.exit(code)
 
 
-def _run(order: Order, *, is_quiet: bool) -> Finished:
-    times = [request.at_s for request in order.plan.requests if request.at_s is not None]
+def _run(spec: RunSpec, *, is_quiet: bool) -> FinishedRun:
+    times = [request.at_s for request in spec.plan.requests if request.at_s is not None]
     with LiveView(
-        name=order.plan.name,
-        url=", ".join(order.target.urls),
-        num_requests=len(order.plan.requests),
+        name=spec.plan.name,
+        url=", ".join(spec.target.urls),
+        num_requests=len(spec.plan.requests),
         planned_s=max(times, default=0.0),
-        lag_limit_s=lag_limit_s(Terms(slos=order.plan.slos)),
+        lag_limit_s=lag_limit_s(OutcomeRules(slos=spec.plan.slos)),
         is_quiet=is_quiet,
     ) as view:
-        return run(order, view)
+        return run(spec, view)
 
 
-def _exit_code(finished: Finished) -> int:
+def _exit_code(finished: FinishedRun) -> int:
     if finished.run.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_INVALID if finished.run.invalid else 0
@@ -113,14 +113,14 @@ def _exit_code(finished: Finished) -> int:
 # Parsing of arguments.
 
 
-def _order(ctx: click.Context, given: Mapping[str, Any]) -> Order:
+def _run_spec(ctx: click.Context, given: Mapping[str, Any]) -> RunSpec:
     """Return the run's specification. Raises LoadgenError."""
     plan = _plan(ctx, given)
     target, server = target_of(given)
-    slos = promised(plan.slos, given["slos"])
+    slos = override_slos(plan.slos, given["slos"])
     plan = replace(plan, slos=slos)
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in plan.name)[:60]
-    return Order(
+    return RunSpec(
         plan=plan,
         plan_file=given["plan"],
         target=target,
@@ -147,14 +147,14 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
         return read_plan(given["plan"])
     if "rate" not in made:
         raise click.UsageError("PLAN is missing; give a file of `loadgen plan`, or --rate for a first look")
-    from loadgen.plan.workloads import DEFAULT_VOCABULARY, first_look
+    from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY, simple_plan
 
     vocabulary = DEFAULT_VOCABULARY
     if given["tokenizer"]:
         from loadgen.plan.vocabulary import vocabulary_of
 
         vocabulary = vocabulary_of(given["tokenizer"])
-    return first_look(
+    return simple_plan(
         rate_rps=made["rate"],
         seconds=made.get("seconds", 30.0),
         input_tokens=made.get("input_tokens", 128),
@@ -167,34 +167,36 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
 # Output.
 
 
-def _warn(order: Order) -> None:
-    if warning := rates_warning(order.plan, order.processes, order.priority):
+def _warn(spec: RunSpec) -> None:
+    if warning := rates_warning(spec.plan, spec.processes, spec.priority):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-    if order.processes > usable_cores():
+    if spec.processes > usable_cores():
         click.secho(
-            f"warning: {order.processes} processes share {usable_cores()} cores and will delay each other; give fewer --processes",
+            f"warning: {spec.processes} processes share {usable_cores()} cores and will delay each other; give "
+            "fewer --processes",
             fg="yellow",
             err=True,
         )
-    longest = order.server.get("max_model_len")
+    longest = spec.server.get("max_model_len")
     if longest is not None:
-        num_long = len(order.plan.longer_than(longest))
+        num_long = len(spec.plan.longer_than(longest))
         if num_long:
             click.secho(
-                f"warning: {num_long} of {len(order.plan.requests)} requests exceed the server's max_model_len of {longest} tokens",
+                f"warning: {num_long} of {len(spec.plan.requests)} requests exceed the server's max_model_len of "
+                f"{longest} tokens",
                 fg="yellow",
                 err=True,
             )
 
 
-def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finished, int]:
+def _recheck(spec: RunSpec, finished: FinishedRun, *, is_quiet: bool) -> tuple[FinishedRun, int]:
     """Repeat the requests and return the run with the comparison noted, and the check's exit code.
 
     The run's result is kept whatever the check finds.
     """
     from loadgen.send.run.recheck import check
 
-    def noted(text: str) -> Finished:
+    def noted(text: str) -> FinishedRun:
         return replace(finished, notes=(*finished.notes, f"check: {text}"))
 
     def progress(done: int, of: int) -> None:
@@ -202,7 +204,7 @@ def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finis
             click.echo(f"\rrepeating requests one at a time: {done} of {of}", err=True, nl=False)
 
     try:
-        checked = asyncio.run(check(order.plan, order.target, finished.records, progress))
+        checked = asyncio.run(check(spec.plan, spec.target, finished.records, progress))
     except KeyboardInterrupt:
         return noted("interrupted while repeating requests"), EXIT_INTERRUPTED
     except LoadgenError as error:
@@ -211,12 +213,12 @@ def _checked(order: Order, finished: Finished, *, is_quiet: bool) -> tuple[Finis
         if not is_quiet and sys.stderr.isatty():
             click.echo("", err=True)
     done = replace(noted(str(checked)), run=replace(finished.run, check=checked.to_json()))
-    write_run(order.out, done.run)
+    write_run(spec.out, done.run)
     return done, 0 if checked.is_same else EXIT_DIFFERS
 
 
-def _say(order: Order, finished: Finished) -> None:
-    from loadgen.commands.summary_text import lines
+def _print_summary(spec: RunSpec, finished: FinishedRun) -> None:
+    from loadgen.commands.summary_text import summary_lines
 
-    for text, style in lines(finished, order.out):
+    for text, style in summary_lines(finished, spec.out):
         click.secho(text, fg=style or None, bold=style == "red")

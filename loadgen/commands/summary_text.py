@@ -13,37 +13,38 @@ from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.stats import percentiles
 from loadgen.measure.summary import prompt_count, rate
-from loadgen.send.run.run_plan import Finished, outcome_line
+from loadgen.send.run.run_plan import FinishedRun, outcome_line
 
 
-def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
+def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of the summary as (text, colour or "")."""
-    run, records, terms = finished.run, finished.records, finished.terms
+    run, records, rules = finished.run, finished.records, finished.rules
     sent = request_metrics.sending(records)
     if sent.lag_p99_s is not None:
-        limit = request_metrics.lag_limit_s(terms)
+        limit = request_metrics.lag_limit_s(rules)
         rates = ""
         if sent.due_rps is not None and sent.achieved_rps is not None:
             rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
         lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 limit {limit * 1e3:g} ms)"
         yield f"sending     {rates}{lag}", ""
-    whole = [record for record in records if request_metrics.is_whole(record, terms)]
+    complete = [record for record in records if request_metrics.is_complete_response(record, rules)]
     for name, values in (
-        ("ttft", [value for record in whole if (value := request_metrics.ttft_s(record)) is not None]),
-        ("tpot", [value for record in whole if (value := request_metrics.tpot_s(record)) is not None]),
-        ("e2e", [value for record in whole if (value := request_metrics.e2e_s(record)) is not None]),
+        ("ttft", [value for record in complete if (value := request_metrics.ttft_s(record)) is not None]),
+        ("tpot", [value for record in complete if (value := request_metrics.tpot_s(record)) is not None]),
+        ("e2e", [value for record in complete if (value := request_metrics.e2e_s(record)) is not None]),
     ):
         if values:
             p50, p90, p99 = percentiles(values, (50, 90, 99))
             yield (
-                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} complete responses, from the intended send time",
+                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} complete "
+                "responses, from the intended send time",
                 "",
             )
     outcomes = finished.outcomes
     if records:
         good = outcomes[request_metrics.RequestOutcome.GOOD]
-        promised = "; ".join(
-            f"{name} {slo}" if len(terms.slos) > 1 else str(slo) for name, slo in terms.slos.items() if str(slo)
+        slo_text = "; ".join(
+            f"{name} {slo}" if len(rules.slos) > 1 else str(slo) for name, slo in rules.slos.items() if str(slo)
         )
         offered_rps = rate(np.array([record.intended_s for record in records]))
         goodput = (
@@ -52,7 +53,8 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
             else ""
         )
         yield (
-            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} ({promised or 'no SLO: every complete response counts'})",
+            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} "
+            f"({slo_text or 'no SLO: every complete response counts'})",
             "",
         )
     deviation = prompt_count(records).deviation
@@ -73,11 +75,12 @@ def lines(finished: Finished, out: Path) -> Iterator[tuple[str, str]]:
         yield f"INVALID     {reason}", "red"
     if (
         sent.lag_p99_s is not None
-        and sent.lag_p99_s > request_metrics.lag_limit_s(terms)
+        and sent.lag_p99_s > request_metrics.lag_limit_s(rules)
         and run.machine.get("priority") != "realtime"
     ):
         yield (
-            "hint        if the generator shares cores with the server, use --priority realtime; it needs root or CAP_SYS_NICE",
+            "hint        if the generator shares cores with the server, use --priority realtime; it needs root or "
+            "CAP_SYS_NICE",
             "yellow",
         )
     yield outcome_line(outcomes, run.num_offered, is_valid=not run.invalid), "red" if run.invalid else ""

@@ -17,7 +17,7 @@ from loadgen.plan.schedule import peak_rates
 from loadgen.send.dialects import DIALECTS, dialect_of
 from loadgen.send.run.priority import Priority
 from loadgen.send.selftest import calibration
-from loadgen.send.server.discover import Server, ask_admin, ask_grpc, ask_http
+from loadgen.send.server.discover import Server, discover_grpc, discover_http, fetch_cluster_facts
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 
@@ -36,7 +36,8 @@ def target_options(function: F) -> F:
             "urls",
             multiple=True,
             metavar="URL",
-            help=f"Server address. Repeatable: requests alternate between the servers.  [default: {HTTP_URL}, gRPC {GRPC_URL}]",
+            help=f"Server address. Repeatable: requests alternate between the servers.  [default: {HTTP_URL}, "
+            f"gRPC {GRPC_URL}]",
         ),
         click.option(
             "--protocol",
@@ -88,7 +89,8 @@ def target_options(function: F) -> F:
         click.option(
             "--admin",
             metavar="HOST:PORT",
-            help=f"Baton's gRPC address, to read its number of workers and KV cache size.  [default: --url of gRPC; without --url {GRPC_URL}]",
+            help="Baton's gRPC address, to read its number of workers and KV cache size.  [default: --url of "
+            f"gRPC; without --url {GRPC_URL}]",
         ),
         click.option("--insecure", is_flag=True, help="Accept any TLS certificate (HTTP only)."),
         click.option(
@@ -159,9 +161,9 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     if is_grpc:
         if given["api"] == "chat" or given["dialect"]:
             raise click.UsageError("--protocol grpc cannot be combined with --api chat or --dialect")
-        server = ask_grpc(urls[0], headers, is_insecure=given["insecure"])
+        server = discover_grpc(urls[0], headers, is_insecure=given["insecure"])
     else:
-        server = ask_http(urls[0], headers, is_insecure=given["insecure"])
+        server = discover_http(urls[0], headers, is_insecure=given["insecure"])
     model = given["model"] or next(iter(server.models), "")
     if not model:
         raise LoadgenError(f"{urls[0]} does not list its models ({server.facts.get('models')}); name one with --model")
@@ -193,12 +195,12 @@ def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers
     Raises LoadgenError only if the user named the address with --admin.
     """
     if given["admin"]:
-        return ask_admin(given["admin"], headers, model, is_insecure=given["insecure"])
+        return fetch_cluster_facts(given["admin"], headers, model, is_insecure=given["insecure"])
     known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
     if server.kind != "baton" or not known:
         return {}
     try:
-        return ask_admin(known, headers, model)
+        return fetch_cluster_facts(known, headers, model)
     except LoadgenError as error:  # the address was only assumed: another cluster, or a key without admin rights
         return {"cluster": f"unknown: {error}"}
 
@@ -219,7 +221,7 @@ def rates_warning(plan: Plan, processes: int, priority: Priority) -> str:
 
 def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, SloTarget]) -> dict[str, Any]:
     """Return the effective arguments without secrets: headers by name only."""
-    kept = {
+    shown = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in given.items()
         if name not in ("api_key", "headers", "bodies", "slos", "urls", "checks", "quiet")
@@ -227,7 +229,7 @@ def flags_of(given: Mapping[str, Any], target: Target, slos: Mapping[str, SloTar
         and value != ""
     }
     return {
-        **kept,
+        **shown,
         "urls": list(target.urls),
         "model": target.model,
         "prompts": target.prompts,

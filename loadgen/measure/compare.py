@@ -20,7 +20,7 @@ import numpy as np
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.measures import Measures
 from loadgen.measure.records_file import Result
-from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.measure.stats import Floats, Interval, difference_interval, independent_difference_interval, percentile
 from loadgen.measure.summary import rate
 
@@ -140,7 +140,8 @@ class RegressionBound:
         match = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%|us|ms|s|pp|rps)\s*", text)
         if match is None:
             raise NotComparable(
-                f"`{text}` is not a threshold; write METRIC > +5%, METRIC > 20ms, attainment < -1pp or goodput < -0.5rps"
+                f"`{text}` is not a threshold; write METRIC > +5%, METRIC > 20ms, attainment < -1pp or goodput < "
+                "-0.5rps"
             )
         metric, sign, number, unit = match.groups()
         if metric not in METRICS:
@@ -167,12 +168,12 @@ class RegressionBound:
 
 
 def compare(
-    before: Result, after: Result, *, unpaired: bool = False, terms: Terms | None = None, seed: int = 0
+    before: Result, after: Result, *, unpaired: bool = False, rules: OutcomeRules | None = None, seed: int = 0
 ) -> Comparison:
     """Compare two results.
 
     Raises NotComparable for different plans, unless `unpaired` treats them as two independent samples.
-    `terms` replaces the first run's SLOs.
+    `rules` replaces the first run's SLOs.
     """
     notes = [*_named(before, before.notes), *_named(after, after.notes)]
     is_named_alike = before.name == after.name
@@ -180,14 +181,15 @@ def compare(
     is_paired = not unpaired
     if is_paired and before.run.plan_hash != after.run.plan_hash:
         raise NotComparable(
-            f"{before.name} and {after.name} ran different plans ({before.run.plan_hash[:12]}, {after.run.plan_hash[:12]}); run the "
+            f"{before.name} and {after.name} ran different plans ({before.run.plan_hash[:12]}, "
+            f"{after.run.plan_hash[:12]}); run the "
             "same plan file or use --unpaired"
         )
-    if terms is None and dict(before.run.slos) != dict(after.run.slos):
+    if rules is None and dict(before.run.slos) != dict(after.run.slos):
         notes.append(f"the runs have different SLOs; both are evaluated against {before.name}'s")
-    terms = terms or Terms(slos=before.run.slos, ignore_eos=before.run.ignore_eos)
+    rules = rules or OutcomeRules(slos=before.run.slos, ignore_eos=before.run.ignore_eos)
     sides = [
-        Measures.of(result.records, replace(terms, ignore_eos=result.run.ignore_eos)) for result in (before, after)
+        Measures.of(result.records, replace(rules, ignore_eos=result.run.ignore_eos)) for result in (before, after)
     ]
     full = [len(side) for side in sides]
     if is_paired:
@@ -214,7 +216,7 @@ def compare(
         invalid=tuple(
             reason
             for result in (before, after)
-            for reason in _named(result, why_invalid(result.run, result.records, terms))
+            for reason in _named(result, why_invalid(result.run, result.records, rules))
         ),
         notes=tuple(notes),
     )
@@ -252,7 +254,7 @@ Find = Callable[..., Interval | None]
 
 
 def _latency(sides: list[Measures], metric: str, statistic: str, is_paired: bool, find: Find, seed: int) -> Change:
-    values = [np.where(side.whole, side.columns[metric], math.nan) for side in sides]
+    values = [np.where(side.complete, side.columns[metric], math.nan) for side in sides]
     if is_paired:
         both = ~np.isnan(values[0]) & ~np.isnan(values[1])
         values = [side[both] for side in values]

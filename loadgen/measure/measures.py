@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import WHOLE, RequestOutcome, Terms
+from loadgen.measure.request_metrics import COMPLETE, OutcomeRules, RequestOutcome
 from loadgen.measure.stats import Floats
 from loadgen.measure.timeline import Stages
 
@@ -30,7 +30,7 @@ class Measures:
     """Metrics of all requests as arrays.
 
     - `columns`: values by metric name, [requests], in seconds or counts
-    - `promised[slo]`, `kept[slo]`: whether the request has that SLO and met it, [requests]; only complete
+    - `has_slo[slo]`, `met[slo]`: whether the request has that SLO and met it, [requests]; only complete
       responses
     can meet it
     - `token_times`, `token_rows`: arrival and request row of each token, [tokens], whatever the request's
@@ -42,20 +42,20 @@ class Measures:
     stages: tuple[Stages, ...]
     outcomes: tuple[RequestOutcome, ...]
     columns: dict[str, Floats]
-    promised: dict[str, Flags]
-    kept: dict[str, Flags]
+    has_slo: dict[str, Flags]
+    met: dict[str, Flags]
     token_times: Floats
     token_rows: NDArray[np.intp]
     gaps: Floats
     gap_rows: NDArray[np.intp]
 
     @classmethod
-    def of(cls, records: Sequence[Record], terms: Terms) -> Measures:
+    def of(cls, records: Sequence[Record], rules: OutcomeRules) -> Measures:
         """Compute all metrics of the records."""
         rows = tuple(sorted(records, key=lambda record: (record.intended_s, record.index)))
         stages = tuple(Stages.of(record.timeline) for record in rows)
-        outcomes = tuple(request_metrics.classify(record, terms) for record in rows)
-        whole = np.array([outcome in WHOLE for outcome in outcomes], dtype=np.bool_)
+        outcomes = tuple(request_metrics.classify(record, rules) for record in rows)
+        complete = np.array([outcome in COMPLETE for outcome in outcomes], dtype=np.bool_)
         times, token_rows = _tokens(rows)
         is_gap = token_rows[1:] == token_rows[:-1]
         gaps, gap_rows = np.diff(times)[is_gap], token_rows[1:][is_gap]
@@ -69,43 +69,43 @@ class Measures:
             dtype=np.float64,
         )
         columns["queue"] = np.array([_number(stage.wait_s) for stage in stages], dtype=np.float64)
-        promised = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
-        kept = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
+        has_slo = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
+        met = {slo: np.zeros(len(rows), dtype=np.bool_) for slo in SLOS}
         for row, record in enumerate(rows):
-            for slo, is_kept in request_metrics.kept_slos(record, terms.slo_of(record)).items():
-                promised[slo][row] = True
-                kept[slo][row] = is_kept and whole[row]
-        of_whole = whole[gap_rows]
+            for slo, is_met in request_metrics.met_slos(record, rules.slo_of(record)).items():
+                has_slo[slo][row] = True
+                met[slo][row] = is_met and complete[row]
+        of_complete = complete[gap_rows]
         return cls(
             records=rows,
             stages=stages,
             outcomes=outcomes,
             columns=columns,
-            promised=promised,
-            kept=kept,
+            has_slo=has_slo,
+            met=met,
             token_times=times,
             token_rows=token_rows,
-            gaps=gaps[of_whole],
-            gap_rows=gap_rows[of_whole],
+            gaps=gaps[of_complete],
+            gap_rows=gap_rows[of_complete],
         )
 
     def __len__(self) -> int:
         return len(self.records)
 
     @property
-    def whole(self) -> Flags:
+    def complete(self) -> Flags:
         """True for requests with a complete response, [requests]."""
-        return np.array([outcome in WHOLE for outcome in self.outcomes], dtype=np.bool_)
+        return np.array([outcome in COMPLETE for outcome in self.outcomes], dtype=np.bool_)
 
     @property
     def good(self) -> Flags:
         """True for requests that met their SLO, [requests]."""
         return np.array([outcome is RequestOutcome.GOOD for outcome in self.outcomes], dtype=np.bool_)
 
-    def of_whole(self, metric: str) -> Floats:
+    def of_complete(self, metric: str) -> Floats:
         """Return a metric's values of the complete responses that have it, in row order."""
         values = self.columns[metric]
-        return values[self.whole & ~np.isnan(values)]
+        return values[self.complete & ~np.isnan(values)]
 
     def select(self, rows: Sequence[int] | NDArray[np.intp]) -> Measures:
         """Return the given rows, in their order."""
@@ -118,8 +118,8 @@ class Measures:
             stages=tuple(self.stages[row] for row in index),
             outcomes=tuple(self.outcomes[row] for row in index),
             columns={name: values[index] for name, values in self.columns.items()},
-            promised={slo: flags[index] for slo, flags in self.promised.items()},
-            kept={slo: flags[index] for slo, flags in self.kept.items()},
+            has_slo={slo: flags[index] for slo, flags in self.has_slo.items()},
+            met={slo: flags[index] for slo, flags in self.met.items()},
             token_times=self.token_times[tokens],
             token_rows=place[self.token_rows[tokens]],
             gaps=self.gaps[gaps],

@@ -128,8 +128,8 @@ def _files(directory: Path) -> list[Path]:
         for path in directory.glob("records.*.jsonl")
         if path.suffixes[0][1:].isdecimal()
     }
-    whole = directory / RECORDS
-    return [parts[part] for part in sorted(parts)] if parts and not whole.exists() else [whole]
+    merged = directory / RECORDS
+    return [parts[part] for part in sorted(parts)] if parts and not merged.exists() else [merged]
 
 
 def read_run(path: Path) -> RunInfo:
@@ -151,7 +151,7 @@ def read_run(path: Path) -> RunInfo:
             **{**data, "slos": slos, "invalid": tuple(data.get("invalid", ())), "notes": tuple(data.get("notes", ()))}
         )
     except (TypeError, ValueError, LoadgenError) as error:
-        raise BadRecords(f"{path}: {_without_init(error)}") from error
+        raise BadRecords(f"{path}: {_user_message(error)}") from error
 
 
 def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
@@ -169,7 +169,7 @@ def read_records(*paths: Path) -> tuple[tuple[Record, ...], tuple[str, ...]]:
             if is_torn:
                 notes.append(f"{file.name}: the last line {number} is incomplete and was dropped ({len(line)} bytes)")
                 continue
-            raise BadRecords(f"{file}: line {number}: {_without_init(error)}") from error
+            raise BadRecords(f"{file}: line {number}: {_user_message(error)}") from error
         if record.index in seen:
             raise BadRecords(f"{file}: line {number}: request {record.index} is already in {seen[record.index]}")
         seen[record.index] = f"line {number} of {file.name}"
@@ -297,7 +297,7 @@ _BY_TYPE: dict[str, Callable[[str, Any], Any]] = {
 _READERS = {name: _BY_TYPE[str(field.type)] for name, field in _FIELDS.items()}
 
 
-def _without_init(error: BaseException) -> str:
+def _user_message(error: BaseException) -> str:
     """Return the message of a dataclass's TypeError without Python terms."""
     return (
         str(error)

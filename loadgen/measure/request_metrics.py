@@ -68,11 +68,11 @@ class RequestOutcome(StrEnum):
     """The stream ended without an error, but with fewer tokens than planned or without a proper end."""
 
 
-WHOLE = (RequestOutcome.GOOD, RequestOutcome.LATE)
+COMPLETE = (RequestOutcome.GOOD, RequestOutcome.LATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class OutcomeRules:
     """Rules for evaluating responses: the SLO of each class, and whether short responses are truncated.
 
     With `ignore_eos` the server was told to generate the planned length, so a shorter response is truncated.
@@ -86,7 +86,7 @@ class Terms:
         return self.slos.get(record.slo_class) or self.slos.get("default") or SloTarget()
 
 
-def classify(record: Record, terms: Terms) -> RequestOutcome:
+def classify(record: Record, rules: OutcomeRules) -> RequestOutcome:
     """Return a request's outcome: the first rule that applies.
 
     Status 429 is a rejection by itself. 503 is one only with a reason or a retry time, because a proxy
@@ -96,7 +96,7 @@ def classify(record: Record, terms: Terms) -> RequestOutcome:
         return RequestOutcome.CANCELLED
     if record.timed_out or record.status == 504:
         return RequestOutcome.TIMED_OUT
-    slo = terms.slo_of(record)
+    slo = rules.slo_of(record)
     tokens_seen = _tokens_seen(record)
     if not tokens_seen and _is_refusal(record):
         bound_s = math.inf if slo.ttft_s is None else slo.ttft_s
@@ -111,16 +111,16 @@ def classify(record: Record, terms: Terms) -> RequestOutcome:
         return RequestOutcome.CANCELLED
     if not tokens_seen and not record.is_complete:
         return RequestOutcome.FAILED
-    if not is_whole(record, terms):
+    if not is_complete_response(record, rules):
         return RequestOutcome.TRUNCATED
-    return RequestOutcome.GOOD if all(kept_slos(record, slo).values()) else RequestOutcome.LATE
+    return RequestOutcome.GOOD if all(met_slos(record, slo).values()) else RequestOutcome.LATE
 
 
 def _is_refusal(record: Record) -> bool:
     return record.status == 429 or (record.status == 503 and (bool(record.reason) or record.retry_after_s is not None))
 
 
-def is_whole(record: Record, terms: Terms) -> bool:
+def is_complete_response(record: Record, rules: OutcomeRules) -> bool:
     """True if the response ended properly, without an error, and has all planned tokens.
 
     It has at least one token, and with `ignore_eos` the planned number. If the server reports neither usage
@@ -128,22 +128,22 @@ def is_whole(record: Record, terms: Terms) -> bool:
     """
     if not record.is_complete or record.error or not _tokens_seen(record):
         return False
-    if not terms.ignore_eos or num_output_tokens(record) >= record.planned_output_tokens:
+    if not rules.ignore_eos or num_output_tokens(record) >= record.planned_output_tokens:
         return True
     return record.num_output_tokens is None and not record.token_ids and record.finish_reason == "length"
 
 
-def kept_slos(record: Record, slo: SloTarget) -> dict[str, bool]:
+def met_slos(record: Record, slo: SloTarget) -> dict[str, bool]:
     """Return whether the response's times meet each bound of the SLO. Completeness is not checked."""
-    kept: dict[str, bool] = {}
+    met: dict[str, bool] = {}
     if slo.ttft_s is not None:
-        kept["ttft"] = _at_most(ttft_s(record), slo.ttft_s)
+        met["ttft"] = _at_most(ttft_s(record), slo.ttft_s)
     if slo.tpot_s is not None:
         tpot = tpot_s(record)
-        kept["tpot"] = bool(_tokens_seen(record)) and (tpot is None or _at_most(tpot, slo.tpot_s))
+        met["tpot"] = bool(_tokens_seen(record)) and (tpot is None or _at_most(tpot, slo.tpot_s))
     if slo.e2e_s is not None:
-        kept["e2e"] = _at_most(e2e_s(record), slo.e2e_s)
-    return kept
+        met["e2e"] = _at_most(e2e_s(record), slo.e2e_s)
+    return met
 
 
 def num_output_tokens(record: Record) -> int:
@@ -213,7 +213,7 @@ def send_lag_s(record: Record) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sending:
+class SendingStats:
     """Sending statistics of a run. Requests cancelled before they were sent are left out.
 
     - `due_rps`: (due - 1) / (last - first intended time)
@@ -234,7 +234,7 @@ class Sending:
     lag_max_s: float | None
 
 
-def sending(records: Iterable[Record]) -> Sending:
+def sending(records: Iterable[Record]) -> SendingStats:
     """Compute the sending statistics. A request that failed to connect counts as sent: the generator tried in
     time."""
     due = [record for record in records if not (record.left_early and record.sent_s is None)]
@@ -248,7 +248,7 @@ def sending(records: Iterable[Record]) -> Sending:
         achieved = due_rps * tried / len(due) * planned_s / max(planned_s + stretch, 1e-9)
     lags = [lag for record in out if (lag := send_lag_s(record)) is not None]
     p50, p99 = percentiles(lags, (50, 99)) if lags else (None, None)
-    return Sending(
+    return SendingStats(
         num_due=len(due),
         num_sent=len(out),
         due_rps=due_rps,
@@ -259,28 +259,30 @@ def sending(records: Iterable[Record]) -> Sending:
     )
 
 
-def lag_limit_s(terms: Terms) -> float:
+def lag_limit_s(rules: OutcomeRules) -> float:
     """Return the largest valid p99 send lag: max(2 ms, 1 % of the strictest TTFT SLO)."""
-    promised = [slo.ttft_s for slo in terms.slos.values() if slo.ttft_s is not None]
-    return max(MAX_LAG_S, MAX_LAG_OF_TTFT * min(promised)) if promised else MAX_LAG_S
+    ttft_bounds = [slo.ttft_s for slo in rules.slos.values() if slo.ttft_s is not None]
+    return max(MAX_LAG_S, MAX_LAG_OF_TTFT * min(ttft_bounds)) if ttft_bounds else MAX_LAG_S
 
 
-def invalid_reasons(records: Sequence[Record], terms: Terms, num_offered: int | None = None) -> tuple[str, ...]:
+def invalid_reasons(records: Sequence[Record], rules: OutcomeRules, num_offered: int | None = None) -> tuple[str, ...]:
     """Return why a run is invalid; empty if it is valid. `num_offered` is the number of due requests, if
     known."""
     if not records:
         return ("no request was offered",)
-    sent, limit_s, reasons = sending(records), lag_limit_s(terms), list[str]()
+    sent, limit_s, reasons = sending(records), lag_limit_s(rules), list[str]()
     if sent.lag_p99_s is not None and sent.lag_p99_s > limit_s:
         reasons.append(
-            f"the generator sent late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, limit {limit_s * 1e3:g} ms (the larger of 2 ms and "
+            f"the generator sent late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, limit {limit_s * 1e3:g} ms "
+            "(the larger of 2 ms and "
             "1 % of the TTFT SLO); give it more --processes or its own core, or lower the rate"
         )
     if sent.due_rps is not None and sent.achieved_rps is not None:
         error = sent.achieved_rps / sent.due_rps - 1
         if abs(error) > MAX_RATE_ERROR:
             reasons.append(
-                f"the achieved rate is off by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.due_rps:.3f} requests/s "
+                f"the achieved rate is off by {error:+.1%}: {sent.achieved_rps:.3f} instead of {sent.due_rps:.3f} "
+                "requests/s "
                 "(limit 1 %)"
             )
     missing = 0 if num_offered is None else num_offered - len(records)
@@ -289,9 +291,9 @@ def invalid_reasons(records: Sequence[Record], terms: Terms, num_offered: int | 
     return tuple(reasons)
 
 
-def why_invalid(run: RunInfo, records: Sequence[Record], terms: Terms) -> tuple[str, ...]:
-    """Return the run's own reasons, or those that its records give under `terms`."""
-    return run.invalid or invalid_reasons(records, terms, run.num_offered)
+def why_invalid(run: RunInfo, records: Sequence[Record], rules: OutcomeRules) -> tuple[str, ...]:
+    """Return the run's own reasons, or those that its records give under `rules`."""
+    return run.invalid or invalid_reasons(records, rules, run.num_offered)
 
 
 def _span(times: Sequence[float]) -> float:

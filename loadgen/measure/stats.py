@@ -56,30 +56,31 @@ def percentiles(values: ArrayLike, qs: Sequence[float]) -> list[float]:
     return [float(found) for found in np.percentile(sample, list(qs))] if sample.size else [math.nan] * len(qs)
 
 
-def wilson(kept: float, total: float, confidence: float = 0.95) -> Interval:
+def wilson(successes: float, total: float, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval of a share.
 
     Unlike the normal approximation it stays in [0, 1] and is correct at 0 and 1. `total` may be an effective
-    number (`effective_size`) with `kept` scaled accordingly. Returns [0, 1] without trials. Source: Wilson
-    1927; Brown, Cai, DasGupta 2001.
+    number (`effective_size`) with `successes` scaled accordingly. Returns [0, 1] without trials. Source:
+    Wilson 1927; Brown, Cai, DasGupta 2001.
     """
     if total <= 0:
         return Interval(low=0.0, high=1.0)
     z = _z(confidence)
-    share = kept / total
+    share = successes / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return Interval(
-        low=0.0 if kept <= 0 else max(0.0, centre - half), high=1.0 if kept >= total else min(1.0, centre + half)
+        low=0.0 if successes <= 0 else max(0.0, centre - half),
+        high=1.0 if successes >= total else min(1.0, centre + half),
     )
 
 
-def share_interval(kept: ArrayLike, confidence: float = 0.95) -> Interval:
+def share_interval(successes: ArrayLike, confidence: float = 0.95) -> Interval:
     """Return Wilson's interval of the share of true values, for the effective number of requests.
 
-    `kept` are booleans in the order of intended times.
+    `successes` are booleans in the order of intended times.
     """
-    flags = np.asarray(kept, dtype=np.float64)
+    flags = np.asarray(successes, dtype=np.float64)
     effective = effective_size(flags)
     return wilson(float(flags.mean()) * effective if flags.size else 0.0, effective, confidence)
 

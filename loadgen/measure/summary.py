@@ -18,7 +18,7 @@ import numpy as np
 from loadgen.measure import request_metrics
 from loadgen.measure.measures import SLOS, Flags, Measures
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Sending
+from loadgen.measure.request_metrics import RequestOutcome, SendingStats
 from loadgen.measure.stats import (
     Floats,
     Interval,
@@ -168,7 +168,7 @@ class Summary:
     attainment: Mapping[str, Share]
     offered_rps: float | None
     goodput_rps: Estimate | None
-    sending: Sending
+    sending: SendingStats
     latency: Mapping[str, MetricSummary]
     throughput: Throughput | None
     prefix: PrefixHits
@@ -216,8 +216,8 @@ def attainments(measures: Measures, confidence: float = 0.95) -> dict[str, Share
     """
     shares = {"joint": _share(measures.good, confidence)}
     for slo in SLOS:
-        if measures.promised[slo].any():
-            shares[slo] = _share(measures.kept[slo][measures.promised[slo]], confidence)
+        if measures.has_slo[slo].any():
+            shares[slo] = _share(measures.met[slo][measures.has_slo[slo]], confidence)
     return shares
 
 
@@ -225,7 +225,7 @@ def distribution(measures: Measures, metric: str, *, confidence: float = 0.95, s
     """Return the distribution of a metric, or None if no complete response has it."""
     if metric == "itl":
         return _gaps(measures, confidence, seed)
-    values = measures.of_whole(metric)
+    values = measures.of_complete(metric)
     if values.size == 0:
         return None
     found = percentiles(values, PERCENTILES)
@@ -238,7 +238,7 @@ def distribution(measures: Measures, metric: str, *, confidence: float = 0.95, s
             q: Estimate(value=value, interval=percentile_interval(values, q, confidence=confidence, seed=seed))
             for q, value in zip(PERCENTILES, found, strict=True)
         },
-        of_offered=_of_offered(values, len(measures)) if values.size == measures.whole.sum() else {},
+        of_offered=_of_offered(values, len(measures)) if values.size == measures.complete.sum() else {},
     )
 
 
@@ -297,7 +297,7 @@ def rate(times: Floats) -> float | None:
 
 def steady_window(measures: Measures) -> tuple[float, float] | None:
     """Return the steady window of `Throughput` as (start, end), or None if all requests arrived at one time."""
-    due, e2e = measures.columns["intended"], measures.of_whole("e2e")
+    due, e2e = measures.columns["intended"], measures.of_complete("e2e")
     if due.size < 2 or due.max() <= due.min():
         return None
     first, last = float(due.min()), float(due.max())
@@ -331,7 +331,7 @@ def throughput(measures: Measures) -> Throughput | None:
         seconds = max(high - low, 1e-9)
         ended = inside(last_token)
         return {
-            "requests_per_s": float((ended & measures.whole).sum()) / seconds,
+            "requests_per_s": float((ended & measures.complete).sum()) / seconds,
             "good_requests_per_s": float((ended & measures.good).sum()) / seconds,
             "output_tokens_per_s": float(inside(measures.token_times).sum()) / seconds,
             "prompt_tokens_per_s": float(prompts[inside(first_token)].sum()) / seconds,

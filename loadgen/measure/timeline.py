@@ -51,7 +51,8 @@ class Stages:
     """Measured from the placement to the first token. None after a retry, because the times are of different
     attempts."""
     placed_tpot_s: float | None = None
-    """Mean gap between tokens measured by the server. None after a retry, because the recovery is also a gap."""
+    """Mean gap between tokens measured by the server. None after a retry, because the recovery is also a gap.
+    """
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -86,7 +87,7 @@ class Stages:
         )
         pulled = decode if decode is not None and decode is not prefill and _number(decode, "kv_bytes") else None
         attempts, placed_s, waiting_s = (
-            _whole(timeline, "attempts"),
+            _integer(timeline, "attempts"),
             _number(timeline, "placed_s"),
             _number(timeline, "waiting_s"),
         )
@@ -102,8 +103,8 @@ class Stages:
             admission_s=_number(pulled, "kv_admission_s"),
             first_decode_s=_number(decode, "first_decode_s"),
             decode_s=_number(decode, "decode_s"),
-            kv_bytes=_whole(pulled, "kv_bytes"),
-            early_bytes=_whole(pulled, "kv_early_bytes"),
+            kv_bytes=_integer(pulled, "kv_bytes"),
+            early_bytes=_integer(pulled, "kv_early_bytes"),
             transport=_text(pulled, "transport"),
             prefill_worker=_text(prefill, "worker_id"),
             decode_worker=_text(decode, "worker_id"),
@@ -133,13 +134,13 @@ def _number(data: Mapping[str, Any] | None, key: str) -> float | None:
 
 def _counts(value: Any) -> dict[str, int]:
     return (
-        {str(key): whole for key in value if (whole := _whole(value, key)) is not None}
+        {str(key): number for key in value if (number := _integer(value, key)) is not None}
         if isinstance(value, Mapping)
         else {}
     )
 
 
-def _whole(data: Mapping[str, Any] | None, key: str) -> int | None:
+def _integer(data: Mapping[str, Any] | None, key: str) -> int | None:
     number = _number(data, key)
     return None if number is None else int(number)
 

@@ -130,11 +130,17 @@ def trace_times(
 
 
 def arrivals(
-    rng: np.random.Generator, gaps: Gaps, rate: Rate, *, until_s: float | None = None, count: int | None = None
+    rng: np.random.Generator,
+    gaps: Gaps,
+    rate: Rate,
+    *,
+    until_s: float | None = None,
+    count: int | None = None,
+    max_arrivals: int = MAX_ARRIVALS,
 ) -> Floats:
     """Return the arrivals of any gap process with any rate, rounded to microseconds.
 
-    Raises BadPlan if there are more than `MAX_ARRIVALS`.
+    Raises BadPlan if there are more than `max_arrivals`.
     """
     source = iter(rate(rng.spawn(1)[0]))
     pieces: list[Piece] = []
@@ -155,8 +161,8 @@ def arrivals(
         num_times += len(found)
         if len(found) < len(points) or (count is not None and num_times >= count):
             break
-        if num_times > MAX_ARRIVALS:
-            raise BadPlan(f"more than {MAX_ARRIVALS} arrivals; give a lower rate, a duration or a count")
+        if num_times > max_arrivals:
+            raise BadPlan(f"more than {max_arrivals} arrivals; give a lower rate, a duration or a count")
     return np.round(np.concatenate(times)[:count], 6)
 
 
@@ -298,7 +304,8 @@ def parse_gaps(text: str) -> Gaps:
                 raise BadPlan(f"`{text}`: give either cv=… or shape=…, and a value above 0")
             return weibull_gaps(values["shape"] if "shape" in values else weibull_shape(values["cv"]))
     raise BadPlan(
-        f"`{text}` is not an arrival process; write poisson, constant, gamma:cv=2, weibull:cv=2, weibull:shape=0.5 or file:PATH"
+        f"`{text}` is not an arrival process; write poisson, constant, gamma:cv=2, weibull:cv=2, "
+        "weibull:shape=0.5 or file:PATH"
     )
 
 
@@ -346,10 +353,10 @@ def read_times(path: str) -> Floats:
     return np.round(np.asarray(times), 6)
 
 
-def _stretch(text: str, whole: str) -> tuple[float, float]:
+def _stretch(text: str, full_text: str) -> tuple[float, float]:
     rps, at, duration = text.partition("@")
     if not at:
-        raise BadPlan(f"`{whole}`: write rate@duration, such as 2@60s")
+        raise BadPlan(f"`{full_text}`: write rate@duration, such as 2@60s")
     return text_forms.seconds(duration), text_forms.number(rps)
 
 

@@ -71,7 +71,8 @@ def best_hits(plan: Plan, *, block_size_tokens: int = 1, capacity_tokens: int | 
         num_prompt_tokens = plan.num_prompt_tokens(request)
         if num_prompt_tokens is None:
             raise BadPlan(
-                f"request {request.index} is a text, whose tokens only the server knows; plan with --tokenizer to get token ids"
+                f"request {request.index} is a text, whose tokens only the server knows; plan with --tokenizer to "
+                "get token ids"
             )
         prompt = [_part(segment, plan, block_size_tokens) for segment in request.segments]
         num_answer = (request.cancel_after_tokens or request.output_tokens) - 1

@@ -59,9 +59,9 @@ def gamma(rng: np.random.Generator, shape: float, count: int) -> Floats:
         u = rng.random(missing.size)
         v = (1 + c * x) ** 3
         with np.errstate(invalid="ignore", divide="ignore"):
-            kept = (v > 0) & (np.log(u) < x * x / 2 + d - d * v + d * np.log(v))
-        values[missing[kept]] = d * v[kept]
-        missing = missing[~kept]
+            accepted = (v > 0) & (np.log(u) < x * x / 2 + d - d * v + d * np.log(v))
+        values[missing[accepted]] = d * v[accepted]
+        missing = missing[~accepted]
     if shape < 1:
         values *= (1 - rng.random(count)) ** (1 / shape)
     return values

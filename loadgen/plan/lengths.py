@@ -54,11 +54,11 @@ class Uniform:
 
     low: float
     high: float
-    is_whole: bool = True
+    is_integer: bool = True
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
         u = rng.random(count)
-        if self.is_whole:
+        if self.is_integer:
             return np.floor(self.low + (self.high + 1 - self.low) * u)
         return self.low + (self.high - self.low) * u
 
@@ -110,7 +110,7 @@ def draw_lengths(distribution: Distribution, rng: np.random.Generator, count: in
 
 def parse_lengths(text: str) -> Distribution:
     """Parse a distribution of token counts. Raises BadPlan."""
-    distribution = _parse(text, text_forms.number, is_whole=True)
+    distribution = _parse(text, text_forms.number, is_integer=True)
     if isinstance(distribution, Fixed) and not (distribution.value >= 1 and distribution.value.is_integer()):
         raise BadPlan(f"`{text}`: a length must be an integer of 1 or more")
     if isinstance(distribution, Uniform) and not (
@@ -122,10 +122,10 @@ def parse_lengths(text: str) -> Distribution:
 
 def parse_times(text: str) -> Distribution:
     """Parse a distribution of seconds. Raises BadPlan."""
-    return _parse(text, text_forms.seconds, is_whole=False)
+    return _parse(text, text_forms.seconds, is_integer=False)
 
 
-def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distribution:
+def _parse(text: str, read: Callable[[str], float], *, is_integer: bool) -> Distribution:
     kind, rest = text_forms.split_kind(text)
     bounds = {"min": read, "max": read}
     match kind:
@@ -133,7 +133,7 @@ def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distri
             low, high = text_forms.span(rest, text, read)
             if low > high:
                 raise BadPlan(f"`{text}`: the first number must not be larger than the second")
-            return Uniform(low, high, is_whole)
+            return Uniform(low, high, is_integer)
         case "lognormal" | "exponential":
             shape: dict[str, Callable[[str], float]] = {"cv": text_forms.number} if kind == "lognormal" else {}
             values = text_forms.pairs(rest, text, {"mean": read, **shape, **bounds}, needed=("mean", *shape))
@@ -152,7 +152,8 @@ def _parse(text: str, read: Callable[[str], float], *, is_whole: bool) -> Distri
             return Empirical(_column(path, column))
     if rest or not kind[:1].isdigit():
         raise BadPlan(
-            f"`{text}` is not a distribution; write 512, uniform:100-800, lognormal:mean=512,cv=0.8, exponential:mean=512 or file:PATH:COLUMN"
+            f"`{text}` is not a distribution; write 512, uniform:100-800, lognormal:mean=512,cv=0.8, "
+            "exponential:mean=512 or file:PATH:COLUMN"
         )
     return Fixed(read(text))
 

@@ -52,11 +52,11 @@ def apply_mixes(requests: Sequence[PlannedRequest], mixes: Mixes, seed: int) -> 
     tenants = _drawn(mixes.tenants, seed, "tenants", count)
     priorities = _drawn(mixes.priorities, seed, "priorities", count)
     classes = _drawn(mixes.classes, seed, "classes", count)
-    leaving = draws.stream(seed, "cancel").random((count, 2)).tolist()
+    cancels = draws.stream(seed, "cancel").random((count, 2)).tolist()
     mixed = []
     for client, request in zip(clients, requests, strict=True):
-        leaves, part = leaving[client]
-        does_leave = leaves < mixes.cancel and last_of[client] == request.index and request.output_tokens > 1
+        chance, part = cancels[client]
+        does_cancel = chance < mixes.cancel and last_of[client] == request.index and request.output_tokens > 1
         mixed.append(
             dataclasses.replace(
                 request,
@@ -64,7 +64,7 @@ def apply_mixes(requests: Sequence[PlannedRequest], mixes: Mixes, seed: int) -> 
                 priority=request.priority if priorities is None else priorities[client],
                 slo_class=request.slo_class if classes is None else classes[client],
                 cancel_after_tokens=1 + int(part * (request.output_tokens - 1))
-                if does_leave
+                if does_cancel
                 else request.cancel_after_tokens,
             )
         )
@@ -117,10 +117,10 @@ def _mix(text: str, example: str) -> Mix[str]:
     return Mix(tuple(names), tuple(weights))
 
 
-def _weight(text: str, whole: str) -> float:
+def _weight(text: str, full_text: str) -> float:
     weight = text_forms.number(text)
     if weight <= 0:
-        raise BadPlan(f"`{whole}`: a weight must be above 0")
+        raise BadPlan(f"`{full_text}`: a weight must be above 0")
     return weight
 
 

@@ -35,7 +35,8 @@ class PlanChecker:
         """Check the next request. Raises BadPlan."""
         if request.index != self._next_index:
             raise BadPlan(
-                f"`index` is {request.index}; it must be {self._next_index}, because requests are numbered from 0 in file order"
+                f"`index` is {request.index}; it must be {self._next_index}, because requests are numbered from 0 "
+                "in file order"
             )
         earlier = self._check_time(request)
         self._check_prompt(request.segments, earlier)
@@ -44,7 +45,8 @@ class PlanChecker:
         cancel = request.cancel_after_tokens
         if cancel is not None and not 1 <= cancel < request.output_tokens:
             raise BadPlan(
-                f"`cancel_after_tokens` is {cancel}; it must be from 1 to one less than `output_tokens` ({request.output_tokens})"
+                f"`cancel_after_tokens` is {cancel}; it must be from 1 to one less than `output_tokens` "
+                f"({request.output_tokens})"
             )
         if request.slo_class not in self._slos:
             raise BadPlan(f"`slo_class` is `{request.slo_class}`; the header's `slos` has only {_names(self._slos)}")
@@ -63,7 +65,8 @@ class PlanChecker:
                 raise BadPlan(f"`at_s` is {request.at_s}; it must be 0 or more seconds from the start of the run")
             if request.at_s < self._latest_at_s:
                 raise BadPlan(
-                    f"`at_s` is {request.at_s}, before {self._latest_at_s} in an earlier line; sort the requests by time"
+                    f"`at_s` is {request.at_s}, before {self._latest_at_s} in an earlier line; sort the requests "
+                    "by time"
                 )
             if request.think_s:
                 raise BadPlan("`think_s` is only allowed with `after`, but this request has `at_s`")
@@ -94,7 +97,8 @@ class PlanChecker:
                         raise BadPlan(f"segment {position} has {num_tokens} tokens; it needs at least 1")
                     if not 0 <= segment_id <= self._max_segment_id:
                         raise BadPlan(
-                            f"segment {position}: `id` is {segment_id}; with this vocabulary it must be from 0 to {self._max_segment_id}"
+                            f"segment {position}: `id` is {segment_id}; with this vocabulary it must be from 0 to "
+                            f"{self._max_segment_id}"
                         )
                 case Exact(token_ids=token_ids):
                     if not token_ids:

@@ -136,7 +136,8 @@ def request_from_json(data: Mapping[str, Any]) -> PlannedRequest:
     here."""
     if not data.keys() <= _REQUEST_KEYS:
         raise BadPlan(
-            f"`{min(data.keys() - _REQUEST_KEYS)}` is not a field of a request; known are {', '.join(sorted(_REQUEST_KEYS))}"
+            f"`{min(data.keys() - _REQUEST_KEYS)}` is not a field of a request; known are "
+            f"{', '.join(sorted(_REQUEST_KEYS))}"
         )
     values = dict(data)
     for name in ("index", "output_tokens", "segments"):

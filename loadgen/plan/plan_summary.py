@@ -105,7 +105,8 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
     if s.rate_rps is not None and s.gap_cv is not None:
         pace = f"; {s.rate_rps:.4g} {'arrivals' if sessions else 'requests'}/s, gaps with cv {s.gap_cv:.2f}"
     lines = [
-        f"requests    {s.num_requests:,}{sessions}, the last {'arrival' if sessions else 'one'} at {s.last_arrival_s:.1f} s{pace}",
+        f"requests    {s.num_requests:,}{sessions}, the last {'arrival' if sessions else 'one'} at "
+        f"{s.last_arrival_s:.1f} s{pace}",
         f"prompts     {_spread_text(s.inputs)}"
         if s.inputs
         else f"prompts     {s.num_text:,} texts, whose tokens only the server can count",

@@ -92,9 +92,9 @@ class Choices:
         positions = np.arange(counts.sum(), dtype=np.uint64) - np.repeat(starts.astype(np.uint64), counts)
         keys = self._hash(ids, self._key)
         choices = self._below_size(mix(np.repeat(keys, counts) + (positions + np.uint64(1)) * np.uint64(_GOLDEN)))
-        spelled = self._spelled(ids)
+        encoded = self._encoded_ids(ids)
         fits = np.arange(self._num_digits) < counts[:, None]
-        choices[(starts[:, None] + np.arange(self._num_digits))[fits]] = spelled[fits]
+        choices[(starts[:, None] + np.arange(self._num_digits))[fits]] = encoded[fits]
         return choices
 
     def warm_up(self, number: int, length: int) -> NDArray[np.int64]:
@@ -105,18 +105,18 @@ class Choices:
         apart = Choices(self.size, int(self._key) ^ _WARM_UP)
         return np.concatenate([np.zeros(1, np.int64), apart.of([number], [length])])[:length]
 
-    def _spelled(self, ids: U64) -> NDArray[np.int64]:
+    def _encoded_ids(self, ids: U64) -> NDArray[np.int64]:
         """Return the first `k` choices of each id, [len(ids), k]."""
-        spelled = np.empty((len(ids), self._num_digits), np.int64)
+        encoded = np.empty((len(ids), self._num_digits), np.int64)
         shift = np.uint64(int(self._key) % (self.size - 1))
-        spelled[:, 0] = (ids + shift) % np.uint64(self.size - 1) + np.uint64(1)
+        encoded[:, 0] = (ids + shift) % np.uint64(self.size - 1) + np.uint64(1)
         # Each offset depends only on the lower digits, which the choices before it determine. So each digit can
         # be decoded.
-        turns = mix(self._hash(ids[:, None] % self._units, self._key) + self._positions)
-        spelled[:, 1:] = (
-            ids[:, None] // self._units % np.uint64(self.size) + turns % np.uint64(self.size)
+        offsets = mix(self._hash(ids[:, None] % self._units, self._key) + self._positions)
+        encoded[:, 1:] = (
+            ids[:, None] // self._units % np.uint64(self.size) + offsets % np.uint64(self.size)
         ) % np.uint64(self.size)
-        return spelled
+        return encoded
 
     def _below_size(self, hashes: U64) -> NDArray[np.int64]:
         return ((hashes >> np.uint64(32)) * np.uint64(self.size) >> np.uint64(32)).astype(np.int64)
@@ -168,7 +168,8 @@ def tokens_of(plan: Plan, request: PlannedRequest, answers: Mapping[int, Sequenc
                 tokens += answers[index]
             case _:
                 raise BadPlan(
-                    f"request {request.index} is a text, whose tokens only the server knows; send it with --prompts text"
+                    f"request {request.index} is a text, whose tokens only the server knows; send it with "
+                    "--prompts text"
                 )
     if run:
         tokens += source.segments(run)

@@ -60,7 +60,7 @@ class Schedule:
         """True if another request follows request `index`."""
         return index in self._after
 
-    def ended(self, index: int, at_s: float, *, is_whole: bool) -> list[tuple[float, PlannedRequest]]:
+    def ended(self, index: int, at_s: float, *, is_complete: bool) -> list[tuple[float, PlannedRequest]]:
         """Process the end of request `index` and return the (due time, request) of dropped later turns.
 
         After a complete response the next turn is scheduled. Otherwise it and all turns after it are dropped;
@@ -73,7 +73,7 @@ class Schedule:
             for request in self._after.pop(index, ()):
                 due_s = at_s + request.think_s
                 self._num_waiting -= 1
-                if is_whole:
+                if is_complete:
                     heapq.heappush(self._turns, (due_s, request.index, request))
                     self._released.add(request.index)
                     self._unshown.append(request)

@@ -85,7 +85,7 @@ def words_of(path: str | Path) -> Words:
     )
     for _ in range(4):  # check again after each removal, because some tokenizers depend on neighbouring words
         encoding = tokenizer.encode(" " + " ".join(candidates), add_special_tokens=False)
-        touching: dict[int, int] = {}
+        pieces_of: dict[int, int] = {}
         start_of, end = {}, 0
         for position, word in enumerate(candidates):
             for character in range(end + 1, end + 1 + len(word)):
@@ -93,19 +93,20 @@ def words_of(path: str | Path) -> Words:
             end += 1 + len(word)
         for start, stop in encoding.offsets:
             for position in {start_of[character] for character in range(start, stop) if character in start_of}:
-                touching[position] = touching.get(position, 0) + 1
-        kept = [word for position, word in enumerate(candidates) if touching.get(position) == 1]
-        if kept == candidates:
+                pieces_of[position] = pieces_of.get(position, 0) + 1
+        accepted = [word for position, word in enumerate(candidates) if pieces_of.get(position) == 1]
+        if accepted == candidates:
             break
-        candidates = kept
+        candidates = accepted
     if len(candidates) < MIN_WORDS:
         raise BadPlan(
-            f"{path}: only {len(candidates)} words are one token each in this tokenizer; text prompts need at least {MIN_WORDS}"
+            f"{path}: only {len(candidates)} words are one token each in this tokenizer; text prompts need at "
+            f"least {MIN_WORDS}"
         )
     # Some tokenizers add a space before a text; others need one in the text for its first word to be one
     # token.
-    alone = {lead: _num_tokens(tokenizer, [lead + word for word in candidates]) for lead in ("", " ")}
-    return Words(words=tuple(candidates), lead=min(alone, key=lambda lead: alone[lead]))
+    tokens_with = {lead: _num_tokens(tokenizer, [lead + word for word in candidates]) for lead in ("", " ")}
+    return Words(words=tuple(candidates), lead=min(tokens_with, key=lambda lead: tokens_with[lead]))
 
 
 def encoder_of(path: str | Path) -> Callable[[str], list[int]]:

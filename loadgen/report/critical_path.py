@@ -76,7 +76,7 @@ def path_by_load(measures: Measures, bins: int = 6) -> list[Load]:
     Only responses with a timeline are included. The bins have similar numbers of responses.
     """
     load = in_flight_when_due(measures)
-    rows = [row for row in map(int, np.flatnonzero(measures.whole)) if measures.stages[row].prefill_s is not None]
+    rows = [row for row in map(int, np.flatnonzero(measures.complete)) if measures.stages[row].prefill_s is not None]
     if not rows:
         return []
     edges = sorted(
@@ -101,12 +101,12 @@ def mean_path(measures: Measures, rows: list[int]) -> dict[str, float]:
     return {stage: sums[stage] / len(rows) for stage in STAGES if stage in sums}
 
 
-def _fit(wanted: list[tuple[str, float | None]], room: float) -> list[tuple[str, float]]:
-    """Return the known stages, each shortened to what is left of `room`."""
+def _fit(wanted: list[tuple[str, float | None]], available: float) -> list[tuple[str, float]]:
+    """Return the known stages, each shortened to what is left of `available`."""
     found: list[tuple[str, float]] = []
     for stage, seconds in wanted:
         if seconds is not None:
-            taken = min(max(seconds, 0.0), max(room, 0.0))
+            taken = min(max(seconds, 0.0), max(available, 0.0))
             found.append((stage, taken))
-            room -= taken
+            available -= taken
     return found

@@ -17,7 +17,8 @@ PREDICTED = ("predicted_ttft", "placed_ttft", "predicted_tpot", "placed_tpot")
 COLUMNS = (
     *"run valid index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
     *(f"{name}_ms" for name in MEASURED),
-    *"prompt_tokens cached_tokens output_tokens planned_prompt_tokens planned_output_tokens status finish_reason reason error".split(),
+    *"prompt_tokens cached_tokens output_tokens planned_prompt_tokens planned_output_tokens status finish_reason "
+    "reason error".split(),
     *"endpoint request_id prefill_worker decode_worker".split(),
     *(f"{name}_ms" for name in (*INSIDE, *PREDICTED)),
     *"kv_bytes kv_early_bytes attempts".split(),
@@ -52,7 +53,7 @@ def _rows(run: RunView) -> Iterator[list[Any]]:
             ),
             *(_number(value) for value in (record.intended_s, record.sent_s, record.ended_s)),
             *(_number(measures.columns[name][row] * 1e3) for name in MEASURED),
-            *(_whole(measures.columns[name][row]) for name in ("prompt_tokens", "cached_tokens", "output_tokens")),
+            *(_integer(measures.columns[name][row]) for name in ("prompt_tokens", "cached_tokens", "output_tokens")),
             *(_number(value) for value in (record.planned_prompt_tokens, record.planned_output_tokens, record.status)),
             *(
                 _text(text)
@@ -71,7 +72,7 @@ def _number(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.9g}"
 
 
-def _whole(value: float) -> str:
+def _integer(value: float) -> str:
     return "" if math.isnan(value) else str(int(value))
 
 

@@ -46,10 +46,10 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
         for outcome, count in run.summary.outcomes.items():
             share = count / max(run.summary.offered, 1)
             if count:
-                tip = f"{run.name} · {spoken(outcome)}: {count} of {run.summary.offered} ({100 * share:.1f} %)"
+                tip = f"{run.name} · {outcome_label(outcome)}: {count} of {run.summary.offered} ({100 * share:.1f} %)"
                 parts.append(
                     {
-                        "name": spoken(outcome),
+                        "name": outcome_label(outcome),
                         "color": f"o-{outcome}",
                         "from": at,
                         "to": at + share,
@@ -65,7 +65,7 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
         "Each request has exactly one outcome; the outcomes sum to the offered requests.",
         axis("share of offered requests", "share", (), min=0.0, max=1.0),
         rows,
-        [spoken(outcome) for outcome in RequestOutcome],
+        [outcome_label(outcome) for outcome in RequestOutcome],
         row_height=34 if len(rows) < 4 else 24,
         is_wide=True,
     )
@@ -99,7 +99,8 @@ def attainment_by_rate(runs: Sequence[RunView]) -> Figure:
     return lines(
         "attainment-rate",
         "SLO attainment by offered rate",
-        "Share of offered requests that met their SLO. The rate at which a line crosses 90 % is a common measure of capacity. Bars: 95 % intervals. "
+        "Share of offered requests that met their SLO. The rate at which a line crosses 90 % is a common measure "
+        "of capacity. Bars: 95 % intervals. "
         f"{_KINDS}",
         axis("offered rate, requests/s", "", (), min=0.0, max=top),
         axis("offered requests", "share", (), min=0.0, max=1.0),
@@ -163,7 +164,8 @@ def attainment_by_scale(runs: Sequence[RunView]) -> Figure:
     return lines(
         "attainment-scale",
         "SLO attainment by SLO scale",
-        "Share of offered requests that would meet their SLO if all its bounds were multiplied by x. 1 is the SLO itself.",
+        "Share of offered requests that would meet their SLO if all its bounds were multiplied by x. 1 is the SLO "
+        "itself.",
         axis("SLO scale", "×", (), is_log=True, min=low, max=high),
         axis("offered requests", "share", (), min=0.0, max=1.0),
         series,
@@ -177,16 +179,16 @@ def needed_scale(run: RunView) -> Floats | None:
     It is infinite without a complete response.
     """
     measures = run.measures
-    if not any(measures.promised[slo].any() for slo in SLOS):
+    if not any(measures.has_slo[slo].any() for slo in SLOS):
         return None
     needed = np.zeros(len(measures))
     for row, record in enumerate(measures.records):
-        slo = run.terms.slo_of(record)
+        slo = run.rules.slo_of(record)
         for metric, bound in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
             value = measures.columns[metric][row]
             if bound is not None and not math.isnan(value):
                 needed[row] = max(needed[row], value / bound)
-    needed[~measures.whole] = math.inf
+    needed[~measures.complete] = math.inf
     return np.maximum(needed, 1e-6)
 
 
@@ -195,7 +197,7 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
     series: list[dict[str, Any]] = []
     for run in runs:
         offered, is_only = len(run.measures), len(runs) == 1
-        values = cdf(run.measures.of_whole(metric) * 1e3, offered)
+        values = cdf(run.measures.of_complete(metric) * 1e3, offered)
         if not values:
             continue
         series.append(
@@ -206,7 +208,7 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
             name = "from actual send" if is_only else f"{run.name}, from actual send"
             series.append(
                 series_of(
-                    name, run.color, "dashed", cdf(run.measures.of_whole(f"{metric}_sent") * 1e3, offered), **more
+                    name, run.color, "dashed", cdf(run.measures.of_complete(f"{metric}_sent") * 1e3, offered), **more
                 )
             )
     marks, series = _slo_marks(runs, metric), used(series)
@@ -215,7 +217,8 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
     return lines(
         f"attainment-{metric}",
         f"SLO attainment: {TITLES[metric].lower()}",
-        "Share of offered requests with a complete response within x. A curve that ends below 100 % shows requests without one."
+        "Share of offered requests with a complete response within x. A curve that ends below 100 % shows "
+        "requests without one."
         + (
             " One-token responses have no TPOT and are not included."
             if metric == "tpot"
@@ -232,7 +235,7 @@ def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
     """Return the distribution of a latency over complete responses."""
     series = []
     for run in runs:
-        values = run.measures.gaps if metric == "itl" else run.measures.of_whole(metric)
+        values = run.measures.gaps if metric == "itl" else run.measures.of_complete(metric)
         series.append(series_of(run.name, run.color, "line", cdf(values * 1e3, values.size)))
     series = used(series)
     what = "gaps of complete responses" if metric == "itl" else "complete responses"
@@ -255,7 +258,7 @@ def path_by_run(runs: Sequence[RunView]) -> Figure:
     """Return the mean critical path of each run."""
     rows = []
     for run in sorted(runs, key=lambda run: run.summary.offered_rps or 0.0):
-        chosen = [int(row) for row in np.flatnonzero(run.measures.whole)]
+        chosen = [int(row) for row in np.flatnonzero(run.measures.complete)]
         if chosen:
             rows.append(stacked(f"{run.name} · {run.summary.offered_rps or 0:.3g}/s", mean_path(run.measures, chosen)))
     return spans(
@@ -288,7 +291,8 @@ def handoff(runs: Sequence[RunView]) -> Figure:
     return lines(
         "handoff",
         "Cost of the hand-off",
-        "Requests handed off from a prefill to a decode worker: time from the end of prefill to the first decode step. For a single "
+        "Requests handed off from a prefill to a decode worker: time from the end of prefill to the first decode "
+        "step. For a single "
         "run also the total read time; the part that is not exposed overlapped with computation.",
         _latency_axis("hand-off", series),
         axis("requests handed off", "share", (), min=0.0, max=1.0),
@@ -301,15 +305,15 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
 
     A single run has one bar for each value. With several, each run has a bar with marks at its plan's best.
     """
-    told = [
+    reporting = [
         run
         for run in runs
         if run.summary.prefix.requests and (run.summary.prefix.cached_tokens or any(run.best_hits.values()))
     ]
     rows = []
-    for run in told:
+    for run in reporting:
         ratio = run.summary.prefix.ratio
-        if len(told) == 1:
+        if len(reporting) == 1:
             rows += [_hits("achieved", ratio, run.color, "achieved")]
             rows += [_hits(name, best, "ideal", "the plan's best") for name, best in run.best_hits.items()]
         else:
@@ -321,8 +325,8 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
     return spans(
         "prefix-hits",
         "Prefix hits: achieved and best possible",
-        "Cached share of all prompt tokens, as reported by the server, compared with ideal caches that get the same requests in order"
-        + (" (marks)." if len(told) > 1 else "."),
+        "Cached share of all prompt tokens, as reported by the server, compared with ideal caches that get the "
+        "same requests in order" + (" (marks)." if len(reporting) > 1 else "."),
         axis("share of prompt tokens", "share", (), min=0.0, max=1.0),
         rows,
         ["achieved", "the plan's best"],
@@ -338,7 +342,7 @@ def _hits(name: str, ratio: float, color: str, kind: str) -> dict[str, Any]:
     }
 
 
-def spoken(outcome: RequestOutcome) -> str:
+def outcome_label(outcome: RequestOutcome) -> str:
     """Return an outcome's name with spaces."""
     return outcome.replace("_", " ")
 
@@ -355,7 +359,7 @@ def stacked(name: str, stages: dict[str, float]) -> dict[str, Any]:
 def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
     bounds: dict[float, set[str]] = {}
     for run in runs:
-        for name, slo in run.terms.slos.items():
+        for name, slo in run.rules.slos.items():
             bound = slo.to_json().get(f"{metric}_s")
             if bound is not None:
                 bounds.setdefault(bound * 1e3, set()).add(name)

@@ -10,7 +10,7 @@ import numpy as np
 
 from loadgen.measure.measures import Measures
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import WHOLE, RequestOutcome
+from loadgen.measure.request_metrics import COMPLETE, RequestOutcome
 from loadgen.measure.stats import percentiles
 from loadgen.measure.summary import attainments
 from loadgen.measure.timeline import Stages
@@ -48,7 +48,7 @@ def errors(measures: Measures, most: int = 20) -> list[dict[str, Any]]:
     counts = Counter(
         (str(outcome), record.status, record.reason[:TEXT], record.error[:TEXT])
         for record, outcome in zip(measures.records, measures.outcomes, strict=True)
-        if outcome not in WHOLE
+        if outcome not in COMPLETE
     )
     return [
         {"outcome": outcome, "status": status, "reason": reason, "error": error, "count": count}
@@ -81,8 +81,8 @@ def predictions(measures: Measures, metric: str) -> dict[str, Any] | None:
 
     Only requests with a single attempt are included.
     """
-    told = [(getattr(one, f"predicted_{metric}_s"), getattr(one, f"placed_{metric}_s")) for one in measures.stages]
-    ratios = [predicted / actual for predicted, actual in told if predicted is not None and actual]
+    pairs = [(getattr(one, f"predicted_{metric}_s"), getattr(one, f"placed_{metric}_s")) for one in measures.stages]
+    ratios = [predicted / actual for predicted, actual in pairs if predicted is not None and actual]
     if not ratios:
         return None
     p10, p50, p90 = percentiles(ratios, (10, 50, 90))
@@ -98,7 +98,7 @@ def _group(run: RunView, part: Measures) -> dict[str, Any]:
         "outcomes": {str(outcome): count for outcome in RequestOutcome if (count := part.outcomes.count(outcome))},
         "attainment": {name: share.to_json() for name, share in shares.items()},
         "goodput_rps": None if rate is None else int(part.good.sum()) * rate / all_offered,
-        **{f"{metric}_ms": _spread(part.of_whole(metric).tolist()) for metric in ("ttft", "tpot", "e2e")},
+        **{f"{metric}_ms": _spread(part.of_complete(metric).tolist()) for metric in ("ttft", "tpot", "e2e")},
     }
 
 

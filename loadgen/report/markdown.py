@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from loadgen.report.scales import milliseconds, percent, short
+from loadgen.report.scales import format_ms, format_number, format_percent
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -16,7 +16,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         parts.append(_overview(runs))
     parts += [_run(run, is_only=len(runs) == 1) for run in runs]
     parts.append(
-        "Latencies count from the intended send time unless the name ends in `_sent`. Brackets: 95 % intervals. Shares are of all offered "
+        "Latencies count from the intended send time unless the name ends in `_sent`. Brackets: 95 % intervals. "
+        "Shares are of all offered "
         "requests."
     )
     return "\n\n".join(parts) + "\n"
@@ -26,10 +27,10 @@ def _overview(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             _cell(run["name"]),
-            short(run["offered_rps"]),
-            percent(run["attainment"]["joint"]["share"]),
-            _estimate(run["goodput_rps"], short),
-            *(milliseconds(_of(run, metric, q)) for metric in ("ttft", "tpot") for q in ("p50_ms", "p99_ms")),
+            format_number(run["offered_rps"]),
+            format_percent(run["attainment"]["joint"]["share"]),
+            _estimate(run["goodput_rps"], format_number),
+            *(format_ms(_of(run, metric, q)) for metric in ("ttft", "tpot") for q in ("p50_ms", "p99_ms")),
             "yes" if run["valid"] else "**INVALID**",
         ]
         for run in runs
@@ -62,19 +63,22 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         parts.append("> Ended early.")
     slos = "; ".join(
         f"{_cell(name)} "
-        + (", ".join(f"{key.removesuffix('_ms')} {milliseconds(bound)}" for key, bound in slo.items()) or "none")
+        + (", ".join(f"{key.removesuffix('_ms')} {format_ms(bound)}" for key, bound in slo.items()) or "none")
         for name, slo in run["slos"].items()
     )
     sent = run["sending"]
     parts.append(
-        f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} `{run['plan_hash'][:16]}`, "
-        f"started {run['started_at']}. SLO: {slos or 'none'}. Send lag p99 {milliseconds(sent['lag_p99_ms'])} "
-        f"(limit {milliseconds(sent['lag_limit_ms'])}), {short(sent['achieved_rps'])} of {short(sent['due_rps'])} requests/s sent."
+        f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} "
+        f"`{run['plan_hash'][:16]}`, "
+        f"started {run['started_at']}. SLO: {slos or 'none'}. Send lag p99 {format_ms(sent['lag_p99_ms'])} "
+        f"(limit {format_ms(sent['lag_limit_ms'])}), {format_number(sent['achieved_rps'])} of "
+        f"{format_number(sent['due_rps'])} requests/s sent."
     )
     joint, goodput = run["attainment"]["joint"], run["goodput_rps"]
     parts.append(
-        f"**{percent(joint['share'])} of {run['offered']} offered requests met their SLO** "
-        f"[{percent(joint['low'])}, {percent(joint['high'])}]; goodput {_estimate(goodput, short)} requests/s."
+        f"**{format_percent(joint['share'])} of {run['offered']} offered requests met their SLO** "
+        f"[{format_percent(joint['low'])}, {format_percent(joint['high'])}]; goodput "
+        f"{_estimate(goodput, format_number)} requests/s."
     )
     counted = {name: count for name, count in run["outcomes"].items() if count}
     parts.append(
@@ -87,15 +91,15 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         [
             metric,
             str(one["count"]),
-            *(_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p99_ms")),
+            *(_estimate(one[key], format_ms) for key in ("mean_ms", "p50_ms", "p90_ms", "p99_ms")),
         ]
         for metric, one in run["latency"].items()
     ]
     if rows:
         parts.append(_table(["", "count", "mean", "p50", "p90", "p99"], rows))
-    told = list(_inside(run))
-    if told:
-        parts.append("\n".join(f"- {line}" for line in told))
+    reported = list(_inside(run))
+    if reported:
+        parts.append("\n".join(f"- {line}" for line in reported))
     return "\n\n".join(parts)
 
 
@@ -105,15 +109,15 @@ def _inside(run: Mapping[str, Any]) -> Iterator[str]:
     if prompts["deviation"]:
         yield f"Prompts: the server counted {prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} relative to the plan."
     if hits["achieved"] is not None:
-        best = "".join(f"; {name} {percent(ratio)}" for name, ratio in hits["best"].items())
-        yield f"Prefix hits: {percent(hits['achieved'])} of prompt tokens{best}."
+        best = "".join(f"; {name} {format_percent(ratio)}" for name, ratio in hits["best"].items())
+        yield f"Prefix hits: {format_percent(hits['achieved'])} of prompt tokens{best}."
     if handoff and handoff["cost_ms"]:
         cost = handoff["cost_ms"]
-        yield f"Hand-off: p50 {milliseconds(cost['p50'])}, p99 {milliseconds(cost['p99'])} of {cost['count']} requests."
+        yield f"Hand-off: p50 {format_ms(cost['p50'])}, p99 {format_ms(cost['p99'])} of {cost['count']} requests."
     for metric in ("ttft", "tpot"):
         ratio = run[f"predicted_to_actual_{metric}"]
         if ratio:
-            yield f"Predicted / actual {metric}: p50 {short(ratio['p50'])}, p90 {short(ratio['p90'])} of {ratio['requests']} requests."
+            yield f"Predicted / actual {metric}: p50 {format_number(ratio['p50'])}, p90 {format_number(ratio['p90'])} of {ratio['requests']} requests."
 
 
 def _of(run: Mapping[str, Any], metric: str, key: str) -> float | None:

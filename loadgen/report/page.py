@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from loadgen.report import tables
-from loadgen.report.scales import milliseconds, percent, short
+from loadgen.report.scales import format_ms, format_number, format_percent
 from loadgen.report.svg import draw, legend
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -39,14 +39,16 @@ def page(report: Mapping[str, Any]) -> str:
         ),
         *(_run(number, run, figures, is_only=len(runs) == 1) for number, run in enumerate(runs)),
         _section("Definitions", tables.definitions(report["definitions"])),
-        f"<footer>loadgen {escape(str(report['version']))}. This page contains all its numbers as JSON, the same as report.json.</footer>",
+        f"<footer>loadgen {escape(str(report['version']))}. This page contains all its numbers as JSON, the same "
+        "as report.json.</footer>",
     ]
     data = json.dumps(report, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>loadgen: {escape(title)}</title>\n<style>\n{_resource('report.css')}</style>\n</head>\n<body>\n<main>\n"
+        "<title>loadgen: "
+        f"{escape(title)}</title>\n<style>\n{_resource('report.css')}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in body if part)
         + f'\n</main>\n<script type="application/json" id="report">{data}</script>\n'
         f"<script>\n{_resource('report.js')}</script>\n</body>\n</html>\n"
@@ -63,7 +65,8 @@ def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     name = " · ".join(dict.fromkeys(str(run["plan_name"]) for run in runs if run["plan_name"]))
     return (
         f'<header><div class="eyebrow">loadgen report</div><h1>{escape(title)}</h1><p class="lead">{escape(where)}</p>'
-        f'<p class="small">started {escape(started)} · plan{"s" if len(hashes) > 1 else ""} {escape(name)} {plans}</p></header>'
+        f'<p class="small">started {escape(started)} · plan{"s" if len(hashes) > 1 else ""} {escape(name)} '
+        f"{plans}</p></header>"
     )
 
 
@@ -74,16 +77,17 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
     if run["invalid"]:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in run["invalid"])
         parts.append(
-            f'<div class="verdict invalid" role="alert"><b>{name}INVALID RUN</b> Do not quote these numbers.<ul>{reasons}</ul></div>'
+            f'<div class="verdict invalid" role="alert"><b>{name}INVALID RUN</b> Do not quote these '
+            f"numbers.<ul>{reasons}</ul></div>"
         )
     elif not is_named:
         sent = run["sending"]
         rate = ""
         if sent["achieved_rps"] and sent["due_rps"]:
-            rate = f"; offered rate met to within {percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (limit 1 %)"
+            rate = f"; offered rate met to within {format_percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (limit 1 %)"
         parts.append(
-            f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {milliseconds(sent["lag_p99_ms"])} '
-            f"(limit {milliseconds(sent['lag_limit_ms'])}){rate}.</div>"
+            f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {format_ms(sent["lag_p99_ms"])} '
+            f"(limit {format_ms(sent['lag_limit_ms'])}){rate}.</div>"
         )
     notes = [
         *run["notes"],
@@ -97,25 +101,31 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
 def _tiles(run: Mapping[str, Any]) -> str:
     joint, goodput, latency = run["attainment"]["joint"], run["goodput_rps"], run["latency"]
     tiles = [
-        ("SLO attainment", percent(joint["share"]), f"{percent(joint['low'])} to {percent(joint['high'])}"),
+        (
+            "SLO attainment",
+            format_percent(joint["share"]),
+            f"{format_percent(joint['low'])} to {format_percent(joint['high'])}",
+        ),
         (
             "Goodput",
-            f"{short(goodput['value'])} <small>requests/s</small>" if goodput else "–",
-            f"of {short(run['offered_rps'])} offered"
-            + (f" · {short(run['goodput_rps_per_worker'])} per worker" if run["goodput_rps_per_worker"] else ""),
+            f"{format_number(goodput['value'])} <small>requests/s</small>" if goodput else "–",
+            f"of {format_number(run['offered_rps'])} offered"
+            + (
+                f" · {format_number(run['goodput_rps_per_worker'])} per worker" if run["goodput_rps_per_worker"] else ""
+            ),
         ),
     ]
     for metric in ("ttft", "tpot"):
         if metric in latency:
             p50, p99 = (latency[metric][key]["value"] for key in ("p50_ms", "p99_ms"))
-            tiles.append((f"{metric.upper()} p50", _with_unit(p50), f"p99 {milliseconds(p99)}"))
+            tiles.append((f"{metric.upper()} p50", _with_unit(p50), f"p99 {format_ms(p99)}"))
     if run["throughput"]:
         steady = run["throughput"]["steady"]
         tiles.append(
             (
                 "Output",
-                f"{short(steady['output_tokens_per_s'])} <small>tokens/s</small>",
-                f"{short(steady['requests_per_s'])} responses/s, steady window",
+                f"{format_number(steady['output_tokens_per_s'])} <small>tokens/s</small>",
+                f"{format_number(steady['requests_per_s'])} responses/s, steady window",
             )
         )
     hits = run["prefix_hits"]
@@ -124,8 +134,8 @@ def _tiles(run: Mapping[str, Any]) -> str:
         tiles.append(
             (
                 "Prefix hits",
-                percent(hits["achieved"]),
-                f"best possible {percent(best)}" if best is not None else "of prompt tokens",
+                format_percent(hits["achieved"]),
+                f"best possible {format_percent(best)}" if best is not None else "of prompt tokens",
             )
         )
     cells = "".join(
@@ -137,7 +147,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
 
 
 def _with_unit(value_ms: float | None) -> str:
-    number, _, unit = milliseconds(value_ms).partition(" ")
+    number, _, unit = format_ms(value_ms).partition(" ")
     return f"{number} <small>{unit}</small>"
 
 
@@ -152,7 +162,8 @@ def _figures(figures: Mapping[str, Mapping[str, Any]], ids: Sequence[str]) -> st
 
 def _figure(figure: Mapping[str, Any]) -> str:
     return (
-        f'<figure data-figure="{escape(figure["id"])}"{" class=wide" if figure["is_wide"] else ""}><h3>{escape(figure["title"])}</h3>'
+        "<figure "
+        f'data-figure="{escape(figure["id"])}"{" class=wide" if figure["is_wide"] else ""}><h3>{escape(figure["title"])}</h3>'
         f'<p class="caption">{escape(figure["caption"])}</p>{legend(figure)}{draw(figure)}</figure>'
     )
 

@@ -32,10 +32,12 @@ DEFINITIONS = {
     "normalised": "e2e / output tokens",
     "queue": "wait for the prefill worker, at the scheduler and at the worker, from the server's timeline",
     "predicted to actual": "predicted / measured by the server, from the placement on; requests with a single attempt",
-    "attainment": "good / offered; for one SLO bound: complete responses that met it / offered requests with that bound",
+    "attainment": "good / offered; for one SLO bound: complete responses that met it / offered requests with that "
+    "bound",
     "goodput": "attainment × offered rate",
     "percentile": "linear interpolation between ranks, rank = q (n − 1)",
-    "interval": "95 %; block bootstrap over requests in order of intended time; shares: Wilson on the effective number of requests",
+    "interval": "95 %; block bootstrap over requests in order of intended time; shares: Wilson on the effective "
+    "number of requests",
     "of_offered": "percentile over all offered requests; one without a complete response counts as infinitely slow",
 }
 
@@ -62,7 +64,7 @@ def run_of(view: RunView) -> dict[str, Any]:
     """Return the report's entry for one run."""
     run, summary = view.result.run, view.summary
     goodput = summary.goodput_rps
-    whole = [int(row) for row in np.flatnonzero(view.measures.whole)]
+    complete = [int(row) for row in np.flatnonzero(view.measures.complete)]
     return {
         "name": view.name,
         "label": view.label,
@@ -78,7 +80,7 @@ def run_of(view: RunView) -> dict[str, Any]:
         "invalid": list(view.invalid),
         "interrupted": run.interrupted,
         "notes": list(view.notes),
-        "slos": {name: _slo(slo) for name, slo in view.terms.slos.items()},
+        "slos": {name: _slo(slo) for name, slo in view.rules.slos.items()},
         "ignore_eos": run.ignore_eos,
         "check": dict(run.check),
         "processes": run.processes,
@@ -111,8 +113,8 @@ def run_of(view: RunView) -> dict[str, Any]:
             "requests": summary.prompts.requests,
             "deviation": summary.prompts.deviation,
         },
-        "critical_path_ms": {stage: seconds * 1e3 for stage, seconds in mean_path(view.measures, whole).items()}
-        if whole
+        "critical_path_ms": {stage: seconds * 1e3 for stage, seconds in mean_path(view.measures, complete).items()}
+        if complete
         else {},
         "handoff": groups.handoffs(view.measures),
         "predicted_to_actual_ttft": groups.predictions(view.measures, "ttft"),
@@ -134,7 +136,7 @@ def _sending(view: RunView) -> dict[str, Any]:
         "due_rps": sent.due_rps,
         "achieved_rps": sent.achieved_rps,
         **{f"lag_{name}_ms": None if lag is None else lag * 1e3 for name, lag in lags.items()},
-        "lag_limit_ms": request_metrics.lag_limit_s(view.terms) * 1e3,
+        "lag_limit_ms": request_metrics.lag_limit_s(view.rules) * 1e3,
     }
 
 

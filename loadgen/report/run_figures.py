@@ -8,11 +8,11 @@ import numpy as np
 
 from loadgen.measure import request_metrics
 from loadgen.measure.measures import Measures
-from loadgen.measure.request_metrics import WHOLE, RequestOutcome
+from loadgen.measure.request_metrics import COMPLETE, RequestOutcome
 from loadgen.measure.stats import Floats
 from loadgen.report.critical_path import STAGES, path_by_load, path_of
 from loadgen.report.figure import Figure, axis, lines, series_of, spans
-from loadgen.report.figures import spoken, stacked
+from loadgen.report.figures import outcome_label, stacked
 from loadgen.report.run_view import RunView
 from loadgen.report.scales import nice
 
@@ -40,7 +40,7 @@ def rates(run: RunView) -> Figure:
         return [[float(x), float(count) / width] for x, count in zip(middles, counts, strict=True)]
 
     ended = columns["ended"]
-    answered = run.measures.whole
+    answered = run.measures.complete
     series = [
         series_of("offered", "offered", "area", per_second(columns["intended"])),
         series_of("completed", "o-good-line", "line", per_second(ended[answered])),
@@ -74,7 +74,7 @@ def ttft_over_time(run: RunView) -> Figure:
         rows = np.sort(np.concatenate((order[-DOTS // 5 :], order[: -DOTS // 5][:: -(-order.size // DOTS)])))
     points = [[float(measures.columns["intended"][row]), float(measures.columns["ttft"][row]) * 1e3] for row in rows]
     names = [
-        f"request {measures.records[row].index}, {spoken(measures.outcomes[row])}: {y:.4g} ms"
+        f"request {measures.records[row].index}, {outcome_label(measures.outcomes[row])}: {y:.4g} ms"
         for row, (_, y) in zip(rows, points, strict=True)
     ]
     classes = [f"o-{measures.outcomes[row]}" for row in rows]
@@ -86,7 +86,7 @@ def ttft_over_time(run: RunView) -> Figure:
         "ttft",
         [series_of("requests", "dots", "dots", points, names=names, classes=classes)],
     )
-    bounds = sorted({slo.ttft_s * 1e3 for slo in run.terms.slos.values() if slo.ttft_s is not None})
+    bounds = sorted({slo.ttft_s * 1e3 for slo in run.rules.slos.values() if slo.ttft_s is not None})
     figure["marks"] = [{"axis": "y", "at": bound, "name": "SLO"} for bound in bounds]
     values = [point[1] for point in points]
     figure["y"] = axis("ttft", "ms", values, is_log=True)
@@ -113,7 +113,8 @@ def critical_path(run: RunView) -> list[Figure]:
             spans(
                 f"{figure_id}-{run.number}",
                 title,
-                "Mean time of complete responses in each stage, by number of other requests in flight when due · number of responses.",
+                "Mean time of complete responses in each stage, by number of other requests in flight when due · "
+                "number of responses.",
                 axis("mean milliseconds", "ms", [row["spans"][-1]["to"] for row in rows], min=0.0),
                 rows,
                 list(STAGES),
@@ -129,25 +130,26 @@ def waterfall(run: RunView) -> Figure:
     longest requests of every other outcome.
     """
     measures = run.measures
-    whole = np.flatnonzero(measures.whole)
+    complete = np.flatnonzero(measures.complete)
 
     def slowest_first(metric: str) -> list[int]:
-        return [int(row) for row in whole[np.argsort(-measures.columns[metric][whole], kind="stable")]]
+        return [int(row) for row in complete[np.argsort(-measures.columns[metric][complete], kind="stable")]]
 
     by_ttft, by_e2e = slowest_first("ttft"), slowest_first("e2e")
     middle = max(0, len(by_ttft) // 2 - PER_GROUP // 2)
     chosen = dict.fromkeys([*by_ttft[:PER_GROUP], *by_e2e[:PER_GROUP], *by_ttft[middle : middle + PER_GROUP]])
     rows = [_request(run, row) for row in [*chosen, *_others(measures)]]
     rows = [row for row in rows if row["spans"]]
-    ends = [span["to"] for row in rows for span in row["spans"] if row["is_whole"]]
+    ends = [span["to"] for row in rows for span in row["spans"] if row["is_complete"]]
     ends = ends or [span["to"] for row in rows for span in row["spans"]]
     for row in rows:  # cut requests that hung for minutes, which would compress the others
         row["spans"] = [span | {"to": min(span["to"], max(ends))} for span in row["spans"] if span["from"] < max(ends)]
-        row.pop("is_whole")
+        row.pop("is_complete")
     return spans(
         f"waterfall-{run.number}",
         "Stages of single requests",
-        "The slowest by TTFT, the slowest by e2e, and some from the middle; then the longest of every other outcome. Each from its "
+        "The slowest by TTFT, the slowest by e2e, and some from the middle; then the longest of every other "
+        "outcome. Each from its "
         "intended send; request number · prompt + output tokens. White line: first token.",
         axis("since the intended send", "ms", ends, min=0.0),
         rows,
@@ -160,7 +162,7 @@ def waterfall(run: RunView) -> Figure:
 def _others(measures: Measures) -> list[int]:
     found: list[int] = []
     for outcome in RequestOutcome:
-        rows = [row for row, one in enumerate(measures.outcomes) if one is outcome and outcome not in WHOLE]
+        rows = [row for row, one in enumerate(measures.outcomes) if one is outcome and outcome not in COMPLETE]
         rows.sort(key=lambda row: measures.records[row].intended_s - measures.records[row].ended_s)
         found += rows[:PER_OTHER_CLASS]
     return found
@@ -173,7 +175,7 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
         parts.append({"name": stage, "color": STAGES[stage], "from": at, "to": at + seconds * 1e3})
         at += seconds * 1e3
     ended_ms = (record.ended_s - record.intended_s) * 1e3
-    if outcome not in WHOLE and ended_ms > at:
+    if outcome not in COMPLETE and ended_ms > at:
         parts.append(
             {"name": "no complete response", "color": STAGES["no complete response"], "from": at, "to": ended_ms}
         )
@@ -189,8 +191,8 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
         "color": f"o-{outcome}",
         "spans": parts,
         "marks": marks,
-        "note": "" if outcome is RequestOutcome.GOOD else spoken(outcome),
-        "is_whole": outcome in WHOLE,
+        "note": "" if outcome is RequestOutcome.GOOD else outcome_label(outcome),
+        "is_complete": outcome in COMPLETE,
     }
 
 

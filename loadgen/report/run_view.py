@@ -9,7 +9,7 @@ from typing import Any
 
 from loadgen.measure.measures import Measures
 from loadgen.measure.records_file import Result
-from loadgen.measure.request_metrics import Terms, why_invalid
+from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.measure.summary import Summary, summarise
 from loadgen.slo_target import SloTarget
 
@@ -31,7 +31,7 @@ class RunView:
     number: int
     color: str
     result: Result
-    terms: Terms
+    rules: OutcomeRules
     measures: Measures
     summary: Summary
     invalid: tuple[str, ...] = ()
@@ -58,17 +58,17 @@ def view(
 ) -> RunView:
     """Prepare a run for a report. `slos` and `workers` replace the run's own."""
     run = result.run
-    terms = Terms(slos=slos if slos is not None else run.slos, ignore_eos=run.ignore_eos)
-    measures = Measures.of(result.records, terms)
+    rules = OutcomeRules(slos=slos if slos is not None else run.slos, ignore_eos=run.ignore_eos)
+    measures = Measures.of(result.records, rules)
     return RunView(
         name=name or result.name,
         number=number,
         color=color,
         result=result,
-        terms=terms,
+        rules=rules,
         measures=measures,
         summary=summarise(measures),
-        invalid=why_invalid(run, result.records, terms),
+        invalid=why_invalid(run, result.records, rules),
         best_hits=best_hits or {},
         notes=(*result.notes, *notes),
         workers=workers or _workers(result, measures),

@@ -72,7 +72,7 @@ def _log_ticks(low: float, high: float, about: int) -> list[float]:
     return ticks
 
 
-def short(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number with three significant digits, thousands as k and millions as M."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -82,7 +82,7 @@ def short(value: float | None) -> str:
     return _digits(value)
 
 
-def milliseconds(value: float | None) -> str:
+def format_ms(value: float | None) -> str:
     """Return a duration such as `0.42 ms`, `38.1 ms` or `1.25 s`."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -91,7 +91,7 @@ def milliseconds(value: float | None) -> str:
     return f"{_digits(value)} ms"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def format_percent(share: float | None, digits: int = 1) -> str:
     """Return a share in [0, 1] as a percentage. 100 % and 0 % are shown only if exact."""
     if share is None or not math.isfinite(share):
         return "–"
@@ -112,10 +112,10 @@ def _digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def written(value: float | None, unit: str) -> str:
+def format_value(value: float | None, unit: str) -> str:
     """Return a value with the unit of an axis: `ms`, `share`, none, or a suffix."""
     if unit == "ms":
-        return milliseconds(value)
+        return format_ms(value)
     if unit == "share":
-        return percent(value).replace(".0 %", " %")
-    return f"{short(value)} {unit}" if unit else short(value)
+        return format_percent(value).replace(".0 %", " %")
+    return f"{format_number(value)} {unit}" if unit else format_number(value)

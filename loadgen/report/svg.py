@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from loadgen.report.scales import Scale, written
+from loadgen.report.scales import Scale, format_value
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 16.0, 10.0, 40.0
 ABOVE = 16.0
@@ -39,7 +39,8 @@ def legend(figure: Mapping[str, Any]) -> str:
     if len(names) < 2:
         return ""
     items = "".join(
-        f'<button type="button" class="key" data-series="{number}"><i class="{escape(color)} {escape(style)}"></i>{escape(name)}</button>'
+        f'<button type="button" class="key" data-series="{number}"><i class="{escape(color)} '
+        f'{escape(style)}"></i>{escape(name)}</button>'
         for number, (name, color, style) in zip(keys, names, strict=True)
     )
     return f'<div class="legend">{items}</div>'
@@ -88,7 +89,7 @@ def _spans(figure: Mapping[str, Any]) -> str:
     width = 1140.0 if figure["is_wide"] else 560.0
     rows: Sequence[Mapping[str, Any]] = figure["rows"]
     left = min(LEFT + 190, 24 + 6.6 * max((len(row["name"]) for row in rows), default=0))
-    room = int((left - 12) / 6.2)  # characters that fit left of the frame
+    max_chars = int((left - 12) / 6.2)  # characters that fit left of the frame
     thick = float(figure.get("row_height", ROW))
     height = TOP + thick * len(rows) + BOTTOM
     frame = (left, TOP, width - RIGHT, height - BOTTOM)
@@ -102,10 +103,12 @@ def _spans(figure: Mapping[str, Any]) -> str:
         for span in row["spans"]:
             start, end = x(span["from"]), x(span["to"])
             tip = (
-                span.get("tip") or f"{row['name']} · {span['name']} {written(span['to'] - span['from'], axis['unit'])}"
+                span.get("tip")
+                or f"{row['name']} · {span['name']} {format_value(span['to'] - span['from'], axis['unit'])}"
             )
             drawn.append(
-                f'<rect class="{escape(span["color"])}" data-series="{order[span["name"]]}" x="{start:.2f}" y="{top + 3:.2f}" '
+                f'<rect class="{escape(span["color"])}" data-series="{order[span["name"]]}" x="{start:.2f}" '
+                f'y="{top + 3:.2f}" '
                 f'width="{max(end - start, 0):.2f}" height="{thick - 6:.2f}" data-tip="{escape(tip)}"/>'
             )
         for mark in row.get("marks", ()):
@@ -118,7 +121,7 @@ def _spans(figure: Mapping[str, Any]) -> str:
             side = f'x="{frame[2] - 2:.1f}" text-anchor="end"' if is_inside else f'x="{end + 6:.1f}"'
             drawn.append(f'<text class="note" {side} y="{top + thick / 2 + 4:.1f}">{escape(row["note"])}</text>')
         place = f'x="{left - 8:.1f}" y="{top + thick / 2 + 4:.1f}" text-anchor="end" data-tip="{escape(row["name"])}"'
-        shown = row["name"] if len(row["name"]) <= room else f"{row['name'][: room - 1]}…"
+        shown = row["name"] if len(row["name"]) <= max_chars else f"{row['name'][: max_chars - 1]}…"
         name = f'<text class="row {escape(row.get("color", ""))}" {place}>{escape(shown)}</text>'
         parts.append(f'<g class="line-row" data-row="{number}">{name}{"".join(drawn)}</g>')
     return _svg(figure, width, height, frame, x, None, parts)
@@ -152,7 +155,8 @@ def _grid(x: Scale, y: Scale, frame: tuple[float, ...], x_axis: Mapping[str, Any
         at = y(value)
         parts.append(f'<path class="grid" d="M{frame[0]:.1f} {at:.1f}H{frame[2]:.1f}"/>')
         parts.append(
-            f'<text x="{frame[0] - 7:.1f}" y="{at + 4:.1f}" text-anchor="end">{escape(written(value, y_axis["unit"]))}</text>'
+            f'<text x="{frame[0] - 7:.1f}" y="{at + 4:.1f}" '
+            f'text-anchor="end">{escape(format_value(value, y_axis["unit"]))}</text>'
         )
     if y_axis["label"]:
         parts.append(
@@ -168,11 +172,13 @@ def _ticks_below(x: Scale, frame: tuple[float, ...], axis: Mapping[str, Any]) ->
         at = x(value)
         parts.append(f'<path class="grid" d="M{at:.1f} {frame[1]:.1f}V{frame[3]:.1f}"/>')
         parts.append(
-            f'<text x="{at:.1f}" y="{frame[3] + 16:.1f}" text-anchor="middle">{escape(written(value, axis["unit"]))}</text>'
+            f'<text x="{at:.1f}" y="{frame[3] + 16:.1f}" '
+            f'text-anchor="middle">{escape(format_value(value, axis["unit"]))}</text>'
         )
     middle = (frame[0] + frame[2]) / 2
     parts.append(
-        f'<text class="label" x="{middle:.1f}" y="{frame[3] + 33:.1f}" text-anchor="middle">{escape(axis["label"])}</text>'
+        f'<text class="label" x="{middle:.1f}" y="{frame[3] + 33:.1f}" '
+        f'text-anchor="middle">{escape(axis["label"])}</text>'
     )
     return "".join(parts)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from loadgen.report.scales import milliseconds, percent, short
+from loadgen.report.scales import format_ms, format_number, format_percent
 
 Run = Mapping[str, Any]
 LATENCY_ROWS = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "normalised", "queue")
@@ -53,13 +53,9 @@ def runs(all_runs: Sequence[Run]) -> str:
                 _per_s(run["offered_rps"]),
                 _share(run["attainment"]["joint"]),
                 _estimate(run["goodput_rps"], _per_s),
-                *(
-                    milliseconds(_value(run, metric, key))
-                    for metric in ("ttft", "tpot")
-                    for key in ("p50_ms", "p99_ms")
-                ),
-                f"{short(steady.get('output_tokens_per_s'))} tok/s",
-                milliseconds(run["sending"]["lag_p99_ms"]),
+                *(format_ms(_value(run, metric, key)) for metric in ("ttft", "tpot") for key in ("p50_ms", "p99_ms")),
+                f"{format_number(steady.get('output_tokens_per_s'))} tok/s",
+                format_ms(run["sending"]["lag_p99_ms"]),
                 "yes" if run["valid"] else '<span class="invalid-text">INVALID</span>',
             ]
         )
@@ -72,18 +68,17 @@ def latency(run: Run) -> str:
     for metric in LATENCY_ROWS:
         one = run["latency"].get(metric)
         if one:
-            cells = [_estimate(one[key], milliseconds) for key in ("mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms")]
+            cells = [_estimate(one[key], format_ms) for key in ("mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms")]
             of_offered = [one["of_offered"].get(f"p{q}_ms", "–") for q in (50, 90, 99)]
             never = " · ".join(
-                value if isinstance(value, str) else "∞" if value is None else milliseconds(value)
-                for value in of_offered
+                value if isinstance(value, str) else "∞" if value is None else format_ms(value) for value in of_offered
             )
             rows.append(
                 [
                     f"<b>{metric}</b>",
                     str(one["count"]),
                     *cells,
-                    milliseconds(one["max_ms"]),
+                    format_ms(one["max_ms"]),
                     never if one["of_offered"] else "–",
                 ]
             )
@@ -106,13 +101,13 @@ _SPREAD_HEAD = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "e2e p50", "e2e 
 
 
 def _group_row(group: Mapping[str, Any], slo: Mapping[str, float] | None) -> list[str]:
-    promise = ", ".join(f"{name.removesuffix('_ms')} {milliseconds(bound)}" for name, bound in (slo or {}).items())
+    slo_text = ", ".join(f"{name.removesuffix('_ms')} {format_ms(bound)}" for name, bound in (slo or {}).items())
     attainment = group["attainment"]
     return [
-        escape(group["name"]) + (f"<small>{promise}</small>" if promise else ""),
+        escape(group["name"]) + (f"<small>{slo_text}</small>" if slo_text else ""),
         str(group["offered"]),
         _share(attainment["joint"]),
-        *(percent(attainment[name]["share"]) if name in attainment else "–" for name in ("ttft", "tpot")),
+        *(format_percent(attainment[name]["share"]) if name in attainment else "–" for name in ("ttft", "tpot")),
         _per_s(group["goodput_rps"]),
         *(_spread(group[f"{metric}_ms"], q) for metric in ("ttft", "tpot", "e2e") for q in ("p50", "p99")),
     ]
@@ -127,7 +122,7 @@ def workers(run: Run) -> str:
             _share(one["attainment"]["joint"]),
             _per_s(one["goodput_rps"]),
             *(_spread(one[key], q) for key in ("queue_ms", "prefill_ms") for q in ("p50", "p99")),
-            percent(one["busy_share"]),
+            format_percent(one["busy_share"]),
         ]
         for one in run["by_worker"]
         if one["role"] == "prefill"
@@ -139,8 +134,8 @@ def workers(run: Run) -> str:
             _share(one["attainment"]["joint"]),
             _per_s(one["goodput_rps"]),
             *(_spread(one[key], q) for key in ("handoff_ms", "tpot_ms") for q in ("p50", "p99")),
-            f"{short(one['kv_bytes'] / 1e6)} MB",
-            short(one["output_tokens"]),
+            f"{format_number(one['kv_bytes'] / 1e6)} MB",
+            format_number(one["output_tokens"]),
         ]
         for one in run["by_worker"]
         if one["role"] != "prefill"
@@ -174,20 +169,20 @@ def rates(run: Run) -> str:
         ("requests sent", str(sent["sent"])),
         ("due rate", _per_s(sent["due_rps"])),
         ("achieved rate", _per_s(sent["achieved_rps"])),
-        ("send lag p50", milliseconds(sent["lag_p50_ms"])),
-        ("send lag p99", milliseconds(sent["lag_p99_ms"])),
-        ("send lag max", milliseconds(sent["lag_max_ms"])),
-        ("send lag limit (p99)", milliseconds(sent["lag_limit_ms"])),
+        ("send lag p50", format_ms(sent["lag_p50_ms"])),
+        ("send lag p99", format_ms(sent["lag_p99_ms"])),
+        ("send lag max", format_ms(sent["lag_max_ms"])),
+        ("send lag limit (p99)", format_ms(sent["lag_limit_ms"])),
     ]
     work = []
     if through:
         steady, raw = through["steady"], through["raw"]
         work = [
-            ("steady window", f"{short(steady['from_s'])} to {short(steady['to_s'])} s"),
+            ("steady window", f"{format_number(steady['from_s'])} to {format_number(steady['to_s'])} s"),
             *((_WORDS[key], _per_s(steady[key])) for key in _WORDS),
-            (f"all of {short(raw['seconds'])} s: responses", _per_s(raw["requests_per_s"])),
+            (f"all of {format_number(raw['seconds'])} s: responses", _per_s(raw["requests_per_s"])),
             ("output tokens", _per_s(raw["output_tokens_per_s"])),
-            ("tokens per message", short(run["tokens_per_message"])),
+            ("tokens per message", format_number(run["tokens_per_message"])),
         ]
     prompts = run["prompts"]
     if prompts["requests"]:
@@ -196,8 +191,8 @@ def rates(run: Run) -> str:
             ("counted by the server", f"{prompts['counted_tokens']} ({prompts['deviation']:+.2%})"),
         ]
     inside = [
-        ("prefix hits", percent(hits["achieved"])),
-        *((name, percent(ratio)) for name, ratio in hits["best"].items()),
+        ("prefix hits", format_percent(hits["achieved"])),
+        *((name, format_percent(ratio)) for name, ratio in hits["best"].items()),
         (
             "cached of prompt tokens",
             f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not reported",
@@ -209,17 +204,17 @@ def rates(run: Run) -> str:
             ("requests handed off", str(handoff["requests"])),
             ("hand-off p50", _spread(handoff["cost_ms"], "p50")),
             ("hand-off p99", _spread(handoff["cost_ms"], "p99")),
-            ("KV read", f"{short(handoff['kv_bytes'] / 1e6)} MB"),
-            ("of that before the end of prefill", percent(handoff["early_share"])),
-            ("read throughput", f"{short((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
+            ("KV read", f"{format_number(handoff['kv_bytes'] / 1e6)} MB"),
+            ("of that before the end of prefill", format_percent(handoff["early_share"])),
+            ("read throughput", f"{format_number((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
         ]
     for metric in ("ttft", "tpot"):
-        told = run[f"predicted_to_actual_{metric}"]
-        if told:
+        reported = run[f"predicted_to_actual_{metric}"]
+        if reported:
             inside.append(
                 (
                     f"predicted / actual {metric}: p10, p50, p90",
-                    ", ".join(short(told[key]) for key in ("p10", "p50", "p90")),
+                    ", ".join(format_number(reported[key]) for key in ("p10", "p50", "p90")),
                 )
             )
     return f'<div class="pairs">{_pairs(sending)}{_pairs(work)}{_pairs(inside)}</div>'
@@ -255,9 +250,9 @@ def configuration(run: Run) -> str:
     return f'<div class="pairs">{"".join(boxes)}</div>'
 
 
-def definitions(told: Mapping[str, str]) -> str:
+def definitions(reported: Mapping[str, str]) -> str:
     """Return the collapsible table of metric definitions."""
-    rows = [[f"<b>{escape(name)}</b>", escape(text)] for name, text in told.items()]
+    rows = [[f"<b>{escape(name)}</b>", escape(text)] for name, text in reported.items()]
     return f"<details><summary>Metric definitions</summary>{table(['', ''], rows, (0, 1))}</details>"
 
 
@@ -280,7 +275,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _share(share: Mapping[str, Any]) -> str:
-    return f"{percent(share['share'])}<small>{percent(share['low'])} – {percent(share['high'])}</small>"
+    return f"{format_percent(share['share'])}<small>{format_percent(share['low'])} – {format_percent(share['high'])}</small>"
 
 
 def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:
@@ -298,8 +293,8 @@ def _value(run: Run, metric: str, key: str) -> float | None:
 
 
 def _spread(spread: Mapping[str, Any] | None, q: str) -> str:
-    return milliseconds(spread[q]) if spread else "–"
+    return format_ms(spread[q]) if spread else "–"
 
 
 def _per_s(value: float | None) -> str:
-    return "–" if value is None else f"{short(value)}/s"
+    return "–" if value is None else f"{format_number(value)}/s"

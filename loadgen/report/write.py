@@ -15,7 +15,7 @@ from loadgen.report.markdown import markdown
 from loadgen.report.page import page
 from loadgen.report.report_json import report_of
 from loadgen.report.run_view import RunView, colors, unique_names, view
-from loadgen.slo_target import SloTarget, promised
+from loadgen.slo_target import SloTarget, override_slos
 
 BLOCK_SIZE_TOKENS = 16
 """KV block size assumed for servers that do not report it; most engines use it by default."""
@@ -30,7 +30,7 @@ def views_of(
 ) -> list[RunView]:
     """Read results and prepare them for a report.
 
-    The arguments replace what a run recorded; `slos` are applied as `slo_target.promised` does. Raises
+    The arguments replace what a run recorded; `slos` are applied as `slo_target.override_slos` does. Raises
     BadRecords, also for a result without records, and BadSlo.
     """
     results = [read_result(directory) for directory in directories]
@@ -39,14 +39,14 @@ def views_of(
         if not result.records:
             raise BadRecords(f"{result.path}: no request has ended, so there is nothing to report")
         hits, notes = best_prefix_hits(result, kv_tokens)
-        promises = promised(result.run.slos, slos) if slos else None
+        overridden = override_slos(result.run.slos, slos) if slos else None
         found.append(
             view(
                 result,
                 number=number,
                 name=name,
                 color=color,
-                slos=promises,
+                slos=overridden,
                 best_hits=hits,
                 workers=workers,
                 notes=notes,
@@ -85,9 +85,11 @@ def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict
     `kv_tokens` is the whole server's KV cache size and replaces what the run recorded. Empty if the server
     reported no hits, or if the plan is missing or has texts.
     """
-    told = [record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens]
+    reported = [
+        record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens
+    ]
     path = result.plan_path
-    if not told or path is None:
+    if not reported or path is None:
         return {}, ()
     try:
         plan = read_plan(path)
@@ -102,10 +104,10 @@ def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict
             )
     except BadPlan as error:
         return {}, (f"no best prefix hit ratio: {error}",)
-    if any(record.index >= len(plan.requests) for record in told):
+    if any(record.index >= len(plan.requests) for record in reported):
         return {}, (f"{path.name} is not the plan of these records: it has only {len(plan.requests)} requests",)
     ratios = {}
     for name, use in caches.items():
-        prompt = sum(use.num_prompt_tokens[record.index] for record in told)
-        ratios[name] = sum(use.num_cached_tokens[record.index] for record in told) / prompt
+        prompt = sum(use.num_prompt_tokens[record.index] for record in reported)
+        ratios[name] = sum(use.num_cached_tokens[record.index] for record in reported) / prompt
     return ratios, ()

@@ -1,4 +1,5 @@
-"""Interface of a protocol client: it sends an `Ask` and fills in an `Exchange` as the response arrives.
+"""Interface of a protocol client: it sends an `ResolvedRequest` and fills in an `Exchange` as the response
+arrives.
 
 Sending and receiving are plain calls, not coroutines: at thousands of events per second, one task per request
 costs more than the request itself. An exchange never raises. Every error is recorded in it, and `on_end` is
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from loadgen.send.timers import Urgent, now_s
+from loadgen.send.timers import DueCheck, now_s
 from loadgen.slo_target import SloTarget
 
 Messages = Sequence[Mapping[str, str]]
@@ -21,7 +22,7 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ResolvedRequest:
     """One request with its prompt resolved to exactly one of token ids, a text or chat messages."""
 
     index: int
@@ -42,7 +43,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_hang_up",
+        "_abort",
         "_timer",
         "cancel_at",
         "counts",
@@ -97,7 +98,7 @@ class Exchange:
         self.request_id = ""
         self.endpoint = ""
         self.timeline: Mapping[str, Any] | None = None
-        self._hang_up: Callable[[], None] | None = None
+        self._abort: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -106,25 +107,27 @@ class Exchange:
         return self.ended_s is not None
 
     @property
-    def is_whole(self) -> bool:
+    def is_successful(self) -> bool:
         """True if the response ended properly and without an error."""
         return self.is_complete and not self.error
 
-    def limit(self, loop: asyncio.AbstractEventLoop, timeout_s: float, clock: Callable[[], float] = now_s) -> None:
+    def start_timeout(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, clock: Callable[[], float] = now_s
+    ) -> None:
         """Start the client timeout."""
         if not self.is_over:
             self._timer = loop.call_later(timeout_s, self._time_out, timeout_s, clock)
 
     # Called by the protocol client.
 
-    def on_hang_up(self, hang_up: Callable[[], None]) -> None:
+    def set_abort(self, abort: Callable[[], None]) -> None:
         """Set the function that aborts the request at the protocol level.
 
         It is called if the exchange ends before the response.
         """
-        self._hang_up = hang_up
+        self._abort = abort
 
-    def got(self, at_s: float, num_tokens: int) -> None:
+    def add_tokens(self, at_s: float, num_tokens: int) -> None:
         """Record that a message with `num_tokens` tokens arrived.
 
         Cancels the request if `cancel_at` tokens have been received.
@@ -133,7 +136,7 @@ class Exchange:
         self.counts.append(num_tokens)
         self.num_tokens += num_tokens
         if self.num_tokens >= self.cancel_at:
-            self.leave(at_s)
+            self.cancel(at_s)
 
     def end(self, at_s: float) -> None:
         """Mark the exchange as ended. Only the first call has an effect."""
@@ -141,7 +144,7 @@ class Exchange:
         if on_end is None:
             return
         self.ended_s = at_s
-        self._hang_up = None
+        self._abort = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -154,41 +157,41 @@ class Exchange:
         self.error = error
         self.reason = reason or self.reason
         self.status = self.status if status is None else status
-        self._let_go(at_s)
+        self._close(at_s)
 
     # Called by the load generator.
 
-    def leave(self, at_s: float) -> None:
+    def cancel(self, at_s: float) -> None:
         """Cancel the request on purpose."""
         if not self.is_over:
             self.left_early = True
-            self._let_go(at_s)
+            self._close(at_s)
 
     def _time_out(self, timeout_s: float, clock: Callable[[], float]) -> None:
         if not self.is_over:
             self.timed_out = True
             self.error = f"no complete response within {timeout_s:g} s"
-            self._let_go(clock())
+            self._close(clock())
 
-    def _let_go(self, at_s: float) -> None:
-        hang_up, self._hang_up = self._hang_up, None
-        if hang_up is not None:
-            hang_up()
+    def _close(self, at_s: float) -> None:
+        abort, self._abort = self._abort, None
+        if abort is not None:
+            abort()
         self.end(at_s)
 
 
 class Client(Protocol):
     """A connection to one server, or to several that are used in turn by request index.
 
-    It belongs to one event loop. `urgent` is checked after each received message, before it is processed.
+    It belongs to one event loop. `due_check` is checked after each received message, before it is processed.
     """
 
-    urgent: Urgent
+    due_check: DueCheck
 
     async def open(self) -> None:
         """Connect to every endpoint. Raises Unreachable if one cannot be reached."""
 
-    def prepare(self, ask: Ask) -> Any:
+    def prepare(self, request: ResolvedRequest) -> Any:
         """Return the encoded request for `send`.
 
         All work that can be done early is done here. It may take milliseconds.
@@ -197,7 +200,7 @@ class Client(Protocol):
     def send(self, prepared: Any, exchange: Exchange) -> None:
         """Send a prepared request now, without waiting for anything."""
 
-    def expect(self, num_requests: int, at_most: int) -> bool:
+    def preconnect(self, num_requests: int, at_most: int) -> bool:
         """Open connections for `num_requests` requests that are due soon, at most `at_most` in this call.
 
         Returns True if more connections are still needed. Called some hundred times a second.
@@ -207,7 +210,7 @@ class Client(Protocol):
         """Close all connections and cancel what is in flight."""
 
 
-async def ask_once(client: Client, ask: Ask, timeout_s: float) -> Exchange:
+async def send_once(client: Client, request: ResolvedRequest, timeout_s: float) -> Exchange:
     """Send one request outside of a schedule and return its exchange when it has ended."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -216,11 +219,11 @@ async def ask_once(client: Client, ask: Ask, timeout_s: float) -> Exchange:
         if not ended.done():
             ended.set_result(None)
 
-    exchange = Exchange(ask.index, on_end)
+    exchange = Exchange(request.index, on_end)
     try:
-        exchange.limit(loop, timeout_s)
-        client.send(client.prepare(ask), exchange)
+        exchange.start_timeout(loop, timeout_s)
+        client.send(client.prepare(request), exchange)
         await ended
     finally:
-        exchange.leave(now_s())
+        exchange.cancel(now_s())
     return exchange

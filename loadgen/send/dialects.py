@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.send.client import Ask
+from loadgen.send.client import ResolvedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,32 +79,32 @@ class BodyMaker:
         self._common = {"model": model, **common}
         self._tail = self._encoded({})
 
-    def body(self, ask: Ask) -> bytes:
+    def body(self, request: ResolvedRequest) -> bytes:
         """Return the JSON body of one request."""
         if self._is_chat:
-            messages = ask.messages or ({"role": "user", "content": ask.text},)
+            messages = request.messages or ({"role": "user", "content": request.text},)
             prompt = '{"messages":' + json.dumps(messages, ensure_ascii=False)
-        elif ask.text:
-            prompt = '{"prompt":' + json.dumps(ask.text, ensure_ascii=False)
+        elif request.text:
+            prompt = '{"prompt":' + json.dumps(request.text, ensure_ascii=False)
         else:
             prompt = '{"prompt":' + json.dumps(
-                ask.token_ids if isinstance(ask.token_ids, list) else list(ask.token_ids)
+                request.token_ids if isinstance(request.token_ids, list) else list(request.token_ids)
             )
-        own = self._own(ask)
+        own = self._own(request)
         tail = self._encoded(own) if self._more.keys() & own.keys() else json.dumps(own)[1:-1] + "," + self._tail
         return (prompt + "," + tail).encode()
 
-    def _own(self, ask: Ask) -> dict[str, Any]:
+    def _own(self, request: ResolvedRequest) -> dict[str, Any]:
         dialect = self._dialect
-        own: dict[str, Any] = {"max_tokens": ask.max_tokens}
-        if ask.ignore_eos and dialect.ignore_eos:
+        own: dict[str, Any] = {"max_tokens": request.max_tokens}
+        if request.ignore_eos and dialect.ignore_eos:
             own["ignore_eos"] = True
-        if ask.priority and dialect.priority:
-            own["priority"] = ask.priority
-        if dialect.slo and (ask.slo.ttft_s or ask.slo.tpot_s):
+        if request.priority and dialect.priority:
+            own["priority"] = request.priority
+        if dialect.slo and (request.slo.ttft_s or request.slo.tpot_s):
             own["slo"] = {
                 name: seconds * 1e3
-                for name, seconds in (("ttft_ms", ask.slo.ttft_s), ("tpot_ms", ask.slo.tpot_s))
+                for name, seconds in (("ttft_ms", request.slo.ttft_s), ("tpot_ms", request.slo.tpot_s))
                 if seconds is not None
             }
         return own

@@ -12,13 +12,13 @@ from loadgen.plan.plan import AnswerOf, Exact, Plan, PlannedRequest, Segment, Te
 from loadgen.plan.prompt_tokens import tokens_of, warm_up_tokens
 from loadgen.plan.vocabulary import words_of
 from loadgen.plan.words import COMMON_WORDS, Words, text_of, warm_up_text
-from loadgen.send.client import Ask, Messages
+from loadgen.send.client import Messages, ResolvedRequest
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastAnswer:
+class EarlierResponse:
     """The response to an earlier turn, for prompts that contain it."""
 
     token_ids: tuple[int, ...]
@@ -28,11 +28,11 @@ class PastAnswer:
 class Prompts(Protocol):
     """Resolves planned requests into requests that a client can send."""
 
-    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
+    def resolve(self, request: PlannedRequest, answers: Mapping[int, EarlierResponse]) -> ResolvedRequest:
         """Return the request with its prompt resolved. `answers` has the earlier responses that the prompt
         contains."""
 
-    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+    def warm_up(self, number: int, request: PlannedRequest) -> ResolvedRequest:
         """Return a warm-up request as long as `request` that shares no prefix with the plan."""
 
 
@@ -44,13 +44,15 @@ def new_prompts(plan: Plan, target: Target) -> Prompts:
     if is_chat or target.prompts == "text" or Text in kinds:
         if Exact in kinds:
             raise LoadgenError(
-                f"the plan contains exact token ids, which cannot be sent as a {'chat' if is_chat else 'text'}; make the plan with "
+                f"the plan contains exact token ids, which cannot be sent as a {'chat' if is_chat else 'text'}; "
+                "make the plan with "
                 "`loadgen plan sharegpt` without --tokenizer, which keeps texts"
             )
         return TextPrompts(plan, words_of(target.tokenizer) if target.tokenizer else COMMON_WORDS, is_chat=is_chat)
     if AnswerOf in kinds and not target.takes.token_ids:
         raise LoadgenError(
-            f"the plan's later turns contain earlier responses, but a `{target.dialect}` server is not known to return token ids; "
+            f"the plan's later turns contain earlier responses, but a `{target.dialect}` server is not known to "
+            "return token ids; "
             "use --api chat or --prompts text, or name the kind of server with --dialect"
         )
     return TokenPrompts(plan)
@@ -62,14 +64,16 @@ class TokenPrompts:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
-        held = {s.index: answers[s.index].token_ids for s in request.segments if isinstance(s, AnswerOf)}
-        return replace(_ask(self._plan, request), token_ids=tokens_of(self._plan, request, held))
+    def resolve(self, request: PlannedRequest, answers: Mapping[int, EarlierResponse]) -> ResolvedRequest:
+        responses = {s.index: answers[s.index].token_ids for s in request.segments if isinstance(s, AnswerOf)}
+        return replace(_without_prompt(self._plan, request), token_ids=tokens_of(self._plan, request, responses))
 
-    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+    def warm_up(self, number: int, request: PlannedRequest) -> ResolvedRequest:
         num_tokens = self._plan.num_prompt_tokens(request) or 1
         return replace(
-            _ask(self._plan, request), slo=SloTarget(), token_ids=warm_up_tokens(self._plan, number, num_tokens)
+            _without_prompt(self._plan, request),
+            slo=SloTarget(),
+            token_ids=warm_up_tokens(self._plan, number, num_tokens),
         )
 
 
@@ -82,28 +86,32 @@ class TextPrompts:
         self._is_chat = is_chat
         self._words = words
 
-    def ask(self, request: PlannedRequest, answers: Mapping[int, PastAnswer]) -> Ask:
+    def resolve(self, request: PlannedRequest, answers: Mapping[int, EarlierResponse]) -> ResolvedRequest:
         texts = {index: answer.text for index, answer in answers.items()}
-        ask = _ask(self._plan, request)
+        resolved = _without_prompt(self._plan, request)
         if self._is_chat:
-            return replace(ask, messages=self._messages(request, texts))
-        return replace(ask, text=self._text(request, request.segments, texts))
+            return replace(resolved, messages=self._messages(request, texts))
+        return replace(resolved, text=self._text(request, request.segments, texts))
 
-    def warm_up(self, number: int, request: PlannedRequest) -> Ask:
+    def warm_up(self, number: int, request: PlannedRequest) -> ResolvedRequest:
         text = warm_up_text(self._plan, number, self._plan.num_prompt_tokens(request) or 16, self._words)
-        ask = replace(_ask(self._plan, request), slo=SloTarget())
-        return replace(ask, messages=({"role": "user", "content": text},)) if self._is_chat else replace(ask, text=text)
+        resolved = replace(_without_prompt(self._plan, request), slo=SloTarget())
+        return (
+            replace(resolved, messages=({"role": "user", "content": text},))
+            if self._is_chat
+            else replace(resolved, text=text)
+        )
 
     def _messages(self, request: PlannedRequest, texts: Mapping[int, str]) -> Messages:
         """Merge neighbouring segments of one role into one message. Responses are sent back unchanged."""
         return [
             {
                 "role": role,
-                "content": "".join(texts[s.index] for s in said if isinstance(s, AnswerOf))
-                or self._text(request, said, texts),
+                "content": "".join(texts[s.index] for s in segments if isinstance(s, AnswerOf))
+                or self._text(request, segments, texts),
             }
             for role, run in itertools.groupby(request.segments, key=_role)
-            if (said := list(run))
+            if (segments := list(run))
         ]
 
     def _text(self, request: PlannedRequest, segments: Sequence[Segment], texts: Mapping[int, str]) -> str:
@@ -119,8 +127,8 @@ def _role(segment: Segment) -> str:
     return "user"
 
 
-def _ask(plan: Plan, request: PlannedRequest) -> Ask:
-    return Ask(
+def _without_prompt(plan: Plan, request: PlannedRequest) -> ResolvedRequest:
+    return ResolvedRequest(
         index=request.index,
         max_tokens=request.output_tokens,
         ignore_eos=plan.ignore_eos,

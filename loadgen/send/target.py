@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import Plan
 from loadgen.send.client import Client
 from loadgen.send.dialects import DIALECTS, Dialect
 
-TABLE_FILES = 32_768
+FILE_TABLE_SIZE = 32_768
 """Size to which the kernel's table of file descriptors is grown before a run."""
-MAX_FILES_KEPT = 64
+RESERVED_FILES = 64
 """File descriptors reserved for other uses than connections."""
 
 
@@ -48,15 +48,15 @@ class Target:
         """The dialect of the server."""
         return DIALECTS[self.dialect]
 
-    def terms(self, plan: Plan) -> Terms:
+    def rules(self, plan: Plan) -> OutcomeRules:
         """Return the rules for evaluating responses of `plan`.
 
         A server that cannot be told the length or to ignore EOS may end before the planned length without
         penalty.
         """
-        can_be_told = self.protocol == "grpc" or self.takes.ignore_eos
-        is_told = can_be_told and self.more.get("ignore_eos", True) is True and "max_tokens" not in self.more
-        return Terms(slos=plan.slos, ignore_eos=plan.ignore_eos and is_told)
+        can_ignore_eos = self.protocol == "grpc" or self.takes.ignore_eos
+        ignores_eos = can_ignore_eos and self.more.get("ignore_eos", True) is True and "max_tokens" not in self.more
+        return OutcomeRules(slos=plan.slos, ignore_eos=plan.ignore_eos and ignores_eos)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,8 +112,8 @@ def raise_file_limit() -> int:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
                 soft = limit
-    _grow_file_table(min(soft, TABLE_FILES))
-    return max(1, soft - MAX_FILES_KEPT)
+    _grow_file_table(min(soft, FILE_TABLE_SIZE))
+    return max(1, soft - RESERVED_FILES)
 
 
 def _grow_file_table(num_files: int) -> None:

@@ -38,18 +38,18 @@ class Alarm(Protocol):
         """Cancel the alarm and release its resources."""
 
 
-class Urgent:
+class DueCheck:
     """The time of the next due request, checked in between received messages.
 
     If many messages arrive together, the event loop would run the alarm only after all of them. So message
-    handlers check it themselves: `if now_s >= urgent.at_s: urgent.ring()`.
+    handlers check it themselves: `if now_s >= due_check.at_s: due_check.fire()`.
     """
 
-    __slots__ = ("at_s", "ring")
+    __slots__ = ("at_s", "fire")
 
     def __init__(self) -> None:
         self.at_s = math.inf
-        self.ring: Callable[[], None] = lambda: None
+        self.fire: Callable[[], None] = lambda: None
 
 
 def new_alarm(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Alarm:

@@ -47,7 +47,7 @@ UNPICKLERS = ("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "clou
 """Libraries that run what they read."""
 OF_LOADGEN_FOR_SIM = {
     "loadgen.plan.plan",
-    "loadgen.plan.trace",
+    "loadgen.plan.sources.trace",
     "loadgen.plan.arrivals",
     "loadgen.measure.records",
     "loadgen.measure.request_metrics",

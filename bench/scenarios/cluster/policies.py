@@ -32,7 +32,7 @@ from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine, processes_up, table
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import Result
-from loadgen.measure.request_metrics import WHOLE, ttft_s
+from loadgen.measure.request_metrics import COMPLETE, ttft_s
 from loadgen.measure.stats import difference_interval, percentile
 from loadgen.plan.cache_model import best_hits
 from loadgen.plan.plan_file import read_plan
@@ -151,7 +151,7 @@ def _settings(policy: str) -> dict[str, Any]:
 
 def _ttfts(result: Result) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Of each request in the plan's order, NaN where there was no whole answer."""
-    whole = {record.index for outcome in WHOLE for record in outcomes(result)[outcome]}
+    whole = {record.index for outcome in COMPLETE for record in outcomes(result)[outcome]}
     return np.array([(ttft_s(record) or np.nan) if record.index in whole else np.nan for record in result.records])
 
 

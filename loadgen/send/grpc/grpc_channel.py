@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
+from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -43,7 +43,8 @@ def open_channel(api: Any, url: str, options: Sequence[tuple[str, Any]] = (), *,
         return api.insecure_channel(address, options=options)
     if is_insecure:
         raise LoadgenError(
-            f"--insecure is not supported over gRPC, which always checks certificates; name the authorities of {url} in {_variable()}"
+            "--insecure is not supported over gRPC, which always checks certificates; name the authorities of "
+            f"{url} in {_variable()}"
         )
     import grpc
 
@@ -72,13 +73,13 @@ def authorities() -> bytes | None:
     return pem
 
 
-def unreachable(url: str, details: str) -> Unreachable | NotTrusted:
+def unreachable(url: str, details: str) -> Unreachable | UntrustedCertificate:
     """Return the error for gRPC's `details`, with an explanation."""
     meaning = next(
         (meaning for words, meaning in _MEANINGS.items() if words in details),
         "Baton's default gRPC port is 8001",
     )
-    kind = NotTrusted if any(words in details for words in _DISTRUST) else Unreachable
+    kind = UntrustedCertificate if any(words in details for words in _DISTRUST) else Unreachable
     return kind(f"no Baton gRPC server answers at {url}; {meaning.format(variable=_variable())} (grpc: {details})")
 
 

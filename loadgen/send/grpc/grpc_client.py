@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.send.client import Ask, Exchange
+from loadgen.send.client import Exchange, ResolvedRequest
 from loadgen.send.grpc.grpc_channel import address_of, open_channel, unreachable
 from loadgen.send.http.openai_answers import shown
-from loadgen.send.timers import Urgent, now_s
+from loadgen.send.timers import DueCheck, now_s
 
 CHANNELS = 4
 """Connections to each endpoint. Messages of one connection queue behind each other."""
-OPEN_S = 5.0
 
 HTTP_OF = {
     "INVALID_ARGUMENT": 400,
@@ -53,6 +52,7 @@ class GrpcSettings:
     more: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
     is_insecure: bool = False
+    open_timeout_s: float = 5.0
 
 
 class GrpcClient:
@@ -66,7 +66,7 @@ class GrpcClient:
         self._pb_grpc: Any = inference_pb2_grpc
         self._settings = settings
         self._clock = clock
-        self.urgent = Urgent()
+        self.due_check = DueCheck()
         self._metadata = tuple((name.lower(), value) for name, value in settings.metadata.items())
         self._targets = [address_of(url)[0] for url in settings.targets]
         self._channels: list[list[Any]] = []
@@ -90,30 +90,30 @@ class GrpcClient:
             self._channels.append(channels)
             self._methods.append([self._pb_grpc.InferenceStub(channel).Generate for channel in channels])
             try:
-                async with asyncio.timeout(OPEN_S):
+                async with asyncio.timeout(self._settings.open_timeout_s):
                     await asyncio.gather(*(channel.channel_ready() for channel in channels))
             except TimeoutError:
                 raise unreachable(url, await self._obstacle(channels[0])) from None
 
-    def prepare(self, ask: Ask) -> Any:
-        message = self._pb.GenerateRequest(max_tokens=ask.max_tokens)
+    def prepare(self, request: ResolvedRequest) -> Any:
+        message = self._pb.GenerateRequest(max_tokens=request.max_tokens)
         message.MergeFrom(self._common)
-        if ask.text:
-            message.prompt = ask.text
+        if request.text:
+            message.prompt = request.text
         else:
-            message.token_ids.extend(ask.token_ids)
-        if ask.ignore_eos:
+            message.token_ids.extend(request.token_ids)
+        if request.ignore_eos:
             message.ignore_eos = True
-        if ask.priority:
-            message.priority = ask.priority
-        if ask.slo.ttft_s is not None:
-            message.slo.ttft_ms = ask.slo.ttft_s * 1e3
-        if ask.slo.tpot_s is not None:
-            message.slo.tpot_ms = ask.slo.tpot_s * 1e3
+        if request.priority:
+            message.priority = request.priority
+        if request.slo.ttft_s is not None:
+            message.slo.ttft_ms = request.slo.ttft_s * 1e3
+        if request.slo.tpot_s is not None:
+            message.slo.tpot_ms = request.slo.tpot_s * 1e3
         for name in self._settings.more:
             message.ClearField(name)
         message.MergeFrom(self._more)
-        return ask.index % len(self._targets), message
+        return request.index % len(self._targets), message
 
     def send(self, prepared: Any, exchange: Exchange) -> None:
         endpoint, message = prepared
@@ -124,12 +124,12 @@ class GrpcClient:
             message, timeout=self._settings.timeout_s, metadata=self._metadata
         )
         exchange.sent_s = self._clock()
-        exchange.on_hang_up(call.cancel)
+        exchange.set_abort(call.cancel)
         task = asyncio.get_running_loop().create_task(self._read(call, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def expect(self, num_requests: int, at_most: int) -> bool:
+    def preconnect(self, num_requests: int, at_most: int) -> bool:
         """Return False: calls share connections that are already open."""
         return False
 
@@ -150,7 +150,7 @@ class GrpcClient:
             await self._pb_grpc.InferenceStub(channel).ListModels(self._pb.ListModelsRequest(), timeout=1.0)
         except grpc.aio.AioRpcError as error:
             return error.details() or error.code().name
-        return f"not within {OPEN_S:g} s"
+        return f"not within {self._settings.open_timeout_s:g} s"
 
     async def _read(self, call: Any, exchange: Exchange) -> None:
         import grpc
@@ -159,8 +159,8 @@ class GrpcClient:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 at_s = self._clock()
-                if at_s >= self.urgent.at_s:
-                    self.urgent.ring()
+                if at_s >= self.due_check.at_s:
+                    self.due_check.fire()
                 self._take(message, exchange, at_s)
             for name, value in await call.initial_metadata() or ():
                 if name == "x-request-id":
@@ -176,7 +176,7 @@ class GrpcClient:
         except grpc.aio.AioRpcError:
             await self._failed(call, exchange, self._clock())
         except asyncio.CancelledError:
-            exchange.leave(self._clock())
+            exchange.cancel(self._clock())
             if not call.done():
                 call.cancel()
         except Exception as error:
@@ -201,7 +201,7 @@ class GrpcClient:
             if choice.HasField("finish_reason"):
                 exchange.finish_reason = _FINISH.get(choice.finish_reason, "")
         if num_tokens:
-            exchange.got(at_s, num_tokens)
+            exchange.add_tokens(at_s, num_tokens)
 
     async def _failed(self, call: Any, exchange: Exchange, at_s: float) -> None:
         code = await call.code()

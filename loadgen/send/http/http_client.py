@@ -14,20 +14,21 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from loadgen.loadgen_errors import LoadgenError, Unreachable
-from loadgen.send.client import Ask, Exchange
+from loadgen.send.client import Exchange, ResolvedRequest
 from loadgen.send.dialects import BodyMaker, Dialect
-from loadgen.send.http.http_connection import HttpConnection
-from loadgen.send.timers import Urgent, now_s
+from loadgen.send.http.http_connection import DEFAULT_LIMITS, ConnectionLimits, HttpConnection
+from loadgen.send.timers import DueCheck, now_s
 
 IDLE_S = 2.0
 """Idle connections older than this are not reused. The shortest keep-alive of common servers is 5 s
 (uvicorn)."""
 FRESH_S = 15.0
-"""Unused connections are closed after this time, before servers time out while waiting for the first request."""
+"""Unused connections are closed after this time, before servers time out while waiting for the first request.
+"""
 CONNECT_S = 30.0
 _RETRY_S = 0.25
 """After a failed attempt, no spare connections are opened for this long."""
-_OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
+_LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 """Connect errors caused by exhausted resources of this machine."""
 
 
@@ -53,6 +54,7 @@ class HttpSettings:
     timeout_s: float = 600.0
     is_insecure: bool = False
     max_connections: int = 1 << 30
+    limits: ConnectionLimits = DEFAULT_LIMITS
 
 
 class HttpClient:
@@ -68,29 +70,30 @@ class HttpClient:
         )
         path = "/v1/chat/completions" if settings.is_chat else "/v1/completions"
         budget = _Budget(settings.max_connections)
-        self.urgent = Urgent()
+        self.due_check = DueCheck()
         context = tls_context(settings.is_insecure)
         self._pools = [
-            Pool(split_url(url), path, headers, context, clock, self.urgent, budget) for url in settings.urls
+            Pool(split_url(url), path, headers, context, clock, self.due_check, budget, settings.limits)
+            for url in settings.urls
         ]
 
     async def open(self) -> None:
         for pool in self._pools:
             await pool.open()
 
-    def prepare(self, ask: Ask) -> tuple[Pool, bytes]:
-        pool = self._pools[ask.index % len(self._pools)]
-        return pool, pool.request(self._bodies.body(ask))
+    def prepare(self, request: ResolvedRequest) -> tuple[Pool, bytes]:
+        pool = self._pools[request.index % len(self._pools)]
+        return pool, pool.request(self._bodies.body(request))
 
     def send(self, prepared: tuple[Pool, bytes], exchange: Exchange) -> None:
         pool, data = prepared
         pool.send(data, exchange)
 
-    def expect(self, num_requests: int, at_most: int) -> bool:
-        has_rest = False
+    def preconnect(self, num_requests: int, at_most: int) -> bool:
+        has_more = False
         for pool in self._pools:
-            has_rest |= pool.expect(-(-num_requests // len(self._pools)), -(-at_most // len(self._pools)))
-        return has_rest
+            has_more |= pool.preconnect(-(-num_requests // len(self._pools)), -(-at_most // len(self._pools)))
+        return has_more
 
     async def aclose(self) -> None:
         for pool in self._pools:
@@ -118,8 +121,9 @@ class Pool:
         headers: Mapping[str, str],
         context: ssl.SSLContext,
         clock: Callable[[], float],
-        urgent: Urgent,
+        due_check: DueCheck,
         budget: _Budget,
+        limits: ConnectionLimits,
     ) -> None:
         self.url = f"{url.scheme}://{url.netloc}{url.path}"
         self._host = url.hostname or ""
@@ -136,8 +140,9 @@ class Pool:
         head = f"POST {url.path}{path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._head = head.encode("latin-1", "replace") + b"Content-Length: "
         self._clock = clock
-        self._urgent = urgent
+        self._due_check = due_check
         self._budget = budget
+        self._limits = limits
         self._address: tuple[str, int] | None = None
         self._idle: list[HttpConnection] = []  # most recently used last
         self._open: set[HttpConnection] = set()
@@ -165,7 +170,7 @@ class Pool:
                     await self._connect(address)
             except OSError as error:  # TimeoutError is one
                 self._budget.used -= 1
-                problem = problem or _why(error)
+                problem = problem or _reason(error)
             else:
                 self._address = (str(address[0]), int(address[1]))
                 return
@@ -189,7 +194,7 @@ class Pool:
                 self._clock(), f"not sent: all {limit} connections that this process may open are in use (ulimit -n)"
             )
 
-    def expect(self, num_requests: int, at_most: int) -> bool:
+    def preconnect(self, num_requests: int, at_most: int) -> bool:
         """Open connections until `num_requests` are ready, at most `at_most` in this call.
 
         Connections that are too old are closed. Returns True if some are still missing.
@@ -199,7 +204,7 @@ class Pool:
             self._idle.pop(0).close()
         if now_s > self._sweep_s:
             self._sweep_s = now_s + 1.0
-            for connection in [c for c in self._open if c.lingers(now_s)]:
+            for connection in [c for c in self._open if c.is_lingering(now_s)]:
                 connection.close()
         missing = num_requests + len(self._waiting) - len(self._idle) - len(self._connecting)
         if now_s < self._may_connect_s:
@@ -282,7 +287,7 @@ class Pool:
     async def _connect(self, address: tuple[Any, ...]) -> None:
         """Open one connection. Raises OSError, which ssl's errors are."""
         await asyncio.get_running_loop().create_connection(
-            lambda: HttpConnection(self, self._clock, self._urgent, is_plain=self._tls is None),
+            lambda: HttpConnection(self, self._clock, self._due_check, is_plain=self._tls is None, limits=self._limits),
             str(address[0]),
             int(address[1]),
             ssl=self._tls,
@@ -295,8 +300,8 @@ class Pool:
         while self._waiting:
             _, exchange = self._waiting.popleft()
             if not exchange.is_over:
-                exchange.not_sent = error.errno in _OURS
-                exchange.fail(now_s, f"{'not sent: ' if exchange.not_sent else 'no connection: '}{_why(error)}")
+                exchange.not_sent = error.errno in _LOCAL_ERRORS
+                exchange.fail(now_s, f"{'not sent: ' if exchange.not_sent else 'no connection: '}{_reason(error)}")
                 return
 
 
@@ -312,7 +317,8 @@ def split_url(url: str) -> SplitResult:
         raise BadUrl(f"{url!r} is not a valid address: {error}") from error
     if parts.username is not None:
         raise BadUrl(
-            "the address contains a password, which would be stored in the result; use --header 'Authorization: Basic …'"
+            "the address contains a password, which would be stored in the result; use --header 'Authorization: "
+            "Basic …'"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise BadUrl(f"{url!r} is not an HTTP address; write http://host:port")
@@ -328,7 +334,7 @@ def tls_context(is_insecure: bool) -> ssl.SSLContext:
     return context
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "the connection attempt timed out"
     if isinstance(error, ssl.SSLError):

@@ -16,6 +16,7 @@ import asyncio
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import httptools
@@ -23,21 +24,28 @@ import httptools
 from loadgen.send.client import Exchange
 from loadgen.send.http.openai_answers import retry_after_s, shown, take_body, take_event
 from loadgen.send.http.sse_reader import EventTooLong, SseParser
-from loadgen.send.timers import Urgent
+from loadgen.send.timers import DueCheck
 
-MAX_HEAD_BYTES = 256 * 1024
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Most bytes kept of a response that is not a stream."""
-MAX_INFLATED_BYTES = 64 * 1024 * 1024
-"""Limit for one chunk of a compressed response."""
-LINGER_S = 2.0
-STALE_S = 0.5
-"""Window for detecting a stale connection.
-
-If a used connection closes without data this soon after a request, the server closed it before it saw the
-request.
-"""
 _SSE_BEGINNINGS = (b"data:", b"event:", b"id:", b"retry:", b":")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds for one connection.
+
+    - `head_bytes`: longest response header
+    - `body_bytes`: most bytes kept of a response that is not a stream
+    - `inflated_bytes`: longest chunk of a compressed response after decompression
+    - `linger_s`: time for the server to end the HTTP response after its last event
+    - `stale_s`: if a used connection closes without data this soon after a request, the server had closed it
+      before it saw the request
+    """
+
+    head_bytes: int = 256 * 1024
+    body_bytes: int = 4 * 1024 * 1024
+    inflated_bytes: int = 64 * 1024 * 1024
+    linger_s: float = 2.0
+    stale_s: float = 0.5
 
 
 class Owner(Protocol):
@@ -54,15 +62,27 @@ class Owner(Protocol):
         """Send the request again: the server had already closed this connection."""
 
 
+DEFAULT_LIMITS = ConnectionLimits()
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection that carries one exchange at a time."""
 
-    def __init__(self, owner: Owner, clock: Callable[[], float], urgent: Urgent, *, is_plain: bool) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        clock: Callable[[], float],
+        due_check: DueCheck,
+        *,
+        is_plain: bool,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+    ) -> None:
         """`is_plain` means without TLS, so that bytes can be written to the kernel directly."""
         self._owner = owner
-        self._urgent = urgent
+        self._due_check = due_check
         self._clock = clock
         self._is_plain = is_plain
+        self._limits = limits
         self._transport: asyncio.Transport | None = None
         self._fd = -1
         self._parser = httptools.HttpResponseParser(self)
@@ -88,9 +108,9 @@ class HttpConnection(asyncio.Protocol):
         self._inflate: zlib._Decompress | None = None
         self._location = b""
 
-    def lingers(self, now_s: float) -> bool:
+    def is_lingering(self, now_s: float) -> bool:
         """True if the exchange ended some time ago, but the server has not ended the HTTP response."""
-        return self._is_awaiting and self._exchange is None and now_s - self._at_s > LINGER_S
+        return self._is_awaiting and self._exchange is None and now_s - self._at_s > self._limits.linger_s
 
     @property
     def is_usable(self) -> bool:
@@ -105,7 +125,7 @@ class HttpConnection(asyncio.Protocol):
         self._begin_answer()
         self._exchange, self._data, self._is_awaiting = exchange, data, True
         self.since_s = self._clock()
-        exchange.on_hang_up(self._hang_up)
+        exchange.set_abort(self._abort)
         if not self._is_plain:
             self._transport.write(data)
             exchange.sent_s = self._clock()
@@ -136,7 +156,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _hang_up(self) -> None:
+    def _abort(self) -> None:
         self._exchange = None
         self.close()
 
@@ -150,8 +170,8 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         at_s = self._at_s = self._clock()
-        if at_s >= self._urgent.at_s:
-            self._urgent.ring()
+        if at_s >= self._due_check.at_s:
+            self._due_check.fire()
         self._num_bytes += len(data)
         if not self._is_awaiting:
             self.close()  # data without a request
@@ -163,8 +183,8 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"the response is not valid HTTP/1.1: {error or shown(data)}")
             self.close()
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._fail(f"the response header is longer than {MAX_HEAD_BYTES} bytes")
+        if self._in_head and self._head_bytes > self._limits.head_bytes:
+            self._fail(f"the response header is longer than {self._limits.head_bytes} bytes")
             self.close()
 
     def eof_received(self) -> bool:
@@ -175,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
         exchange = self._exchange
         if exchange is not None:
             now_s = self._clock()
-            if self._num_bytes == 0 and self.num_served > 0 and now_s - self.since_s < STALE_S:
+            if self._num_bytes == 0 and self.num_served > 0 and now_s - self.since_s < self._limits.stale_s:
                 self._exchange = None
                 self._owner.resend(self._data, exchange)
             elif not self._in_head and not self._is_framed and error is None:
@@ -229,12 +249,12 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._inflate is not None:
             try:
-                body = self._inflate.decompress(body, MAX_INFLATED_BYTES)
+                body = self._inflate.decompress(body, self._limits.inflated_bytes)
             except zlib.error as error:
                 self._fail(f"the compressed response cannot be decoded: {error}")
                 return
             if self._inflate.unconsumed_tail:
-                self._fail(f"a chunk of the compressed response is longer than {MAX_INFLATED_BYTES} bytes")
+                self._fail(f"a chunk of the compressed response is longer than {self._limits.inflated_bytes} bytes")
                 return
         if self._sse is not None:
             self._take_events(body)
@@ -244,7 +264,7 @@ class HttpConnection(asyncio.Protocol):
         if self._status == 200 and len(self._body) == 1 and body.lstrip().startswith(_SSE_BEGINNINGS):
             self._sse = SseParser()  # an event stream with another content type
             self._take_events(body)
-        elif self._body_bytes > MAX_BODY_BYTES:
+        elif self._body_bytes > self._limits.body_bytes:
             self._fail(f"the server sent {self._body_bytes} bytes that are not an event stream")
             self.close()
 
@@ -285,7 +305,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.fail(self._at_s, f"redirected to {shown(self._location)}; use that address as --url")
         elif self._sse is None:
             take_body(exchange, self._at_s, b"".join(self._body))
-        elif self._sse.has_rest:
+        elif self._sse.has_partial_event:
             exchange.fail(self._at_s, "the stream ended in the middle of an event")
         else:
             exchange.end(self._at_s)

@@ -74,9 +74,9 @@ def _take_chunk(exchange: Exchange, at_s: float, event: dict[str, Any]) -> None:
         if set(map(type, _checked(ids, list))) != {int}:
             raise TypeError("token ids are integers")
         exchange.token_ids += ids
-        exchange.got(at_s, len(ids))
+        exchange.add_tokens(at_s, len(ids))
     elif text and ids is None:  # with token ids, a text without an id belongs to earlier tokens
-        exchange.got(at_s, 1)
+        exchange.add_tokens(at_s, 1)
 
 
 def _checked(value: Any, kind: type) -> Any:

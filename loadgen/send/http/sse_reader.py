@@ -31,7 +31,7 @@ class SseParser:
         self._is_first = True
 
     @property
-    def has_rest(self) -> bool:
+    def has_partial_event(self) -> bool:
         """True if an unfinished event is buffered. At the end of a stream it means that the stream was cut."""
         return bool(self._cut_bytes or self._data)
 

@@ -24,11 +24,11 @@ from typing import Any, Self
 
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.records_file import RecordWriter
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import Plan, PlannedRequest
 from loadgen.plan.plan_file import read_plan
 from loadgen.plan.schedule import share
-from loadgen.send.client import Client, ask_once
+from loadgen.send.client import Client, send_once
 from loadgen.send.prompts import Prompts, new_prompts
 from loadgen.send.run.priority import Priority, raise_priority
 from loadgen.send.run.runner import Runner
@@ -37,7 +37,7 @@ from loadgen.slo_target import SloTarget
 
 REPORT_S = 0.25
 """Interval of progress messages, in seconds."""
-WARM_UPS_AT_ONCE = 4
+MAX_CONCURRENT_WARM_UPS = 4
 """Warm-up requests in flight at a time."""
 
 
@@ -73,9 +73,9 @@ class ChildJob:
         slos = {name: SloTarget.from_json(slo) for name, slo in data["slos"].items()}
         return cls(**{**data, "target": Target.from_json(data["target"]), "slos": slos})
 
-    def terms(self, plan: Plan) -> Terms:
+    def rules(self, plan: Plan) -> OutcomeRules:
         """Return the rules for evaluating responses."""
-        return self.target.terms(plan)
+        return self.target.rules(plan)
 
 
 async def serve(job: ChildJob, parent: Parent) -> None:
@@ -89,12 +89,12 @@ async def serve(job: ChildJob, parent: Parent) -> None:
         prompts = new_prompts(plan, job.target)
         with RecordWriter(Path(job.records)) as writer:
             runner = Runner(
-                plan, requests, client, prompts, writer, terms=job.terms(plan), timeout_s=job.target.timeout_s
+                plan, requests, client, prompts, writer, rules=job.rules(plan), timeout_s=job.target.timeout_s
             )
             warmed = await warm_up(job, requests, client, prompts)
             runner.prepare()
             priority = raise_priority(Priority(job.priority))
-            parent.tell(
+            parent.send(
                 {
                     "ready": {
                         "requests": len(requests),
@@ -107,7 +107,7 @@ async def serve(job: ChildJob, parent: Parent) -> None:
             start_s = await parent.start()
             if start_s is not None:
                 await _run(runner, start_s, parent)
-        parent.tell({"done": runner.counts.to_json()})
+        parent.send({"done": runner.counts.to_json()})
     finally:
         await client.aclose()
 
@@ -116,7 +116,7 @@ async def _run(runner: Runner, start_s: float, parent: Parent) -> None:
     async def report() -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            parent.tell({"counts": runner.counts.to_json()})
+            parent.send({"counts": runner.counts.to_json()})
 
     parent.on_stop(runner.stop)
     reporter = asyncio.create_task(report())
@@ -134,13 +134,13 @@ async def warm_up(job: ChildJob, requests: list[PlannedRequest], client: Client,
     """Send this process's share of the warm-ups. Returns their number, the failures and the first error."""
     numbers = list(range(job.part, job.warm_ups, job.parts)) if requests else []
     errors: list[str] = []
-    gate = asyncio.Semaphore(WARM_UPS_AT_ONCE)
+    gate = asyncio.Semaphore(MAX_CONCURRENT_WARM_UPS)
 
     async def one(number: int) -> None:
         request = requests[number // job.parts % len(requests)]
         async with gate:
-            exchange = await ask_once(client, prompts.warm_up(number, request), job.target.timeout_s)
-            if not exchange.is_whole:
+            exchange = await send_once(client, prompts.warm_up(number, request), job.target.timeout_s)
+            if not exchange.is_successful:
                 status = f"{exchange.status}: " if exchange.status not in (None, 200) else ""
                 errors.append(status + (exchange.error or "the response was cut short"))
 
@@ -176,7 +176,7 @@ class Parent:
         if self._is_stopped:
             stop()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send one message as a line. The parent reads continuously, so a blocking write is short."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._output, json.dumps(message).encode() + b"\n")
@@ -206,7 +206,7 @@ async def _main() -> int:
             os.sched_setaffinity(0, {job.core})
         await serve(job, parent)
     except LoadgenError as error:
-        parent.tell({"problem": str(error)})
+        parent.send({"problem": str(error)})
         return 2
     return 0
 

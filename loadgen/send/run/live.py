@@ -22,7 +22,7 @@ _GOOD_STYLE = {RequestOutcome.GOOD: "green", RequestOutcome.LATE: "yellow", Requ
 
 
 class LiveView:
-    """Implements `View`: a live panel on a terminal, otherwise a line every few seconds."""
+    """Implements `ProgressView`: a live panel on a terminal, otherwise a line every few seconds."""
 
     def __init__(
         self, *, name: str, url: str, num_requests: int, planned_s: float, lag_limit_s: float, is_quiet: bool = False
@@ -125,11 +125,13 @@ class LiveView:
         )
         table.add_row(
             "",
-            f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last responses, {counts.due} of {self._num_requests} due",
+            f"{self._elapsed_s:.0f} s of {self._planned_s:.0f} s + the last responses, {counts.due} of "
+            f"{self._num_requests} due",
         )
         table.add_row(
             "rate",
-            f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, completed {ended:.1f}/s, in flight {counts.in_flight}",
+            f"offered {offered:.1f}/s, achieved {achieved:.1f}/s, completed {ended:.1f}/s, in flight "
+            f"{counts.in_flight}",
         )
         outcomes = Text("  ").join(
             Text(f"{name} {count}", style=_GOOD_STYLE.get(RequestOutcome(name), "red"))
@@ -152,8 +154,8 @@ class LiveView:
         return Panel(table, title=self._title, subtitle=self._phase, title_align="left", subtitle_align="right")
 
 
-class Silent:
-    """Implements `View` without output."""
+class SilentView:
+    """Implements `ProgressView` without output."""
 
     def phase(self, text: str) -> None: ...
 

@@ -35,14 +35,14 @@ def raise_priority(wanted: Priority) -> str:
         return "normal"
     if wanted is Priority.REALTIME and _realtime():
         return "realtime"
-    got = [f"slice {SLICE_S * 1e3:g} ms"] if _short_slice() else []
+    granted = [f"slice {SLICE_S * 1e3:g} ms"] if _short_slice() else []
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-        got.append(f"nice {_NICE}")
+        granted.append(f"nice {_NICE}")
         # With autogroups, niceness applies within a session. This process has its own session, so its
         # autogroup needs the niceness too.
         Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
-    return ", ".join(got) or "normal"
+    return ", ".join(granted) or "normal"
 
 
 def _realtime() -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from loadgen.loadgen_errors import LoadgenError, NoWarmUp
+from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.measure.counts import Counts
 from loadgen.send.run.child import ChildJob
 from loadgen.send.timers import now_s
 
-HEAD_START_S = 0.3
+START_DELAY_S = 0.3
 """Time between sending the start time to all processes and the start itself."""
 KILL_S = 20.0
 """A process that has not ended this long after a stop is killed."""
@@ -24,7 +24,7 @@ _MAX_LINE_BYTES = 1 << 20
 _ERROR_BYTES = 2000
 
 
-Enough = Callable[[float], bool]
+StopCondition = Callable[[float], bool]
 """Stop condition, called several times a second with the seconds since the start. True ends the run."""
 
 
@@ -32,7 +32,7 @@ class Interrupted(LoadgenError):
     """The user interrupted a run twice and did not wait for its end."""
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """Shows a run's progress to the user."""
 
     def phase(self, text: str) -> None:
@@ -43,12 +43,12 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProcessesResult:
     """Result of a run's processes.
 
     - `started_s`, `ended_s`: by the machine's clock
     - `is_interrupted`: the user ended the run
-    - `is_cut`: the stop condition ended the run
+    - `ended_early`: the stop condition ended the run
     - `problems`: errors of the processes
     - `warm_up_error`: the error of one failed warm-up
     - `priority`: the scheduling priority that was granted
@@ -64,10 +64,12 @@ class Ended:
     warm_up_error: str
     max_connections: int
     priority: str
-    is_cut: bool = False
+    ended_early: bool = False
 
 
-async def run_jobs(jobs: Sequence[ChildJob], view: View, enough: Enough = lambda _: False) -> Ended:
+async def run_jobs(
+    jobs: Sequence[ChildJob], view: ProgressView, enough: StopCondition = lambda _: False
+) -> ProcessesResult:
     """Run one process for each job and return how they ended.
 
     The first Ctrl-C (or SIGTERM) ends the run, a second one aborts it. Raises LoadgenError if the run cannot
@@ -79,20 +81,20 @@ async def run_jobs(jobs: Sequence[ChildJob], view: View, enough: Enough = lambda
             for child in children:
                 await child.start()
             view.phase("preparing requests" + (" and warming up" if any(job.warm_ups for job in jobs) else ""))
-            ready = await interrupts.first(asyncio.gather(*(child.ready() for child in children)))
+            ready = await interrupts.result_unless_interrupted(asyncio.gather(*(child.ready() for child in children)))
             if ready is None:
                 raise Interrupted("interrupted before any request was sent")
             _check_warm_ups(jobs, ready)
-            started_s = now_s() + HEAD_START_S
+            started_s = now_s() + START_DELAY_S
             view.phase("running")
             for child in children:
-                child.tell({"start_s": started_s})
+                child.send({"start_s": started_s})
             ending = asyncio.ensure_future(asyncio.gather(*(child.done() for child in children)))
-            is_interrupted, is_cut = await _watch(ending, children, started_s, interrupts, view, enough)
+            is_interrupted, ended_early = await _watch(ending, children, started_s, interrupts, view, enough)
             await ending
         finally:
             await asyncio.gather(*(child.aclose() for child in children))
-    return Ended(
+    return ProcessesResult(
         counts=_total(children),
         started_s=started_s,
         ended_s=now_s(),
@@ -103,7 +105,7 @@ async def run_jobs(jobs: Sequence[ChildJob], view: View, enough: Enough = lambda
         warm_up_error=_warm_up_error(ready),
         max_connections=sum(facts["max_connections"] for facts in ready),
         priority=ready[0]["priority"],
-        is_cut=is_cut,
+        ended_early=ended_early,
     )
 
 
@@ -112,29 +114,31 @@ async def _watch(
     children: Sequence[_Child],
     started_s: float,
     interrupts: _Interrupts,
-    view: View,
-    enough: Enough,
+    view: ProgressView,
+    enough: StopCondition,
 ) -> tuple[bool, bool]:
     """Show progress until all processes have ended. Returns (is_interrupted, is_cut)."""
-    is_told = is_cut = False
+    is_stopping = ended_early = False
     stop_s = 0.0
     while not ending.done():
         await asyncio.wait((ending, interrupts.pending), timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
         view.update(_total(children), max(0.0, now_s() - started_s))
         if interrupts.count > 1:
             raise Interrupted("interrupted twice: only the requests recorded so far are kept")
-        is_cut = is_cut or (not is_told and not ending.done() and now_s() > started_s and enough(now_s() - started_s))
-        if not is_told and (is_cut or interrupts.count or any(child.problem for child in children)):
-            is_told, stop_s = True, now_s()
+        ended_early = ended_early or (
+            not is_stopping and not ending.done() and now_s() > started_s and enough(now_s() - started_s)
+        )
+        if not is_stopping and (ended_early or interrupts.count or any(child.problem for child in children)):
+            is_stopping, stop_s = True, now_s()
             if interrupts.count:
                 view.phase("stopping; results are kept (press Ctrl-C again to abort)")
             for child in children:
-                child.tell({"stop": True})
-        if is_told and now_s() - stop_s > KILL_S:
+                child.send({"stop": True})
+        if is_stopping and now_s() - stop_s > KILL_S:
             for child in children:
                 child.kill()
-        interrupts.again()
-    return interrupts.count > 0, is_cut
+        interrupts.rearm()
+    return interrupts.count > 0, ended_early
 
 
 def _total(children: Sequence[_Child]) -> Counts:
@@ -148,8 +152,9 @@ def _check_warm_ups(jobs: Sequence[ChildJob], ready: Sequence[Mapping[str, Any]]
     num_sent, num_failed = (sum(facts[name] for facts in ready) for name in ("warm_ups", "warm_ups_failed"))
     if num_sent and num_failed == num_sent:
         what = "the warm-up request" if num_sent == 1 else f"all {num_sent} warm-up requests"
-        raise NoWarmUp(
-            f"the run was not started: the server did not complete {what} ({_warm_up_error(ready)}); --warmup 0 skips warm-up"
+        raise WarmUpFailed(
+            f"the run was not started: the server did not complete {what} ({_warm_up_error(ready)}); --warmup 0 "
+            "skips warm-up"
         )
 
 
@@ -180,12 +185,12 @@ class _Child:
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # Ctrl-C in the terminal must reach only the parent
         )
-        self.tell({"job": self._job.to_json()})
+        self.send({"job": self._job.to_json()})
         self._reader = asyncio.create_task(self._read())
         assert self._process.stderr is not None
         self._errors = asyncio.create_task(self._process.stderr.read())
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         if self._process.returncode is None:
@@ -222,15 +227,15 @@ class _Child:
         assert self._process.stdout is not None
         try:
             while line := await self._process.stdout.readline():
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
         except (ValueError, KeyError):  # invalid output: the process would wait forever for an answer
             self.kill()
         finally:
             code = await self._process.wait()
             if not self._done.done():
-                await self._died(code)
+                await self._fail_with_exit_code(code)
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         if "ready" in message:
             if not self._ready.done():  # an interrupt may have cancelled it
                 self._ready.set_result(message["ready"])
@@ -242,10 +247,10 @@ class _Child:
         elif "problem" in message:
             self._end(message["problem"])
 
-    async def _died(self, code: int) -> None:
-        said = (await self._errors if self._errors is not None else b"").decode(errors="replace").strip()
+    async def _fail_with_exit_code(self, code: int) -> None:
+        stderr_text = (await self._errors if self._errors is not None else b"").decode(errors="replace").strip()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        detail = f": {said[-_ERROR_BYTES:]}" if said else ""
+        detail = f": {stderr_text[-_ERROR_BYTES:]}" if stderr_text else ""
         self._end(f"process {self._job.part} of the run {how}{detail}")
 
     def _end(self, problem: str) -> None:
@@ -266,7 +271,7 @@ class _Interrupts:
     async def __aenter__(self) -> _Interrupts:
         with contextlib.suppress(ValueError, RuntimeError):  # signal handlers need the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, self._came)
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -274,11 +279,11 @@ class _Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().remove_signal_handler(number)
 
-    def again(self) -> None:
+    def rearm(self) -> None:
         if self.pending.done():
             self.pending = asyncio.get_running_loop().create_future()
 
-    async def first(self, work: asyncio.Future[Any]) -> Any:
+    async def result_unless_interrupted(self, work: asyncio.Future[Any]) -> Any:
         """Return the result of `work`, or None if an interrupt came first."""
         await asyncio.wait((work, self.pending), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -287,7 +292,7 @@ class _Interrupts:
         await asyncio.wait((work,))
         return None
 
-    def _came(self) -> None:
+    def _on_signal(self) -> None:
         self.count += 1
         if not self.pending.done():
             self.pending.set_result(None)

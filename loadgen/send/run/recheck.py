@@ -12,13 +12,13 @@ from typing import Any
 
 from loadgen.measure.records import Record
 from loadgen.plan.plan import AnswerOf, Plan
-from loadgen.send.client import ask_once
-from loadgen.send.prompts import PastAnswer, new_prompts
+from loadgen.send.client import send_once
+from loadgen.send.prompts import EarlierResponse, new_prompts
 from loadgen.send.target import Target, new_client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ResponseDifference:
     """A response that differs. `at` is the first output token that differs."""
 
     index: int
@@ -26,7 +26,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class RecheckResult:
     """Result of repeating requests.
 
     - `compared`: responses that were compared
@@ -38,7 +38,7 @@ class Checked:
     compared: int
     failed: int
     skipped: int
-    differing: tuple[Difference, ...]
+    differing: tuple[ResponseDifference, ...]
 
     @property
     def is_same(self) -> bool:
@@ -65,18 +65,20 @@ class Checked:
         return "; ".join(words)
 
 
-async def check(plan: Plan, target: Target, records: Sequence[Record], progress: Callable[[int, int], None]) -> Checked:
+async def check(
+    plan: Plan, target: Target, records: Sequence[Record], progress: Callable[[int, int], None]
+) -> RecheckResult:
     """Repeat the requests that have a complete response in `records`.
 
     `progress` is called with (done, total). Raises LoadgenError if the server cannot be reached.
     """
-    whole = [record for record in records if record.is_complete and not record.error]
-    by_index = {record.index: record for record in whole}
-    answers = {record.index: PastAnswer(token_ids=record.token_ids, text="") for record in whole}
+    complete = [record for record in records if record.is_complete and not record.error]
+    by_index = {record.index: record for record in complete}
+    answers = {record.index: EarlierResponse(token_ids=record.token_ids, text="") for record in complete}
     prompts = new_prompts(plan, target)
     uses_texts = target.api == "chat" or target.prompts == "text"
     client = new_client(target)
-    differing: list[Difference] = []
+    differing: list[ResponseDifference] = []
     num_compared = num_failed = num_skipped = 0
     await client.open()
     try:
@@ -86,17 +88,17 @@ async def check(plan: Plan, target: Target, records: Sequence[Record], progress:
             if not record.token_ids or (uses_texts and any(isinstance(s, AnswerOf) for s in request.segments)):
                 num_skipped += 1
                 continue
-            exchange = await ask_once(client, prompts.ask(request, answers), target.timeout_s)
-            if not exchange.is_whole:
+            exchange = await send_once(client, prompts.resolve(request, answers), target.timeout_s)
+            if not exchange.is_successful:
                 num_failed += 1
                 continue
             num_compared += 1
             at = first_difference(record.token_ids, exchange.token_ids)
             if at is not None:
-                differing.append(Difference(index=index, at=at))
+                differing.append(ResponseDifference(index=index, at=at))
     finally:
         await client.aclose()
-    return Checked(compared=num_compared, failed=num_failed, skipped=num_skipped, differing=tuple(differing))
+    return RecheckResult(compared=num_compared, failed=num_failed, skipped=num_skipped, differing=tuple(differing))
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -20,26 +20,26 @@ from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record, RunInfo
 from loadgen.measure.records_file import RECORDS, RUN, RecordWriter, part_of, read_records, write_run
-from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.plan.plan import Plan
 from loadgen.plan.plan_file import plan_hash, write_plan
 from loadgen.send.run.child import ChildJob
 from loadgen.send.run.priority import Priority
-from loadgen.send.run.processes import Ended, Enough, View, run_jobs
+from loadgen.send.run.processes import ProcessesResult, ProgressView, StopCondition, run_jobs
 from loadgen.send.target import Target
 from loadgen.send.timers import now_s
 from loadgen.user_files import open_bytes
 
 PLAN = "plan.jsonl"
 UNFINISHED = "the run did not finish: its main process was killed"
-MAX_SAID = 120
+MAX_REASON_CHARS = 120
 """Most characters shown of a server's error."""
 NOT_SENT = "not sent: "
 """Prefix of the error of a request that this machine could not send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RunSpec:
     """Specification of a run.
 
     - `plan`: the plan, with the SLOs that apply
@@ -62,78 +62,76 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedRun:
     """A run that has ended, as stored in its directory. `notes` are remarks that do not make it invalid."""
 
     run: RunInfo
     records: Sequence[Record]
-    terms: Terms
-    ended: Ended
+    rules: OutcomeRules
+    ended: ProcessesResult
     notes: tuple[str, ...] = ()
 
     @property
     def outcomes(self) -> Counter[RequestOutcome]:
         """Number of requests by outcome."""
-        return Counter(request_metrics.classify(record, self.terms) for record in self.records)
+        return Counter(request_metrics.classify(record, self.rules) for record in self.records)
 
     @property
     def not_answered(self) -> tuple[str, ...]:
         """One line about refused and failed requests, with the most frequent reason. Empty if there are none."""
-        said = Counter(
-            f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_SAID]
+        reasons = Counter(
+            f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_REASON_CHARS]
             for record in self.records
-            if (outcome := request_metrics.classify(record, self.terms))
-            not in (*request_metrics.WHOLE, RequestOutcome.CANCELLED)
+            if (outcome := request_metrics.classify(record, self.rules))
+            not in (*request_metrics.COMPLETE, RequestOutcome.CANCELLED)
         )
-        total = f"{said.total()} of {len(self.records)}"
+        total = f"{reasons.total()} of {len(self.records)}"
         return tuple(
-            f"{total} requests have no complete response ({count}: {what})" for what, count in said.most_common(1)
+            f"{total} requests have no complete response ({count}: {what})" for what, count in reasons.most_common(1)
         )
 
 
-def run(order: Order, view: View, enough: Enough = lambda _: False) -> Finished:
+def run(spec: RunSpec, view: ProgressView, enough: StopCondition = lambda _: False) -> FinishedRun:
     """Run a plan and return the result.
 
     Raises LoadgenError if nothing could be measured; then no result directory is left behind.
     """
-    made = _new_directory(order.out)
+    made = _new_directory(spec.out)
     try:
-        kept_hash = _keep_plan(order)
-        jobs = _jobs(order)
+        kept_hash = _store_plan(spec)
+        jobs = _jobs(spec)
         facts = machine.facts()
         started_at = datetime.now(UTC)
-        first = _run_of(order, jobs, kept_hash, facts, started_at)
-        write_run(order.out, first)
+        first = _run_of(spec, jobs, kept_hash, facts, started_at)
+        write_run(spec.out, first)
         began_s = now_s()
         try:
             ended = asyncio.run(run_jobs(jobs, view, enough))
         finally:
-            torn = merge(order.out, [Path(job.records) for job in jobs])
+            torn = merge(spec.out, [Path(job.records) for job in jobs])
     except BaseException:
-        if not _has_records(order.out):
-            _remove(order.out, made)
+        if not _has_records(spec.out):
+            _remove(spec.out, made)
         raise
-    records, notes = read_records(order.out / RECORDS)
-    terms = jobs[0].terms(order.plan)
+    records, notes = read_records(spec.out / RECORDS)
+    rules = jobs[0].rules(spec.plan)
     first = replace(
         first, started_at=_iso(started_at + timedelta(seconds=ended.started_s - began_s)), notes=(*torn, *_notes(ended))
     )
-    finished = Finished(
-        run=_verdict(first, ended, records, terms),
+    finished = FinishedRun(
+        run=_verdict(first, ended, records, rules),
         records=records,
-        terms=terms,
+        rules=rules,
         ended=ended,
         notes=(*first.notes, *notes),
     )
-    write_run(order.out, finished.run)
+    write_run(spec.out, finished.run)
     return finished
 
 
-def record_files(order: Order) -> list[Path]:
+def record_files(spec: RunSpec) -> list[Path]:
     """Return the record files that the processes write during the run."""
-    return (
-        [order.out / RECORDS] if order.processes == 1 else [part_of(order.out, part) for part in range(order.processes)]
-    )
+    return [spec.out / RECORDS] if spec.processes == 1 else [part_of(spec.out, part) for part in range(spec.processes)]
 
 
 def outcome_line(outcomes: Mapping[RequestOutcome, int], num_offered: int, *, is_valid: bool) -> str:
@@ -170,17 +168,17 @@ def _new_directory(out: Path) -> bool:
     return True
 
 
-def _keep_plan(order: Order) -> str:
+def _store_plan(spec: RunSpec) -> str:
     """Write the plan uncompressed into the result directory and return its hash."""
-    kept = order.out / PLAN
-    if order.plan_file is None:
-        return write_plan(order.plan, kept)
+    stored = spec.out / PLAN
+    if spec.plan_file is None:
+        return write_plan(spec.plan, stored)
     try:
-        with open_bytes(order.plan_file) as source, kept.open("wb") as copy:
+        with open_bytes(spec.plan_file) as source, stored.open("wb") as copy:
             shutil.copyfileobj(source, copy)
     except OSError as error:
-        raise LoadgenError(f"{kept} cannot be written: {error.strerror or error}") from error
-    return plan_hash(kept)
+        raise LoadgenError(f"{stored} cannot be written: {error.strerror or error}") from error
+    return plan_hash(stored)
 
 
 def merge(out: Path, parts: Sequence[Path]) -> tuple[str, ...]:
@@ -217,53 +215,53 @@ def _remove(out: Path, made: bool) -> None:
 # Validity.
 
 
-def _jobs(order: Order) -> list[ChildJob]:
+def _jobs(spec: RunSpec) -> list[ChildJob]:
     return [
         ChildJob(
-            plan=str(order.out / PLAN),
-            records=str(record_files(order)[part]),
-            target=order.target,
+            plan=str(spec.out / PLAN),
+            records=str(record_files(spec)[part]),
+            target=spec.target,
             part=part,
-            parts=order.processes,
-            warm_ups=order.warm_ups,
-            slos=order.plan.slos,
-            core=order.cores[part] if part < len(order.cores) else None,
-            priority=order.priority.value,
+            parts=spec.processes,
+            warm_ups=spec.warm_ups,
+            slos=spec.plan.slos,
+            core=spec.cores[part] if part < len(spec.cores) else None,
+            priority=spec.priority.value,
         )
-        for part in range(order.processes)
+        for part in range(spec.processes)
     ]
 
 
 def _run_of(
-    order: Order, jobs: Sequence[ChildJob], kept_hash: str, facts: Mapping[str, Any], started_at: datetime
+    spec: RunSpec, jobs: Sequence[ChildJob], kept_hash: str, facts: Mapping[str, Any], started_at: datetime
 ) -> RunInfo:
     """Return the `run.json` content to store until the run has ended."""
-    target = order.target
+    target = spec.target
     return RunInfo(
         plan_hash=kept_hash,
-        plan_name=order.plan.name,
+        plan_name=spec.plan.name,
         started_at=_iso(started_at),
         duration_s=0.0,
         url=",".join(target.urls),
         protocol=target.protocol,
         model=target.model,
-        num_offered=len(order.plan.requests),
-        slos=order.plan.slos,
-        ignore_eos=jobs[0].terms(order.plan).ignore_eos,
-        flags=order.flags,
+        num_offered=len(spec.plan.requests),
+        slos=spec.plan.slos,
+        ignore_eos=jobs[0].rules(spec.plan).ignore_eos,
+        flags=spec.flags,
         machine=facts,
-        server=order.server,
+        server=spec.server,
         invalid=(UNFINISHED,),
-        warmup_requests=order.warm_ups,
-        processes=order.processes,
+        warmup_requests=spec.warm_ups,
+        processes=spec.processes,
         version=machine.loadgen_version(),
     )
 
 
-def _verdict(run: RunInfo, ended: Ended, records: Sequence[Record], terms: Terms) -> RunInfo:
-    is_early = ended.is_interrupted or ended.is_cut
+def _verdict(run: RunInfo, ended: ProcessesResult, records: Sequence[Record], rules: OutcomeRules) -> RunInfo:
+    is_early = ended.is_interrupted or ended.ended_early
     num_offered = ended.counts.due if is_early else run.num_offered
-    reasons = list(request_metrics.invalid_reasons(records, terms, num_offered))
+    reasons = list(request_metrics.invalid_reasons(records, rules, num_offered))
     not_sent = [record for record in records if record.error.startswith(NOT_SENT) and not record.left_early]
     if not_sent:
         reasons.append(
@@ -287,7 +285,7 @@ def _verdict(run: RunInfo, ended: Ended, records: Sequence[Record], terms: Terms
     )
 
 
-def _notes(ended: Ended) -> tuple[str, ...]:
+def _notes(ended: ProcessesResult) -> tuple[str, ...]:
     failed = ended.warm_ups_failed
     return (f"{failed} of {ended.warm_ups} warm-up requests failed: {ended.warm_up_error}",) if failed else ()
 

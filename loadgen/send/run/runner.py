@@ -20,25 +20,25 @@ from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure import request_metrics
 from loadgen.measure.counts import Counts
 from loadgen.measure.records import Arrival, Record
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import AnswerOf, Plan, PlannedRequest
 from loadgen.plan.schedule import Schedule
 from loadgen.send.client import Client, Exchange
-from loadgen.send.prompts import PastAnswer, Prompts
+from loadgen.send.prompts import EarlierResponse, Prompts
 from loadgen.send.timers import Alarm, new_alarm, now_s
 
 TICK_S = 0.05
 BUSY_TICK_S = 0.002
 """Interval of background work: TICK_S, or BUSY_TICK_S while some is left over."""
-PIECE_S = 0.001
+MAX_WORK_S = 0.001
 """Longest uninterrupted background work."""
-CLEAR_S = 0.0005
+QUIET_S = 0.0005
 """Background work ends at least this long before the next due request."""
-AHEAD_S = 5.0
+ENCODE_AHEAD_S = 5.0
 """Bodies are encoded this long before they are due."""
-AHEAD_AT_START_S = 60.0
+ENCODE_BEFORE_START_S = 60.0
 """Bodies due in this first part of the run are encoded before its start, up to AHEAD_AT_START_BYTES."""
-AHEAD_AT_START_BYTES = 128 << 20
+ENCODE_BEFORE_START_BYTES = 128 << 20
 CONNECT_AHEAD_S = 0.25
 """Connections are opened this long before they are needed."""
 CONNECTIONS_AT_ONCE = 4
@@ -68,23 +68,25 @@ class Runner:
         prompts: Prompts,
         recorder: RunRecorder,
         *,
-        terms: Terms,
+        rules: OutcomeRules,
         timeout_s: float,
         clock: Callable[[], float] = now_s,
         alarm: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm] = new_alarm,
+        encode_before_start_bytes: int = ENCODE_BEFORE_START_BYTES,
     ) -> None:
         """`requests` is this process's share of `plan`. `alarm` must use the same clock as `clock`."""
         self._plan = plan
         self._client = client
         self._prompts = prompts
         self._recorder = recorder
-        self._terms = terms
+        self._rules = rules
         self._timeout_s = timeout_s
         self._clock = clock
         self._new_alarm = alarm
+        self._encode_before_start_bytes = encode_before_start_bytes
         self._schedule = Schedule(requests)
-        self._answers_wanted = {s.index for request in requests for s in request.segments if isinstance(s, AnswerOf)}
-        self._answers: dict[int, PastAnswer] = {}
+        self._needed_responses = {s.index for request in requests for s in request.segments if isinstance(s, AnswerOf)}
+        self._responses: dict[int, EarlierResponse] = {}
         self._prepared: dict[int, Any] = {}
         self._in_flight: dict[int, tuple[float, PlannedRequest, Exchange]] = {}
         self._unwritten: deque[tuple[float, PlannedRequest, Exchange | None]] = deque()
@@ -100,11 +102,14 @@ class Runner:
     def prepare(self) -> None:
         """Do the work that is possible before the start: encode bodies and open connections."""
         num_bytes = 0
-        while num_bytes < AHEAD_AT_START_BYTES and (request := self._schedule.upcoming(AHEAD_AT_START_S)) is not None:
-            self._prepared[request.index] = self._prepared_now(request)
+        while (
+            num_bytes < self._encode_before_start_bytes
+            and (request := self._schedule.upcoming(ENCODE_BEFORE_START_S)) is not None
+        ):
+            self._prepared[request.index] = self._encode(request)
             num_bytes += 8 * (self._plan.num_prompt_tokens(request) or 1000)
         num_first = self._schedule.num_due(CONNECT_AHEAD_S)
-        self._client.expect(num_first, at_most=num_first)
+        self._client.preconnect(num_first, at_most=num_first)
         gc.collect()  # can take a second, so it must not happen in `run`, shortly before the first request is due
 
     async def run(self, start_s: float) -> None:
@@ -119,13 +124,13 @@ class Runner:
         self._alarm = self._new_alarm(self._loop, self._on_alarm)
         try:
             with _NoGarbageCollection():
-                self._client.urgent.ring = self._on_alarm
+                self._client.due_check.fire = self._on_alarm
                 self._on_alarm()
                 self._tick()
-                self._look_for_end()
+                self._finish_if_done()
                 await self._done
         finally:
-            self._client.urgent.at_s = math.inf
+            self._client.due_check.at_s = math.inf
             self._alarm.close()
             if self._tick_handle is not None:
                 self._tick_handle.cancel()
@@ -139,8 +144,8 @@ class Runner:
         self._is_stopping = True
         now = self._clock()
         for _, _, exchange in tuple(self._in_flight.values()):
-            exchange.leave(now)
-        self._look_for_end()
+            exchange.cancel(now)
+        self._finish_if_done()
 
     # Sending.
 
@@ -152,9 +157,9 @@ class Runner:
             self._send(due_s, request)
         next_s = self._schedule.next_s
         if next_s is None:
-            self._client.urgent.at_s = math.inf
+            self._client.due_check.at_s = math.inf
         else:
-            self._client.urgent.at_s = self._start_s + next_s
+            self._client.due_check.at_s = self._start_s + next_s
             self._alarm.set(self._start_s + next_s)
 
     def _send(self, due_s: float, request: PlannedRequest) -> None:
@@ -164,12 +169,12 @@ class Runner:
         self.counts.due += 1
         self.counts.in_flight += 1
         try:
-            prepared = self._prepared.pop(request.index, None) or self._prepared_now(request)
+            prepared = self._prepared.pop(request.index, None) or self._encode(request)
             self._client.send(prepared, exchange)
         except Exception as error:  # a request that cannot be sent is recorded as such and does not end the run
             exchange.not_sent = True
             exchange.fail(self._clock(), f"not sent: {type(error).__name__}: {error}")
-        exchange.limit(self._loop, self._timeout_s, self._clock)
+        exchange.start_timeout(self._loop, self._timeout_s, self._clock)
 
     def _on_end(self, exchange: Exchange) -> None:
         due_s, request, _ = self._in_flight.pop(exchange.index)
@@ -179,21 +184,23 @@ class Runner:
         if self._schedule.has_later_turn(request.index):
             self._release_turns(request, exchange)
         if not self._in_flight:
-            self._look_for_end()
+            self._finish_if_done()
 
     def _release_turns(self, request: PlannedRequest, exchange: Exchange) -> None:
         assert exchange.ended_s is not None
-        is_whole = request_metrics.is_whole(self._record(0.0, request, exchange), self._terms)
-        if is_whole and request.index in self._answers_wanted:
-            self._answers[request.index] = PastAnswer(token_ids=tuple(exchange.token_ids), text="".join(exchange.texts))
-        dropped = self._schedule.ended(request.index, exchange.ended_s - self._start_s, is_whole=is_whole)
+        is_complete = request_metrics.is_complete_response(self._record(0.0, request, exchange), self._rules)
+        if is_complete and request.index in self._needed_responses:
+            self._responses[request.index] = EarlierResponse(
+                token_ids=tuple(exchange.token_ids), text="".join(exchange.texts)
+            )
+        dropped = self._schedule.ended(request.index, exchange.ended_s - self._start_s, is_complete=is_complete)
         if not self._is_stopping:
             self.counts.due += len(dropped)
             self._unwritten.extend((due_s, later, None) for due_s, later in dropped)
-        if is_whole and not self._is_stopping:
+        if is_complete and not self._is_stopping:
             self._on_alarm()  # the next turn may be due now, or before any other request
 
-    def _look_for_end(self) -> None:
+    def _finish_if_done(self) -> None:
         has_more = self._schedule.num_unsent > 0 and not self._is_stopping
         if not has_more and not self._in_flight and self._done is not None and not self._done.done():
             self._done.set_result(None)
@@ -207,12 +214,12 @@ class Runner:
         now = self._clock()
         elapsed_s = max(0.0, now - self._start_s)
         next_s = self._schedule.next_s
-        until_s = now + PIECE_S if next_s is None else min(now + PIECE_S, self._start_s + next_s - CLEAR_S)
-        has_rest = self._client.expect(self._schedule.num_due(elapsed_s + CONNECT_AHEAD_S), CONNECTIONS_AT_ONCE)
-        has_rest |= self._do_some(until_s, elapsed_s + AHEAD_S)
-        self._tick_handle = self._loop.call_later(BUSY_TICK_S if has_rest else TICK_S, self._tick)
+        until_s = now + MAX_WORK_S if next_s is None else min(now + MAX_WORK_S, self._start_s + next_s - QUIET_S)
+        has_more = self._client.preconnect(self._schedule.num_due(elapsed_s + CONNECT_AHEAD_S), CONNECTIONS_AT_ONCE)
+        has_more |= self._background_work(until_s, elapsed_s + ENCODE_AHEAD_S)
+        self._tick_handle = self._loop.call_later(BUSY_TICK_S if has_more else TICK_S, self._tick)
 
-    def _do_some(self, until_s: float, horizon_s: float) -> bool:
+    def _background_work(self, until_s: float, horizon_s: float) -> bool:
         """Write records and encode bodies until `until_s`. Returns True if work is left."""
         while self._unwritten:
             if self._clock() >= until_s and len(self._unwritten) < MAX_UNWRITTEN:
@@ -223,21 +230,21 @@ class Runner:
             if request is None:
                 break
             with contextlib.suppress(Exception):  # sending will raise it again and record it
-                self._prepared[request.index] = self._prepared_now(request)
+                self._prepared[request.index] = self._encode(request)
         else:
             return True
         if gc.get_count()[0] > _GARBAGE_OBJECTS:
             gc.collect(0)  # only failures leave reference cycles, so this is rare
         return False
 
-    def _prepared_now(self, request: PlannedRequest) -> Any:
-        return self._client.prepare(self._prompts.ask(request, self._answers))
+    def _encode(self, request: PlannedRequest) -> Any:
+        return self._client.prepare(self._prompts.resolve(request, self._responses))
 
     def _write_one(self) -> None:
         due_s, request, exchange = self._unwritten.popleft()
         record = self._record(due_s, request, exchange)
         counts = self.counts
-        counts.outcomes[request_metrics.classify(record, self._terms)] += 1
+        counts.outcomes[request_metrics.classify(record, self._rules)] += 1
         if record.sent_s is not None:
             counts.sent += 1
             counts.lags.add(record.sent_s - record.intended_s)

@@ -12,7 +12,7 @@ from pathlib import Path
 from loadgen.machine import cpu_model, loadgen_version, usable_cores
 from loadgen.send.run.priority import Priority
 
-UNPROVED_RPS = 250.0
+UNMEASURED_RPS = 250.0
 """Request rate assumed for one process without a selftest. A small machine with two cores reaches it."""
 
 
@@ -44,7 +44,7 @@ class Calibration:
         return (self.cpu, self.python, self.loadgen) == (cpu_model(), platform.python_version(), loadgen_version())
 
 
-def measured(rate_rps: float, output_tokens: int, priority: str, measured_at: str) -> Calibration:
+def new_calibration(rate_rps: float, output_tokens: int, priority: str, measured_at: str) -> Calibration:
     """Return a calibration for this machine and software."""
     return Calibration(
         rate_rps=rate_rps,
@@ -93,22 +93,23 @@ def load(priority: Priority) -> Calibration | None:
 
 def processes_for(requests_per_s: float, tokens_per_s: float, calibration: Calibration | None) -> int:
     """Return the number of processes that these rates need."""
-    rate_rps = calibration.rate_rps if calibration else UNPROVED_RPS
-    tokens_rps = calibration.tokens_per_s if calibration else UNPROVED_RPS * 32
+    rate_rps = calibration.rate_rps if calibration else UNMEASURED_RPS
+    tokens_rps = calibration.tokens_per_s if calibration else UNMEASURED_RPS * 32
     return max(1, -(-int(requests_per_s) // max(1, int(rate_rps))), -(-int(tokens_per_s) // max(1, int(tokens_rps))))
 
 
 def warning(requests_per_s: float, tokens_per_s: float, processes: int, calibration: Calibration | None) -> str:
     """Return a warning if `processes` may not be enough for these peak rates, else an empty text."""
-    rate_rps = processes * (calibration.rate_rps if calibration else UNPROVED_RPS)
-    tokens_rps = processes * (calibration.tokens_per_s if calibration else UNPROVED_RPS * 32)
+    rate_rps = processes * (calibration.rate_rps if calibration else UNMEASURED_RPS)
+    tokens_rps = processes * (calibration.tokens_per_s if calibration else UNMEASURED_RPS * 32)
     if requests_per_s <= rate_rps and tokens_per_s <= tokens_rps:
         return ""
     known = (
         f"{processes} process{'es are' if processes > 1 else ' is'} accurate up to {rate_rps:g} requests/s and "
         f"{tokens_rps:g} tokens/s on this machine (loadgen selftest, priority {calibration.priority})"
         if calibration
-        else f"only {rate_rps:g} requests/s and {tokens_rps:g} tokens/s are assumed until `loadgen selftest` has run on this machine"
+        else f"only {rate_rps:g} requests/s and {tokens_rps:g} tokens/s are assumed until `loadgen selftest` has "
+        "run on this machine"
     )
     asked = f"the plan needs up to {requests_per_s:.0f} requests/s and {tokens_per_s:.0f} tokens/s"
     return f"{asked}; {known}. The measured send lag decides whether the run is valid; --processes N spreads the work"

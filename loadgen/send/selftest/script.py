@@ -56,4 +56,4 @@ class ServedRequest:
     headers: dict[str, str]
     received_s: float
     sent_s: list[float] = field(default_factory=list)
-    hung_up_s: float | None = None
+    disconnected_s: float | None = None

@@ -57,7 +57,7 @@ class ScriptedServer:
         self._port = port
         self._keeps = keeps
         self._free_slots = slots
-        self._line: deque[_Answer] = deque()
+        self._queue: deque[_Answer] = deque()
         self.models = {
             "object": "list",
             "data": [{"id": model, "object": "model", "owned_by": owned_by, "max_model_len": max_model_len}],
@@ -89,7 +89,7 @@ class ScriptedServer:
         await self._server.wait_closed()
         self._alarm.close()
 
-    def arrived(self, body: dict[str, Any], headers: dict[str, str], at_s: float) -> tuple[ServedRequest, Script]:
+    def register(self, body: dict[str, Any], headers: dict[str, str], at_s: float) -> tuple[ServedRequest, Script]:
         """Register a request and return it with its script."""
         served = ServedRequest(number=self.num_served, body=body, headers=headers, received_s=at_s)
         self.num_served += 1
@@ -107,17 +107,17 @@ class ScriptedServer:
             self._free_slots -= 1
             answer.start(at_s)
         else:
-            self._line.append(answer)
+            self._queue.append(answer)
 
-    def over(self, answer: _Answer, at_s: float) -> None:
+    def release(self, answer: _Answer, at_s: float) -> None:
         """Free the slot of a response that has ended or whose client is gone."""
         if answer.is_over or self._free_slots is None:
             return
         answer.is_over = True
         if not answer.is_started:
-            self._line.remove(answer)
-        elif self._line:
-            self._line.popleft().start(at_s)
+            self._queue.remove(answer)
+        elif self._queue:
+            self._queue.popleft().start(at_s)
         else:
             self._free_slots += 1
 
@@ -169,7 +169,7 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         self._server.connections.discard(self)
         if self._answer is not None:
-            self._answer.served.hung_up_s = now_s()
+            self._answer.served.disconnected_s = now_s()
             self.ended()
 
     def data_received(self, data: bytes) -> None:
@@ -190,18 +190,18 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser.get_method() == b"GET":
-            self.whole(200, json.dumps(self._server.models).encode(), {})
+            self.respond(200, json.dumps(self._server.models).encode(), {})
             return
-        served, script = self._server.arrived(json.loads(b"".join(self._body)), self._headers, self._at_s)
+        served, script = self._server.register(json.loads(b"".join(self._body)), self._headers, self._at_s)
         self._answer = _Answer(self, self._server, served, script, is_chat=b"chat" in self._url)
         self._server.admit(self._answer, self._at_s)
 
     def ended(self) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
-            self._server.over(answer, now_s())
+            self._server.release(answer, now_s())
 
-    def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def respond(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
         head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.write(head.encode() + b"\r\n" + body)
@@ -276,7 +276,7 @@ class _Answer:
             self._connection.close()
             return
         if script.status != 200 or script.body:
-            self._connection.whole(script.status, script.body, script.headers)
+            self._connection.respond(script.status, script.body, script.headers)
             self._connection.ended()
             return
         encoding = "Content-Encoding: gzip\r\n" if script.is_compressed else ""

@@ -23,11 +23,11 @@ from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.stats import percentiles
-from loadgen.plan.workloads import first_look
-from loadgen.send.run.live import Silent
+from loadgen.plan.sources.workloads import simple_plan
+from loadgen.send.run.live import SilentView
 from loadgen.send.run.priority import Priority
-from loadgen.send.run.run_plan import Finished, Order, run
-from loadgen.send.selftest.calibration import Calibration, measured
+from loadgen.send.run.run_plan import FinishedRun, RunSpec, run
+from loadgen.send.selftest.calibration import Calibration, new_calibration
 from loadgen.send.target import Target
 
 RATES = (25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 800, 1000, 1200, 1500, 2000)
@@ -54,7 +54,7 @@ class SelftestRate:
     cpu_per_request_s: float
 
     @property
-    def is_kept(self) -> bool:
+    def passed(self) -> bool:
         """True if this rate passes."""
         return self.num_dropped == 0 and self.lag_s[1] <= LIMIT_S and self.event_s[1] <= LIMIT_S
 
@@ -67,11 +67,11 @@ def selftest(
     rates: Sequence[float],
     priority: Priority,
     attempts: int,
-    told: Callable[[SelftestRate], None],
+    on_trial: Callable[[SelftestRate], None],
 ) -> Calibration | None:
     """Return the highest rate that passes, or None if the lowest one fails.
 
-    Each rate gets up to `attempts` trials, because other load on the machine may disturb one. `told` is
+    Each rate gets up to `attempts` trials, because other load on the machine may disturb one. `on_trial` is
     called with each trial. Raises LoadgenError.
     """
     workload = _Workload(seconds=seconds, output_tokens=output_tokens, priority=priority)
@@ -81,14 +81,16 @@ def selftest(
         for rate_rps in rates:
             for attempt in range(attempts):
                 trial = _trial(url, rate_rps, workload, cores[-1:] if len(cores) > 1 else (), seed=attempt)
-                told(trial)
-                if trial.is_kept:
+                on_trial(trial)
+                if trial.passed:
                     best = rate_rps
                     break
             if best < rate_rps:
                 break
     return (
-        measured(best, output_tokens, priority.value, datetime.now(UTC).isoformat(timespec="seconds")) if best else None
+        new_calibration(best, output_tokens, priority.value, datetime.now(UTC).isoformat(timespec="seconds"))
+        if best
+        else None
     )
 
 
@@ -100,20 +102,20 @@ class _Workload:
 
 
 def _trial(url: str, rate_rps: float, workload: _Workload, cores: Sequence[int], *, seed: int) -> SelftestRate:
-    plan = first_look(
+    plan = simple_plan(
         rate_rps=rate_rps, seconds=workload.seconds, input_tokens=64, output_tokens=workload.output_tokens, seed=seed
     )
     target = Target(urls=(url,), model="scripted", dialect="baton", timeout_s=60.0)
     with tempfile.TemporaryDirectory(prefix="loadgen-selftest-") as directory:
         out = Path(directory) / "run"
-        order = Order(plan=plan, target=target, out=out, warm_ups=20, cores=cores, priority=workload.priority)
-        finished = run(order, Silent())
+        spec = RunSpec(plan=plan, target=target, out=out, warm_ups=20, cores=cores, priority=workload.priority)
+        finished = run(spec, SilentView())
     if finished.run.interrupted:
         raise LoadgenError("interrupted")
-    return _judged(rate_rps, finished)
+    return _rate_result(rate_rps, finished)
 
 
-def _judged(rate_rps: float, finished: Finished) -> SelftestRate:
+def _rate_result(rate_rps: float, finished: FinishedRun) -> SelftestRate:
     records = finished.records
     sent = request_metrics.sending(records)
     lags = [lag for record in records if (lag := request_metrics.send_lag_s(record)) is not None]
@@ -123,8 +125,8 @@ def _judged(rate_rps: float, finished: Finished) -> SelftestRate:
         rate_rps=rate_rps,
         num_requests=len(records),
         num_dropped=len(records) - finished.outcomes[RequestOutcome.GOOD],
-        lag_s=_two(lags) if lags else nothing,
-        event_s=_two(events) if events else nothing,
+        lag_s=_p50_p99(lags) if lags else nothing,
+        event_s=_p50_p99(events) if events else nothing,
         achieved_rps=sent.achieved_rps or 0.0,
         cpu_share=finished.ended.counts.cpu_s / max(finished.run.duration_s, 1e-9),
         cpu_per_request_s=finished.ended.counts.cpu_s / max(1, len(records)),
@@ -140,7 +142,7 @@ def event_errors_s(record: Record, started_s: float) -> list[float]:
     return [started_s + arrival.at_s - stamp for arrival, stamp in zip(record.arrivals, stamps, strict=False)]
 
 
-def _two(values: Sequence[float]) -> tuple[float, float]:
+def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
     p50, p99 = percentiles(values, (50, 99))
     return p50, p99
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
+from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
 from loadgen.send.grpc.grpc_channel import open_channel, unreachable
 from loadgen.send.http.http_client import split_url, tls_context
 
@@ -34,7 +34,7 @@ class Server:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ask_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
+def discover_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
     """Read `/v1/models` and the version.
 
     Raises Unreachable if no server answers, NotTrusted for its certificate, LoadgenError if an API key is
@@ -67,19 +67,21 @@ def ready_status(url: str, path: str, headers: Mapping[str, str], *, is_insecure
     return _get(url, path, headers, is_insecure)[0]
 
 
-def ask_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
+def discover_grpc(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> Server:
     """Read the models over Baton's gRPC API. Raises Unreachable or LoadgenError."""
     from baton.v1 import inference_pb2, inference_pb2_grpc
 
     pb: Any = inference_pb2
     stub = inference_pb2_grpc.InferenceStub
-    reply = _called(target, headers, lambda channel: stub(channel).ListModels, pb.ListModelsRequest(), is_insecure)
+    reply = _call(target, headers, lambda channel: stub(channel).ListModels, pb.ListModelsRequest(), is_insecure)
     models = [model.id for model in reply.models]
     length = reply.models[0].max_model_len if reply.models and reply.models[0].HasField("max_model_len") else None
     return Server(models=models, kind="baton", max_model_len=length, facts={"kind": "baton", "models": models})
 
 
-def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecure: bool = False) -> dict[str, Any]:
+def fetch_cluster_facts(
+    target: str, headers: Mapping[str, str], model: str, *, is_insecure: bool = False
+) -> dict[str, Any]:
     """Read a Baton cluster's ready workers for `model` from the `Admin` service of a gateway.
 
     Returns the version, the number of workers, their number by role and their total KV cache size in tokens.
@@ -88,7 +90,7 @@ def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecur
     from baton.v1 import admin_pb2, admin_pb2_grpc
 
     pb: Any = admin_pb2
-    reply = _called(
+    reply = _call(
         target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure
     )
     if reply.model != model:
@@ -107,12 +109,12 @@ def ask_admin(target: str, headers: Mapping[str, str], model: str, *, is_insecur
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def _serves(told: str, model: str) -> bool:
+def _serves(reported: str, model: str) -> bool:
     """True if a worker's model is `model`. Workers may append a remark: `demo (emulated)`."""
-    return told == model or told.startswith(f"{model} (")
+    return reported == model or reported.startswith(f"{model} (")
 
 
-def _called(
+def _call(
     target: str,
     headers: Mapping[str, str],
     method: Callable[[Any], Callable[..., Any]],
@@ -173,8 +175,9 @@ def _get(url: str, path: str, headers: Mapping[str, str], is_insecure: bool) -> 
         answer = connection.getresponse()
         return answer.status, answer.read(_MAX_BYTES)
     except ssl.SSLCertVerificationError as error:
-        raise NotTrusted(
-            f"the certificate of {url} is not trusted ({error.verify_message}); name a file of its authorities in SSL_CERT_FILE, or accept "
+        raise UntrustedCertificate(
+            f"the certificate of {url} is not trusted ({error.verify_message}); name a file of its authorities in "
+            "SSL_CERT_FILE, or accept "
             "any certificate with --insecure"
         ) from error
     except (OSError, http.client.HTTPException) as error:

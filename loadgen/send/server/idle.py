@@ -14,7 +14,7 @@ from statistics import median
 
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.plan.plan import Generated, Plan, PlannedRequest, Vocabulary
-from loadgen.send.client import ask_once
+from loadgen.send.client import send_once
 from loadgen.send.prompts import new_prompts
 from loadgen.send.target import Target, new_client
 from loadgen.send.timers import now_s
@@ -28,7 +28,7 @@ EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
+class IdleResult:
     """Result of a wait: its duration, and whether the server became idle in time."""
 
     waited_s: float
@@ -51,7 +51,7 @@ class IdleWatch:
         self._num_asked = 0
         self._idle_s: float | None = None
 
-    def wait(self) -> Rest:
+    def wait(self) -> IdleResult:
         """Wait until the server is idle or `limit_s` have passed.
 
         The first call assumes an idle server and measures its response time. It raises LoadgenError if there
@@ -59,19 +59,19 @@ class IdleWatch:
         """
         return asyncio.run(self._wait())
 
-    async def _wait(self) -> Rest:
+    async def _wait(self) -> IdleResult:
         began_s = now_s()
         if self._idle_s is None:
             self._idle_s = median([await self._first_look() for _ in range(FIRST_LOOKS)])
-            return Rest(waited_s=now_s() - began_s, is_idle=True)
+            return IdleResult(waited_s=now_s() - began_s, is_idle=True)
         bound_s = SLOWER * self._idle_s + SLOWER_S
         while True:
             left_s = self._limit_s - (now_s() - began_s)
             took_s, _ = await self._ask(max(min(left_s, 10 * bound_s), bound_s))
             if took_s is not None and took_s <= bound_s:
-                return Rest(waited_s=now_s() - began_s, is_idle=True)
+                return IdleResult(waited_s=now_s() - began_s, is_idle=True)
             if left_s <= EVERY_S:
-                return Rest(waited_s=now_s() - began_s, is_idle=False)
+                return IdleResult(waited_s=now_s() - began_s, is_idle=False)
             await asyncio.sleep(EVERY_S)
 
     async def _first_look(self) -> float:
@@ -90,8 +90,8 @@ class IdleWatch:
             await client.open()
             asked = new_prompts(self._plan, self._target).warm_up(self._num_asked, self._plan.requests[0])
             began_s = now_s()
-            exchange = await ask_once(client, asked, timeout_s)
-            if exchange.is_whole:
+            exchange = await send_once(client, asked, timeout_s)
+            if exchange.is_successful:
                 return now_s() - began_s, ""
             status = f"status {exchange.status}: " if exchange.status not in (None, 200) else ""
             return None, status + (exchange.error or "the response was cut short")

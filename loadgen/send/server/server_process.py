@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.loadgen_errors import LoadgenError, Unreachable
-from loadgen.send.server.discover import ask_grpc, ready_status
+from loadgen.send.server.discover import discover_grpc, ready_status
 from loadgen.send.timers import now_s
 
 PORT = "port"
 POLL_S = 0.25
-PATIENCE_S = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
+STOP_SIGNALS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
 """Signals for the process group, with the time it has to exit after each."""
 ORPHANS_S = 5.0
 """Shorter limit once the group's leader has exited, because unreaped zombie processes look alive."""
@@ -36,7 +36,7 @@ _LOG_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """Values of a sweep's placeholders. Empty if nothing is swept."""
 
     values: Mapping[str, str]
@@ -47,7 +47,7 @@ class Point:
         return ",".join(f"{name}={value}" for name, value in self.values.items())
 
 
-def parse_sweep(text: str) -> list[Point]:
+def parse_sweep(text: str) -> list[SweepPoint]:
     """Return the points of a sweep such as `p:d=1:1,1:2,2:1`, for the placeholders {p} and {d}. Raises
     LoadgenError."""
     names, equals, rest = text.partition("=")
@@ -64,7 +64,7 @@ def parse_sweep(text: str) -> list[Point]:
         values = [value.strip() for value in part.split(":")]
         if len(values) != len(keys) or not all(values):
             raise LoadgenError(f"`{text}`: `{part}` must have one value for each of {', '.join(keys)}")
-        points.append(Point(values=dict(zip(keys, values, strict=True))))
+        points.append(SweepPoint(values=dict(zip(keys, values, strict=True))))
     if len({point.name for point in points}) < len(points):
         raise LoadgenError(f"`{text}` contains a point twice; remove one")
     return points
@@ -77,7 +77,7 @@ class ServerCommand:
     arguments: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str, points: Sequence[Point]) -> ServerCommand:
+    def parse(cls, text: str, points: Sequence[SweepPoint]) -> ServerCommand:
         """Split a command and check that the points fill all placeholders and have no unused value.
 
         Raises LoadgenError.
@@ -95,11 +95,13 @@ class ServerCommand:
         if asked - given - {PORT}:
             missing = sorted(asked - given - {PORT})[0]
             raise LoadgenError(
-                f"--command contains {{{missing}}}, but --sweep has no value for it; {{port}} is the only built-in placeholder"
+                f"--command contains {{{missing}}}, but --sweep has no value for it; {{port}} is the only "
+                "built-in placeholder"
             )
         if given - asked:
             raise LoadgenError(
-                f"--sweep has values for {sorted(given - asked)[0]}, but --command does not contain {{{sorted(given - asked)[0]}}}"
+                f"--sweep has values for {sorted(given - asked)[0]}, but --command does not contain "
+                f"{{{sorted(given - asked)[0]}}}"
             )
         return cls(arguments=arguments)
 
@@ -108,7 +110,7 @@ class ServerCommand:
         """True if the command contains {port}."""
         return any("{" + PORT + "}" in argument for argument in self.arguments)
 
-    def at(self, point: Point, port: int) -> list[str]:
+    def at(self, point: SweepPoint, port: int) -> list[str]:
         """Return the arguments for a point and a port."""
         return [argument.format(**point.values, **{PORT: port}) for argument in self.arguments]
 
@@ -148,7 +150,7 @@ def grpc_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Pr
 
     def probe() -> int | None:
         try:
-            ask_grpc(url, headers, is_insecure=is_insecure)
+            discover_grpc(url, headers, is_insecure=is_insecure)
         except Unreachable:
             return None
         return 200
@@ -157,7 +159,14 @@ def grpc_probe(url: str, headers: Mapping[str, str], *, is_insecure: bool) -> Pr
 
 
 @contextmanager
-def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float) -> Iterator[None]:
+def running_server(
+    arguments: Sequence[str],
+    probe: Probe,
+    log: Path,
+    *,
+    ready_s: float,
+    stop_signals: Sequence[tuple[signal.Signals, float]] = STOP_SIGNALS,
+) -> Iterator[None]:
     """Run the server while entered. It is ready on entry, and its process group is stopped on exit.
 
     Output goes to `log`. Raises LoadgenError if it is not ready in time, or if another server already
@@ -167,7 +176,7 @@ def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float)
         raise LoadgenError(
             "another server already answers at this address; stop it, or use {port} in --command for a free port"
         )
-    patience = PATIENCE_S[
+    signals = stop_signals[
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN :
     ]  # children inherit an ignored SIGINT, for example under nohup
     with log.open("wb") as output:
@@ -185,26 +194,28 @@ def served(arguments: Sequence[str], probe: Probe, log: Path, *, ready_s: float)
             _wait_until_ready(process, probe, log, ready_s)
             yield
         finally:
-            _stop(process, patience)
+            _stop(process, signals)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], probe: Probe, log: Path, ready_s: float) -> None:
     end_s = now_s() + ready_s
     while probe() != 200:
         if process.poll() is not None:
-            raise LoadgenError(f"the server exited with code {process.returncode} before it was ready; {_said(log)}")
+            raise LoadgenError(
+                f"the server exited with code {process.returncode} before it was ready; {_log_tail(log)}"
+            )
         if now_s() > end_s:
-            raise LoadgenError(f"the server was not ready within {ready_s:g} s; {_said(log)}")
+            raise LoadgenError(f"the server was not ready within {ready_s:g} s; {_log_tail(log)}")
         time.sleep(POLL_S)
 
 
-def _stop(process: subprocess.Popen[bytes], patience: Sequence[tuple[signal.Signals, float]]) -> None:
+def _stop(process: subprocess.Popen[bytes], signals: Sequence[tuple[signal.Signals, float]]) -> None:
     """Stop the process group with one signal after the other.
 
     A Ctrl-C meanwhile skips to the next signal and is raised again at the end.
     """
     was_interrupted = False
-    for number, patience_s in patience:
+    for number, patience_s in signals:
         if not _signal_group(process.pid, number):
             break
         try:
@@ -237,7 +248,7 @@ def _signal_group(group: int, number: int) -> bool:
     return False
 
 
-def _said(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         text = file.read().decode(errors="replace").strip()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.plan.plan import Plan
 from loadgen.send.client import Client
 from loadgen.send.prompts import new_prompts
@@ -25,11 +25,11 @@ class Measured:
 
     records: list[Record]
     started_s: float
-    terms: Terms
+    rules: OutcomeRules
 
     @property
     def outcomes(self) -> list[RequestOutcome]:
-        return [request_metrics.classify(record, self.terms) for record in self.records]
+        return [request_metrics.classify(record, self.rules) for record in self.records]
 
 
 class _Kept:
@@ -43,14 +43,14 @@ class _Kept:
 async def measure(made: Plan, target: Target, *, timeout_s: float = 20.0, client: Client | None = None) -> Measured:
     """Records in the order of the plan."""
     client = client or new_client(target)
-    terms, kept = Terms(slos=made.slos, ignore_eos=made.ignore_eos), _Kept()
+    rules, kept = OutcomeRules(slos=made.slos, ignore_eos=made.ignore_eos), _Kept()
     await client.open()
     try:
-        runner = Runner(made, made.requests, client, new_prompts(made, target), kept, terms=terms, timeout_s=timeout_s)
+        runner = Runner(made, made.requests, client, new_prompts(made, target), kept, rules=rules, timeout_s=timeout_s)
         runner.prepare()
         started_s = now_s() + 0.05
         async with asyncio.timeout(60):
             await runner.run(started_s)
     finally:
         await client.aclose()
-    return Measured(records=sorted(kept.records, key=lambda record: record.index), started_s=started_s, terms=terms)
+    return Measured(records=sorted(kept.records, key=lambda record: record.index), started_s=started_s, rules=rules)

@@ -24,8 +24,7 @@ from loadgen.plan.schedule import peak_rates
 from loadgen.send.run.priority import Priority
 from loadgen.send.selftest import calibration
 from loadgen.send.selftest.calibration import processes_for
-from loadgen.send.server import server_process as serving
-from loadgen.send.server.server_process import served
+from loadgen.send.server.server_process import running_server
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 
 LIMIT_S = 150
@@ -63,7 +62,7 @@ def one_process_sends_as_much_as_the_slots_take(tmp_path_factory: pytest.TempPat
     """As if a selftest had found it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        calibration.save(calibration.measured(int(SLOTS_RPS), 320, "normal", "2026-01-01T00:00:00+00:00"))
+        calibration.save(calibration.new_calibration(int(SLOTS_RPS), 320, "normal", "2026-01-01T00:00:00+00:00"))
         yield
 
 
@@ -265,18 +264,16 @@ time.sleep(600)
 """
 
 
-def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "PATIENCE_S", ((signal.SIGINT, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 10.0)))
+def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(tmp_path: Path) -> None:
     is_up = tmp_path / "up"
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)
-    with served(
+    with running_server(
         [sys.executable, str(program), str(is_up)],
         lambda: 200 if is_up.exists() else None,
         tmp_path / "log",
         ready_s=60,
+        stop_signals=((signal.SIGINT, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 10.0)),
     ):
         assert len(processes_with(str(program))) == 2
     deadline_s = time.monotonic() + 20  # orphans are collected by somebody else
@@ -290,7 +287,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     program.write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
     with (
         pytest.raises(LoadgenError, match=r"not ready within 1 s; its last output .*\nloading"),
-        served([sys.executable, str(program)], lambda: None, tmp_path / "log", ready_s=1.0),
+        running_server([sys.executable, str(program)], lambda: None, tmp_path / "log", ready_s=1.0),
     ):
         raise AssertionError
     assert not processes_with(str(program))

@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import Result, from_json, read_result
-from loadgen.measure.request_metrics import RequestOutcome, Terms, classify
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, classify
 from loadgen.plan.plan_file import plan_hash, write_plan
 from tests.integration.loadgen.rig import LOADGEN, ROOT
 from tests.unit.loadgen.plans import plan, request
@@ -43,8 +43,8 @@ def loadgen(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def classes(result: Result) -> dict[str, int]:
-    terms = Terms(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
-    found = [classify(record, terms) for record in result.records]
+    rules = OutcomeRules(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
+    found = [classify(record, rules) for record in result.records]
     return {outcome.value: found.count(outcome) for outcome in RequestOutcome if outcome in found}
 
 

@@ -206,10 +206,9 @@ def test_rates_in_words() -> None:
     assert [next(pieces) for _ in range(3)] == [Piece(5, 10, 10), Piece(15, 0, 0), Piece(5, 10, 10)]
 
 
-def test_a_rate_without_end_ends_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.plan.arrivals.MAX_ARRIVALS", 5000)
+def test_a_rate_without_end_ends_in_a_message() -> None:
     with pytest.raises(BadPlan, match="more than 5000 arrivals"):
-        arrivals(stream(0, ""), poisson_gaps, steady(1.0))
+        arrivals(stream(0, ""), poisson_gaps, steady(1.0), max_arrivals=5000)
 
 
 def test_times_from_a_file(tmp_path: Path) -> None:

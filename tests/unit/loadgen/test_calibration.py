@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.send.run.priority import Priority
 from loadgen.send.selftest import calibration
-from loadgen.send.selftest.calibration import measured, processes_for, warning
+from loadgen.send.selftest.calibration import new_calibration, processes_for, warning
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibration.sys, "platform", "linux")
 
 
-PROVED = measured(400.0, 32, "high", "2026-01-01T00:00:00+00:00")
+PROVED = new_calibration(400.0, 32, "high", "2026-01-01T00:00:00+00:00")
 
 
 def test_it_is_found_again_unless_it_is_of_another_machine_or_broken() -> None:

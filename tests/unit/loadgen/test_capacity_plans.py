@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 import pytest
 
-from loadgen.commands.capacity_plans import FirstLook, maker_of
-from loadgen.loadgen_errors import BadPlan, LoadgenError, NothingArrives
+from loadgen.commands.capacity_plans import SimpleWorkload, maker_of
+from loadgen.loadgen_errors import BadPlan, EmptyPlan, LoadgenError
 from loadgen.plan.plan import Plan
-from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 
 
 def times(plan: Plan) -> list[float]:
@@ -62,12 +62,12 @@ def test_sources_of_loadgen_plan_at_any_rate(workload: list[str], unit: str) -> 
 
 
 def test_without_a_workload_it_is_that_of_a_first_look() -> None:
-    plan = FirstLook(16, 4, DEFAULT_VOCABULARY).make(5.0, 20.0, seed=1)
+    plan = SimpleWorkload(16, 4, DEFAULT_VOCABULARY).make(5.0, 20.0, seed=1)
     assert Counter((plan.num_prompt_tokens(request), request.output_tokens) for request in plan.requests).keys() == {
         (16, 4)
     }
-    with pytest.raises(NothingArrives):
-        FirstLook(16, 4, DEFAULT_VOCABULARY).make(0.001, 1.0, seed=1)
+    with pytest.raises(EmptyPlan):
+        SimpleWorkload(16, 4, DEFAULT_VOCABULARY).make(0.001, 1.0, seed=1)
 
 
 def test_a_trace_goes_by_its_time_scale_and_each_trial_plays_another_part(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from loadgen.measure.compare import Change, ComparisonVerdict, NotComparable, Re
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import RECORDS, Result, read_result, to_json
 from loadgen.measure.stats import Interval
-from tests.loadgen_builders import record, refused, run, terms
+from tests.loadgen_builders import record, refused, rules, run
 from tests.loadgen_synthetic import write_result
 
 
@@ -47,7 +47,7 @@ def changes_of(found: Any) -> dict[str, Change]:
 def test_means_medians_and_differences_of_pairs() -> None:
     before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
     after = [answer(i, ttft, 0.3) for i, ttft in enumerate((0.2, 0.3, 0.7))]
-    found = changes_of(compare(result(before), result(after, "B"), terms=terms("ttft=250ms,tpot=1s")))
+    found = changes_of(compare(result(before), result(after, "B"), rules=rules("ttft=250ms,tpot=1s")))
     assert (found["ttft_mean"].before, found["ttft_mean"].after) == pytest.approx((0.2, 0.4))
     assert found["ttft_mean"].difference == pytest.approx(0.2)
     assert found["ttft_mean"].relative == pytest.approx(1.0)
@@ -153,7 +153,7 @@ def test_thresholds_are_held_against_what_was_seen(text: str, is_crossed: bool) 
     """ttft p50 from 0.2 to 0.3 s, attainment from 2/3 to 1/3, goodput alike."""
     before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
     after = [answer(i, ttft) for i, ttft in enumerate((0.2, 0.3, 0.7))]
-    found = compare(result(before), result(after, "B"), terms=terms("ttft=250ms"))
+    found = compare(result(before), result(after, "B"), rules=rules("ttft=250ms"))
     assert RegressionBound.parse(text).is_crossed(found) is is_crossed
 
 
@@ -161,7 +161,7 @@ def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> N
     """B has answered nothing: its latencies are no better for that."""
     before = [answer(i, 0.1) for i in range(9)]
     found = compare(
-        result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), terms=terms("ttft=250ms")
+        result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), rules=rules("ttft=250ms")
     )
     assert RegressionBound.parse("ttft_p99 > +5%").is_crossed(found) is None
     assert RegressionBound.parse("e2e_mean > 20ms").is_crossed(found) is None
@@ -171,9 +171,9 @@ def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> N
 def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too() -> None:
     """Sent 50 ms late each: little for a first token in 10 s, far too much for one in 100 ms."""
     late = [record(i, tokens=(i + 0.2, i + 0.3), intended_s=float(i), sent_s=i + 0.05) for i in range(40)]
-    easy = {"slos": terms("ttft=10s").slos}
+    easy = {"slos": rules("ttft=10s").slos}
     assert compare(result(late, **easy), result(late, "B", **easy)).invalid == ()
-    found = compare(result(late, **easy), result(late, "B", **easy), terms=terms("ttft=100ms"))
+    found = compare(result(late, **easy), result(late, "B", **easy), rules=rules("ttft=100ms"))
     assert ["late" in reason for reason in found.invalid] == [True, True]
 
 

@@ -9,7 +9,7 @@ from loadgen.measure import request_metrics
 from loadgen.measure.measures import Measures
 from loadgen.measure.timeline import Stages
 from loadgen.report.critical_path import path_by_load, path_of
-from tests.loadgen_builders import record, terms
+from tests.loadgen_builders import record, rules
 
 
 def timeline(**decode: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_load_is_how_many_others_were_in_flight() -> None:
         record(10 + i, tokens=(201.0, 202.0), intended_s=200 + i / 100, sent_s=200 + i / 100, timeline=timeline())
         for i in range(10)
     ]
-    loads = path_by_load(Measures.of([*alone, *crowd], terms("")))
+    loads = path_by_load(Measures.of([*alone, *crowd], rules("")))
     assert (loads[0].low, loads[0].count >= 10) == (0, True)
     assert loads[-1].high == 9
     assert sum(load.count for load in loads) == 20

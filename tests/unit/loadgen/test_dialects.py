@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from loadgen.send.client import Ask
+from loadgen.send.client import ResolvedRequest
 from loadgen.send.dialects import DIALECTS, BodyMaker, dialect_of
 from loadgen.send.http.http_client import BadUrl, split_url
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.loadgen_queues import plan_at
 
-ASK = Ask(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=SloTarget(ttft_s=0.5))
+ASK = ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=SloTarget(ttft_s=0.5))
 OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def body(kind: str, ask: Ask = ASK, *, is_chat: bool = False, **more: Any) -> Any:
+def body(kind: str, ask: ResolvedRequest = ASK, *, is_chat: bool = False, **more: Any) -> Any:
     return json.loads(BodyMaker(model="m", dialect=DIALECTS[kind], is_chat=is_chat, more=more).body(ask))
 
 
@@ -29,7 +29,7 @@ def test_only_what_a_server_is_known_to_take() -> None:
 
 
 def test_texts_and_chats() -> None:
-    text = Ask(index=0, text='é "q"', max_tokens=9)
+    text = ResolvedRequest(index=0, text='é "q"', max_tokens=9)
     assert body("openai", text)["prompt"] == 'é "q"'
     assert body("openai", text, is_chat=True) == {**OPENAI, "messages": [{"role": "user", "content": 'é "q"'}]}
 
@@ -49,7 +49,7 @@ def test_the_users_fields_replace_ours_and_null_leaves_one_out() -> None:
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_who_is_not_told_to_ignore_the_end_may_end_early(more: dict[str, object], is_held: bool, protocol: str) -> None:
     target = Target(urls=("http://h:1",), model="m", protocol=protocol, dialect="vllm", more=more)
-    assert target.terms(plan_at(1, 5, seed=1)).ignore_eos is is_held
+    assert target.rules(plan_at(1, 5, seed=1)).ignore_eos is is_held
 
 
 def test_a_server_is_known_by_who_owns_its_models() -> None:

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.send.client import Exchange
-from loadgen.send.http import http_connection
-from loadgen.send.http.http_connection import HttpConnection
-from loadgen.send.timers import Urgent
+from loadgen.send.http.http_connection import ConnectionLimits, HttpConnection
+from loadgen.send.timers import DueCheck
 
 
 class Socket:
@@ -58,16 +57,27 @@ class Wire:
     """A connection, its owner and its clock. `exchange` is on its way from the start."""
 
     def __init__(
-        self, cancel_after: int | None = None, *, data: bytes = b"POST", transport: Transport | None = None
+        self,
+        cancel_after: int | None = None,
+        *,
+        data: bytes = b"POST",
+        transport: Transport | None = None,
+        **limits: Any,
     ) -> None:
         """Over TLS, unless the `transport` has a file descriptor."""
         self.now_s = 10.0
-        self.urgent = Urgent()
+        self.due_check = DueCheck()
         self.num_idle = 0
         self.resent: list[bytes] = []
         self.ends: list[Exchange] = []
         self.transport = transport or Transport()
-        self.connection = HttpConnection(self, lambda: self.now_s, self.urgent, is_plain=transport is not None)
+        self.connection = HttpConnection(
+            self,
+            lambda: self.now_s,
+            self.due_check,
+            is_plain=transport is not None,
+            limits=ConnectionLimits(**limits),
+        )
         self.connection.connection_made(self.transport)
         self.exchange = self.send(cancel_after, data)
 
@@ -295,8 +305,8 @@ def test_done_ends_the_exchange_though_the_server_never_ends_the_response() -> N
     wire = Wire()
     exchange = wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE))
     assert (exchange.is_complete, wire.num_idle, wire.connection.is_usable) == (True, 0, False)
-    assert not wire.connection.lingers(wire.now_s + 1)
-    assert wire.connection.lingers(wire.now_s + http_connection.LINGER_S + 1)
+    assert not wire.connection.is_lingering(wire.now_s + 1)
+    assert wire.connection.is_lingering(wire.now_s + ConnectionLimits().linger_s + 1)
 
 
 def test_a_used_connection_that_was_just_closed_is_not_the_servers_answer() -> None:
@@ -326,20 +336,20 @@ def test_a_compressed_stream_is_read_as_it_comes(kind: str) -> None:
     assert (exchange.token_ids, exchange.times, exchange.is_complete) == ([7, 8], [12.0, 13.0], True)
 
 
-def test_compression_that_cannot_be_read_or_hides_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_that_cannot_be_read_or_hides_too_much() -> None:
     assert "unsupported compression br" in Wire().get(head(content_encoding="br", **CHUNKED), chunk(b"x")).error
     assert "cannot be decoded" in Wire().get(head(content_encoding="gzip", **CHUNKED), chunk(b"no gzip at all")).error
-    monkeypatch.setattr(http_connection, "MAX_INFLATED_BYTES", 1000)
     bomb = gzip.compress(b"data: " + b"x" * 100_000)
-    assert "longer than 1000 bytes" in Wire().get(head(content_encoding="gzip", **CHUNKED), chunk(bomb)).error
+    assert (
+        "longer than 1000 bytes"
+        in Wire(inflated_bytes=1000).get(head(content_encoding="gzip", **CHUNKED), chunk(bomb)).error
+    )
 
 
-def test_nothing_grows_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "MAX_BODY_BYTES", 1000)
-    wire = Wire()
+def test_nothing_grows_without_bound() -> None:
+    wire = Wire(body_bytes=1000)
     assert "2000 bytes that are not an event stream" in wire.get(whole(200, b"x" * 2000)).error
-    monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 1000)
-    wire = Wire()
+    wire = Wire(head_bytes=1000)
     assert wire.get(b"HTTP/1.1 200 X\r\n", *[b"a: " + b"x" * 300 + b"\r\n"] * 5).error.endswith(
         "header is longer than 1000 bytes"
     )
@@ -393,8 +403,8 @@ def test_a_token_whose_text_is_not_there_yet_has_come_all_the_same() -> None:
 def test_what_is_due_goes_before_what_has_come() -> None:
     wire = Wire()
     rung: list[int] = []
-    wire.urgent.at_s = 12.0
-    wire.urgent.ring = lambda: rung.append(wire.exchange.num_tokens)
+    wire.due_check.at_s = 12.0
+    wire.due_check.fire = lambda: rung.append(wire.exchange.num_tokens)
     wire.get(head(**CHUNKED), chunk(token(7)))
     assert (rung, wire.exchange.times) == ([0], [12.0])
 

@@ -62,7 +62,7 @@ def test_no_length_is_below_one() -> None:
 def test_times_have_units_and_are_not_whole() -> None:
     assert parse_times("300ms") == Fixed(0.3)
     assert parse_times("2m") == Fixed(120)
-    assert parse_times("uniform:1s-1500ms") == Uniform(1.0, 1.5, is_whole=False)
+    assert parse_times("uniform:1s-1500ms") == Uniform(1.0, 1.5, is_integer=False)
     assert parse_times("lognormal:mean=5s,cv=1,max=2m") == Lognormal(mean=5, cv=1, high=120)
     between = parse_times("uniform:1s-1500ms").draw(stream(0, "u"), 1000)
     assert between.min() >= 1

@@ -197,7 +197,7 @@ def test_servegen(tmp_path: Path, windows: Path) -> None:
     )
     assert (
         refusal("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x")
-        == "--clients: `a` is not a whole number"
+        == "--clients: `a` is not an integer"
     )
 
 

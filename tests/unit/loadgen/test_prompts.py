@@ -6,20 +6,20 @@ import pytest
 
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.plan.plan import Text
-from loadgen.send.prompts import PastAnswer, new_prompts
+from loadgen.send.prompts import EarlierResponse, new_prompts
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 BATON = Target(urls=("x",), model="m", dialect="baton")
 CHAT = Target(urls=("x",), model="m", dialect="openai", api="chat", prompts="text")
-ANSWERS = {0: PastAnswer(token_ids=(7,) * 10, text=" an answer")}
+ANSWERS = {0: EarlierResponse(token_ids=(7,) * 10, text=" an answer")}
 
 
 def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
     made = chat_plan()
     prompts = new_prompts(made, BATON)
-    first, second = prompts.ask(made.requests[0], {}), prompts.ask(made.requests[2], ANSWERS)
+    first, second = prompts.resolve(made.requests[0], {}), prompts.resolve(made.requests[2], ANSWERS)
     assert list(second.token_ids[:60]) == list(first.token_ids)
     assert list(second.token_ids[60:70]) == [7] * 10
     assert (len(second.token_ids), second.index, second.max_tokens, second.text) == (75, 2, 8, "")
@@ -27,7 +27,7 @@ def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
 
 def test_a_chat_alternates_between_user_and_assistant() -> None:
     made = chat_plan()
-    messages = new_prompts(made, CHAT).ask(made.requests[2], ANSWERS).messages
+    messages = new_prompts(made, CHAT).resolve(made.requests[2], ANSWERS).messages
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert [len(message["content"].split()) for message in messages] == [60, 2, 5]
     assert messages[1]["content"] == " an answer"
@@ -42,13 +42,13 @@ def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None
         Text(text="more"),
     )
     talk = replace(made.requests[0], segments=segments)
-    assert new_prompts(made, CHAT).ask(talk, {}).messages == [
+    assert new_prompts(made, CHAT).resolve(talk, {}).messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "more"},
     ]
-    assert new_prompts(made, BATON).ask(talk, {}).text == "be briefhihellomore"
+    assert new_prompts(made, BATON).resolve(talk, {}).text == "be briefhihellomore"
 
 
 def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
@@ -56,7 +56,7 @@ def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
     for target in (BATON, CHAT):
         prompts = new_prompts(made, target)
         own, warm, other = (
-            prompts.ask(made.requests[0], {}),
+            prompts.resolve(made.requests[0], {}),
             prompts.warm_up(0, made.requests[0]),
             prompts.warm_up(1, made.requests[0]),
         )
@@ -77,7 +77,7 @@ def test_exact_tokens_are_refused_before_a_text_or_a_chat_is_sent(target: Target
     made = plan(request(0, (0, 5)), request(1, [5, 6, 7]))
     with pytest.raises(LoadgenError, match="exact token ids"):
         new_prompts(made, target)
-    assert list(new_prompts(made, BATON).ask(made.requests[1], {}).token_ids) == [5, 6, 7]
+    assert list(new_prompts(made, BATON).resolve(made.requests[1], {}).token_ids) == [5, 6, 7]
 
 
 def test_answers_need_a_server_that_gives_their_tokens() -> None:

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from loadgen.commands.option_types import ApiKey
-from loadgen.commands.run_command import EXIT_DIFFERS, EXIT_INTERRUPTED, _checked
-from loadgen.commands.summary_text import lines
+from loadgen.commands.run_command import EXIT_DIFFERS, EXIT_INTERRUPTED, _recheck
+from loadgen.commands.summary_text import summary_lines
 from loadgen.measure.counts import Counts
 from loadgen.measure.measures import Measures
 from loadgen.measure.records import Record
 from loadgen.measure.summary import summarise
-from loadgen.send.run import recheck as check
-from loadgen.send.run.processes import Ended
-from loadgen.send.run.recheck import Checked, Difference
-from loadgen.send.run.run_plan import Finished, Order
+from loadgen.send.run import recheck
+from loadgen.send.run.processes import ProcessesResult
+from loadgen.send.run.recheck import RecheckResult, ResponseDifference
+from loadgen.send.run.run_plan import FinishedRun, RunSpec
 from loadgen.send.target import Target
-from tests.loadgen_builders import record, refused, run, terms
+from tests.loadgen_builders import record, refused, rules, run
 from tests.unit.loadgen.plans import plan, request
 
-ENDED = Ended(
+ENDED = ProcessesResult(
     counts=Counts(),
     started_s=0.0,
     ended_s=1.0,
@@ -33,19 +33,19 @@ ENDED = Ended(
 )
 
 
-def finished(*records: Record) -> Finished:
-    return Finished(run=run(num_offered=len(records)), records=records, terms=terms(), ended=ENDED)
+def finished(*records: Record) -> FinishedRun:
+    return FinishedRun(run=run(num_offered=len(records)), records=records, rules=rules(), ended=ENDED)
 
 
-def order(out: Path) -> Order:
-    return Order(
+def spec(out: Path) -> RunSpec:
+    return RunSpec(
         plan=plan(request(0, (0, 8), output=3)), target=Target(urls=("http://127.0.0.1:9",), model="demo"), out=out
     )
 
 
 def test_a_server_that_is_gone_when_it_is_asked_again_takes_nothing_from_the_run(tmp_path: Path) -> None:
     before = finished(record(token_ids=(7, 8, 9)))
-    after, code = _checked(order(tmp_path), before, is_quiet=True)
+    after, code = _recheck(spec(tmp_path), before, is_quiet=True)
     assert code == EXIT_DIFFERS
     assert after.notes[0].startswith("check: not done: ")
     assert (after.run, after.records) == (before.run, before.records)
@@ -55,8 +55,8 @@ def test_neither_does_a_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check, "check", interrupted)
-    after, code = _checked(order(tmp_path), finished(record()), is_quiet=True)
+    monkeypatch.setattr(recheck, "check", interrupted)
+    after, code = _recheck(spec(tmp_path), finished(record()), is_quiet=True)
     assert (code, after.notes) == (EXIT_INTERRUPTED, ("check: interrupted while repeating requests",))
 
 
@@ -67,8 +67,8 @@ def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
         *(record(index, tokens=(index + 0.6,), intended_s=index + 0.5, sent_s=index + 0.5) for index in range(4)),
         given_up,
     )
-    said = next(text for text, _ in lines(done, tmp_path) if text.startswith("attainment"))
-    goodput = summarise(Measures.of(done.records, done.terms)).goodput_rps
+    said = next(text for text, _ in summary_lines(done, tmp_path) if text.startswith("attainment"))
+    goodput = summarise(Measures.of(done.records, done.rules)).goodput_rps
     assert goodput is not None
     assert f"goodput {goodput.value:.2f} requests/s" in said
     assert said.startswith("attainment  80.0%")
@@ -77,13 +77,13 @@ def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "is_same"),
     [
-        (Checked(compared=3, failed=0, skipped=1, differing=()), True),
-        (Checked(compared=3, failed=0, skipped=0, differing=(Difference(index=1, at=0),)), False),
-        (Checked(compared=2, failed=1, skipped=0, differing=()), False),
-        (Checked(compared=0, failed=0, skipped=3, differing=()), False),
+        (RecheckResult(compared=3, failed=0, skipped=1, differing=()), True),
+        (RecheckResult(compared=3, failed=0, skipped=0, differing=(ResponseDifference(index=1, at=0),)), False),
+        (RecheckResult(compared=2, failed=1, skipped=0, differing=()), False),
+        (RecheckResult(compared=0, failed=0, skipped=3, differing=()), False),
     ],
 )
-def test_only_answers_that_came_again_are_the_same(found: Checked, is_same: bool) -> None:
+def test_only_answers_that_came_again_are_the_same(found: RecheckResult, is_same: bool) -> None:
     assert found.is_same is is_same
 
 

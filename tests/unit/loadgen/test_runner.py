@@ -10,18 +10,18 @@ from baton.sim import virtual_time
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.plan.plan import Plan
-from loadgen.send.client import Ask, Exchange
+from loadgen.send.client import Exchange, ResolvedRequest
 from loadgen.send.prompts import TokenPrompts
 from loadgen.send.run import runner
 from loadgen.send.run.runner import Runner
-from loadgen.send.timers import Urgent
+from loadgen.send.timers import DueCheck
 from loadgen.slo_target import SloTarget
 from tests.unit.loadgen.plans import plan, request
 
 
-class Bell:
+class VirtualAlarm:
     """An alarm by the loop's own clock, which is virtual."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
@@ -54,28 +54,28 @@ class Server:
         self._gap_s = gap_s
         self._stall = stall
         self._broken = broken
-        self.asks: list[Ask] = []
+        self.asks: list[ResolvedRequest] = []
         self.sent: dict[int, float] = {}
         self.hung_up: list[int] = []
         self.start_s = 0.0
-        self.urgent = Urgent()
+        self.due_check = DueCheck()
 
     async def open(self) -> None: ...
 
     async def aclose(self) -> None: ...
 
-    def expect(self, num_requests: int, at_most: int) -> bool:
+    def preconnect(self, num_requests: int, at_most: int) -> bool:
         return False
 
-    def prepare(self, ask: Ask) -> Ask:
-        self.asks.append(ask)
-        return ask
+    def prepare(self, request_sent: ResolvedRequest) -> ResolvedRequest:
+        self.asks.append(request_sent)
+        return request_sent
 
-    def send(self, prepared: Ask, exchange: Exchange) -> None:
+    def send(self, prepared: ResolvedRequest, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         exchange.sent_s = loop.time()
         self.sent[prepared.index] = round(loop.time() - self.start_s, 9)
-        exchange.on_hang_up(lambda: self.hung_up.append(prepared.index))
+        exchange.set_abort(lambda: self.hung_up.append(prepared.index))
         at_s = loop.time() + self._ttft_s
         num_tokens = 1 if prepared.index in self._broken else prepared.max_tokens
         for number in range(num_tokens):
@@ -83,13 +83,13 @@ class Server:
             loop.call_at(end if begin <= at_s < end else at_s, self._token, exchange, prepared, number, num_tokens)
             at_s += self._gap_s
 
-    def _token(self, exchange: Exchange, ask: Ask, number: int, of: int) -> None:
+    def _token(self, exchange: Exchange, request_sent: ResolvedRequest, number: int, of: int) -> None:
         now_s = asyncio.get_running_loop().time()
         if exchange.is_over:
             return
-        exchange.token_ids.append(1000 * ask.index + number)
-        exchange.got(now_s, 1)
-        if ask.index in self._broken:
+        exchange.token_ids.append(1000 * request_sent.index + number)
+        exchange.add_tokens(now_s, 1)
+        if request_sent.index in self._broken:
             exchange.fail(now_s, "broken", status=500)
         elif number == of - 1:
             exchange.finish_reason, exchange.is_complete, exchange.status = "length", True, 200
@@ -111,6 +111,7 @@ def run(
     timeout_s: float = 60.0,
     recorder: Any = None,
     meanwhile: Callable[[Runner], None] | None = None,
+    encode_before_start_bytes: int = runner.ENCODE_BEFORE_START_BYTES,
 ) -> dict[int, Record]:
     """The records by index. `meanwhile` may plan what happens during the run."""
     recorder = recorder or Recorder()
@@ -123,10 +124,11 @@ def run(
             server,
             TokenPrompts(made),
             recorder,
-            terms=Terms(slos=made.slos),
+            rules=OutcomeRules(slos=made.slos),
             timeout_s=timeout_s,
             clock=loop.time,
-            alarm=Bell,
+            alarm=VirtualAlarm,
+            encode_before_start_bytes=encode_before_start_bytes,
         )
         runs.prepare()
         server.start_s = loop.time() + 0.5
@@ -141,7 +143,7 @@ def run(
 
 
 def outcomes(made: Plan, records: Mapping[int, Record]) -> list[RequestOutcome]:
-    return [request_metrics.classify(records[index], Terms(slos=made.slos)) for index in sorted(records)]
+    return [request_metrics.classify(records[index], OutcomeRules(slos=made.slos)) for index in sorted(records)]
 
 
 def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
@@ -150,7 +152,7 @@ def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
     records = run(made, server)
     assert server.sent == {index: pytest.approx(index * 0.05) for index in range(40)}
     assert [records[index].intended_s for index in range(40)] == [index * 0.05 for index in range(40)]
-    assert request_metrics.invalid_reasons(list(records.values()), Terms(slos=made.slos)) == ()
+    assert request_metrics.invalid_reasons(list(records.values()), OutcomeRules(slos=made.slos)) == ()
 
 
 def test_each_time_of_a_record_is_that_of_the_run() -> None:
@@ -185,7 +187,7 @@ def test_turns_follow_whole_answers_and_hold_them() -> None:
     records = run(made, server)
     assert server.sent == {0: 0.0, 1: pytest.approx(1.7), 2: pytest.approx(1.9)}
     assert records[2].intended_s == pytest.approx(records[1].ended_s)
-    by_index = {ask.index: list(ask.token_ids) for ask in server.asks}
+    by_index = {request_sent.index: list(request_sent.token_ids) for request_sent in server.asks}
     assert by_index[1][4:6] == [0, 1]
     assert by_index[2][8:10] == [1000, 1001]
     assert len(server.asks) == 3
@@ -233,10 +235,10 @@ def test_stopping_keeps_what_was_measured_and_offers_nothing_more() -> None:
 
 def test_a_request_that_cannot_be_made_is_a_fact_and_not_the_end() -> None:
     class Choosy(Server):
-        def prepare(self, ask: Ask) -> Ask:
-            if ask.index == 1:
+        def prepare(self, request_sent: ResolvedRequest) -> ResolvedRequest:
+            if request_sent.index == 1:
                 raise ValueError("too odd")
-            return super().prepare(ask)
+            return super().prepare(request_sent)
 
     made = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
     records = run(made, Choosy())
@@ -259,18 +261,17 @@ def test_a_full_disk_ends_the_run() -> None:
 
 
 def test_bodies_are_made_before_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "AHEAD_AT_START_BYTES", 1)
     made = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
     server = Server()
     made_at: dict[int, float] = {}
     prepare = server.prepare
 
-    def noted(ask: Ask) -> Ask:
-        made_at[ask.index] = asyncio.get_running_loop().time() - server.start_s
-        return prepare(ask)
+    def noted(request_sent: ResolvedRequest) -> ResolvedRequest:
+        made_at[request_sent.index] = asyncio.get_running_loop().time() - server.start_s
+        return prepare(request_sent)
 
     monkeypatch.setattr(server, "prepare", noted)
-    run(made, server)
+    run(made, server, encode_before_start_bytes=1)
     assert [made_at[index] for index in range(1, 5)] == pytest.approx(
-        [10.0 * index - runner.AHEAD_S for index in range(1, 5)], abs=0.03
+        [10.0 * index - runner.ENCODE_AHEAD_S for index in range(1, 5)], abs=0.03
     )

@@ -41,11 +41,11 @@ def test_the_plans_times_do_not_move_however_late_they_are_asked_for() -> None:
 def test_a_later_turn_is_due_a_think_time_after_the_end_of_the_one_before() -> None:
     schedule = Schedule([*session(0, 3, "s", think_s=2.5), request(3, (9, 4), at_s=4.0)])
     assert due(schedule, 1.0) == [(0.0, 0)]
-    assert schedule.ended(0, 1.25, is_whole=True) == []
+    assert schedule.ended(0, 1.25, is_complete=True) == []
     assert schedule.next_s == 3.75
     assert due(schedule, 5.0) == [(3.75, 1), (4.0, 3)]
     assert schedule.num_unsent == 1
-    schedule.ended(1, 6.0, is_whole=True)
+    schedule.ended(1, 6.0, is_complete=True)
     assert due(schedule, 9.0) == [(8.5, 2)]
     assert schedule.num_unsent == 0
 
@@ -53,9 +53,9 @@ def test_a_later_turn_is_due_a_think_time_after_the_end_of_the_one_before() -> N
 def test_after_an_answer_that_is_not_whole_no_later_turn_is_sent() -> None:
     schedule = Schedule(session(0, 4, "s", think_s=1.0))
     due(schedule, 0.0)
-    schedule.ended(0, 1.0, is_whole=True)
+    schedule.ended(0, 1.0, is_complete=True)
     due(schedule, 2.0)
-    dropped = schedule.ended(1, 5.0, is_whole=False)
+    dropped = schedule.ended(1, 5.0, is_complete=False)
     assert [(at_s, request.index) for at_s, request in dropped] == [(6.0, 2), (7.0, 3)]
     assert (schedule.next_s, schedule.num_unsent) == (None, 0)
 
@@ -67,7 +67,7 @@ def test_what_comes_up_is_shown_once_and_not_after_it_was_sent() -> None:
     assert (first.index, schedule.upcoming(0.5)) == (0, None)
     due(schedule, 4.5)
     assert schedule.upcoming(9.0) is None
-    schedule.ended(4, 5.0, is_whole=True)
+    schedule.ended(4, 5.0, is_complete=True)
     due(schedule, 6.0)  # before anybody could make the turn ready
     assert schedule.upcoming(9.0) is None
 
@@ -83,7 +83,7 @@ def test_the_number_due_soon_counts_turns_too(times: list[float], ends: list[flo
         ]
     schedule = Schedule(requests)
     for index, at_s in enumerate(ends):
-        schedule.ended(first + 2 * index, at_s, is_whole=True)
+        schedule.ended(first + 2 * index, at_s, is_complete=True)
     expected = sum(1 for at_s in [*times, *ends] if at_s <= until_s) + (len(ends) if until_s >= 10.0 else 0)
     assert schedule.num_due(until_s) == expected == len(schedule.take_due(until_s))
 

@@ -9,7 +9,7 @@ import pytest
 from loadgen.loadgen_errors import BadPlan
 from loadgen.plan.lengths import Fixed, parse_lengths
 from loadgen.plan.plan_check import check_plan
-from loadgen.plan.servegen import ClientWindow, choose_windows, read_servegen, replay_servegen
+from loadgen.plan.sources.servegen import ClientWindow, choose_windows, read_servegen, replay_servegen
 from tests.unit.loadgen.plans import plan
 
 HEADER = "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\n"

@@ -13,7 +13,7 @@ from loadgen.loadgen_errors import BadPlan
 from loadgen.plan.lengths import Fixed
 from loadgen.plan.plan import AnswerOf, Exact, PlannedRequest, Text
 from loadgen.plan.plan_check import check_plan
-from loadgen.plan.sharegpt import Conversation, read_conversations, replay_conversations
+from loadgen.plan.sources.sharegpt import Conversation, read_conversations, replay_conversations
 from tests.unit.loadgen.plans import plan
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from loadgen.measure.measures import Measures
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Terms
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.measure.summary import in_flight_when_due, rate, steady_window, summarise, throughput
 from loadgen.slo_target import SloTarget
-from tests.loadgen_builders import any_record, any_terms, record, refused, terms
+from tests.loadgen_builders import any_record, any_terms, record, refused, rules
 
 
 def answer(index: int, due: float, ttft: float, gaps: tuple[float, ...] = (0.1, 0.1), **changes: object) -> Record:
@@ -32,7 +32,7 @@ FIVE = (
 
 
 def test_classes_attainment_and_goodput() -> None:
-    found = summarise(Measures.of(FIVE, terms()))
+    found = summarise(Measures.of(FIVE, rules()))
     assert {name: count for name, count in found.outcomes.items() if count} == {
         RequestOutcome.GOOD: 2,
         RequestOutcome.LATE: 2,
@@ -50,7 +50,7 @@ def test_classes_attainment_and_goodput() -> None:
 
 def test_distributions_are_of_whole_answers_and_of_offered_requests_beside() -> None:
     """ttft 0.1, 0.2, 0.3, 0.9 and one that never came: the median of the offered is the third."""
-    found = summarise(Measures.of(FIVE, terms())).latency["ttft"]
+    found = summarise(Measures.of(FIVE, rules())).latency["ttft"]
     assert found.count == 4
     assert found.mean.value == pytest.approx(0.375)
     assert found.percentiles[50].value == pytest.approx(0.25)
@@ -62,15 +62,15 @@ def test_distributions_are_of_whole_answers_and_of_offered_requests_beside() -> 
 
 def test_gaps_are_pooled_over_whole_answers() -> None:
     cut = record(9, tokens=(2.0, 50.0), intended_s=1.5, is_complete=False)
-    found = summarise(Measures.of([*FIVE, cut], terms())).latency["itl"]
+    found = summarise(Measures.of([*FIVE, cut], rules())).latency["itl"]
     assert found.count == 8
     assert found.mean.value == pytest.approx((6 * 0.1 + 2 * 0.5) / 8)
     assert found.maximum == pytest.approx(0.5)
 
 
 def test_a_promise_counts_only_those_it_was_made_to() -> None:
-    promised = Terms(slos={"default": SloTarget.parse("ttft=150ms"), "batch": SloTarget.parse("e2e=350ms")})
-    found = summarise(Measures.of([*FIVE[:3], answer(7, 5.0, 0.1, slo_class="batch")], promised))
+    has_slo = OutcomeRules(slos={"default": SloTarget.parse("ttft=150ms"), "batch": SloTarget.parse("e2e=350ms")})
+    found = summarise(Measures.of([*FIVE[:3], answer(7, 5.0, 0.1, slo_class="batch")], has_slo))
     assert (found.attainment["ttft"].kept, found.attainment["ttft"].of) == (1, 3)
     assert (found.attainment["e2e"].kept, found.attainment["e2e"].of) == (1, 1)
     assert (found.joint.kept, found.joint.of) == (2, 4)
@@ -79,14 +79,14 @@ def test_a_promise_counts_only_those_it_was_made_to() -> None:
 def test_an_answer_that_is_not_whole_keeps_no_promise() -> None:
     """In time as far as it went."""
     cut = answer(0, 0.0, 0.1, is_complete=False)
-    found = summarise(Measures.of([cut, answer(1, 1.0, 0.1)], terms()))
+    found = summarise(Measures.of([cut, answer(1, 1.0, 0.1)], rules()))
     assert [(share.kept, share.of) for share in found.attainment.values()] == [(1, 2)] * 3
 
 
 def test_throughput_leaves_out_the_ramp_and_the_tail() -> None:
     """Arrivals from 0 to 40 s, e2e always 2 s: the window is 2 to 40 s, though work went on until 42 s."""
     rows = [answer(i, float(i), 1.0, (0.5, 0.5)) for i in range(41)]
-    measures = Measures.of(rows, terms("ttft=2s"))
+    measures = Measures.of(rows, rules("ttft=2s"))
     assert steady_window(measures) == pytest.approx((2.0, 40.0))
     found = throughput(measures)
     assert found is not None
@@ -102,7 +102,7 @@ def test_throughput_leaves_out_the_ramp_and_the_tail() -> None:
 
 def test_the_ramp_is_at_most_a_quarter() -> None:
     rows = [answer(i, float(i), 30.0) for i in range(9)]
-    assert steady_window(Measures.of(rows, terms())) == pytest.approx((2.0, 8.0))
+    assert steady_window(Measures.of(rows, rules())) == pytest.approx((2.0, 8.0))
 
 
 def test_prefix_hits_are_of_those_that_were_told() -> None:
@@ -111,14 +111,14 @@ def test_prefix_hits_are_of_those_that_were_told() -> None:
         answer(1, 1.0, 0.1, num_prompt_tokens=300, num_cached_tokens=0),
         answer(2, 2.0, 0.1, num_prompt_tokens=500, num_cached_tokens=None),
     ]
-    found = summarise(Measures.of(rows, terms())).prefix
+    found = summarise(Measures.of(rows, rules())).prefix
     assert (found.cached_tokens, found.prompt_tokens, found.requests) == (60, 400, 2)
     assert found.ratio == pytest.approx(0.15)
 
 
 def test_in_flight_counts_those_before_that_have_not_ended() -> None:
     rows = [answer(0, 0.0, 10.0), answer(1, 1.0, 0.5, ()), answer(2, 2.0, 0.5), answer(3, 2.2, 0.5)]
-    assert in_flight_when_due(Measures.of(rows, terms())).tolist() == [0, 1, 1, 2]
+    assert in_flight_when_due(Measures.of(rows, rules())).tolist() == [0, 1, 1, 2]
 
 
 def test_rates() -> None:
@@ -128,14 +128,14 @@ def test_rates() -> None:
 
 
 def test_bundled_tokens_are_told() -> None:
-    found = summarise(Measures.of([record(tokens=(1.5, (1.6, 3)))], terms()))
+    found = summarise(Measures.of([record(tokens=(1.5, (1.6, 3)))], rules()))
     assert found.tokens_per_message == 2.0
 
 
 def test_a_part_is_measured_as_if_it_were_alone() -> None:
     rows = [answer(0, 0.0, 0.1), answer(1, 1.0, 0.2, (0.3,)), answer(2, 2.0, 0.3, (0.4, 0.5, 0.6))]
-    part = Measures.of(rows, terms()).select([0, 2])
-    alone = Measures.of([rows[0], rows[2]], terms())
+    part = Measures.of(rows, rules()).select([0, 2])
+    alone = Measures.of([rows[0], rows[2]], rules())
     assert part.gaps.tolist() == alone.gaps.tolist()
     assert part.gap_rows.tolist() == alone.gap_rows.tolist()
     assert part.token_rows.tolist() == alone.token_rows.tolist()
@@ -144,7 +144,7 @@ def test_a_part_is_measured_as_if_it_were_alone() -> None:
 
 
 def test_nothing_answered_is_a_summary_too() -> None:
-    found = summarise(Measures.of([refused(0), refused(1, intended_s=2.0)], terms()))
+    found = summarise(Measures.of([refused(0), refused(1, intended_s=2.0)], rules()))
     assert found.latency == {}
     assert found.joint.value == 0.0
     assert found.goodput_rps is not None
@@ -153,8 +153,8 @@ def test_nothing_answered_is_a_summary_too() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(any_record, min_size=1, max_size=12), any_terms)
-def test_classes_sum_to_offered_whatever_the_records(records: list[Record], promised: Terms) -> None:
-    found = summarise(Measures.of(records, promised))
+def test_classes_sum_to_offered_whatever_the_records(records: list[Record], has_slo: OutcomeRules) -> None:
+    found = summarise(Measures.of(records, has_slo))
     assert sum(found.outcomes.values()) == found.offered == len(records)
     assert set(found.outcomes) == set(RequestOutcome)
     assert found.joint.kept == found.outcomes[RequestOutcome.GOOD]

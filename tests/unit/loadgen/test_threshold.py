@@ -69,9 +69,9 @@ def test_trials_that_contradict_each_other_are_no_contradiction_but_doubt() -> N
 
 
 def test_a_growing_backlog_says_above_capacity_though_the_share_held() -> None:
-    held = [observed(8, 1.0), observed(9, 1.0), observed(10, 1.0), observed(12, 1.0)]
-    blind = locate([*held, observed(11, 1.0)], 0.9).quantile(0.5)
-    seeing = locate([*held[:3], observed(12, 1.0, is_overloaded=True), observed(11, 1.0, is_overloaded=True)], 0.9)
+    met = [observed(8, 1.0), observed(9, 1.0), observed(10, 1.0), observed(12, 1.0)]
+    blind = locate([*met, observed(11, 1.0)], 0.9).quantile(0.5)
+    seeing = locate([*met[:3], observed(12, 1.0, is_overloaded=True), observed(11, 1.0, is_overloaded=True)], 0.9)
     assert blind > 12
     assert 10 < seeing.quantile(0.5) < 11
     assert (seeing.interval(0.9).high or 0) < 12

@@ -12,7 +12,7 @@ from loadgen.plan.cache_model import best_hits
 from loadgen.plan.plan import Generated
 from loadgen.plan.plan_check import check_plan
 from loadgen.plan.prompt_tokens import tokens_of
-from loadgen.plan.trace import (
+from loadgen.plan.sources.trace import (
     AzureRow,
     Cut,
     MooncakeRow,

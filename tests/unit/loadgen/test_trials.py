@@ -12,10 +12,10 @@ from loadgen.capacity.verdicts import TrialJudge, TrialVerdict, scaled
 from loadgen.measure.record_tail import RecordTail
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import to_json
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import Plan
 from loadgen.plan.prompt_tokens import tokens_of
-from loadgen.plan.workloads import first_look
+from loadgen.plan.sources.workloads import simple_plan
 from tests.loadgen_queues import plan_at, slots, whole
 
 
@@ -24,7 +24,7 @@ def line(record: Record) -> bytes:
 
 
 def watch_of(plan: Plan, file: Path, goals: tuple[Goal, ...] = (Goal(target=0.9),), goal: int = 0) -> TrialWatch:
-    judges = [TrialJudge(plan, Terms(slos=scaled(plan.slos, one.slo_scale)), one.target) for one in goals]
+    judges = [TrialJudge(plan, OutcomeRules(slos=scaled(plan.slos, one.slo_scale)), one.target) for one in goals]
     return TrialWatch(plan, judges, [file], goal=goal)
 
 
@@ -69,7 +69,7 @@ def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) ->
     assert ended_s is not None
     assert 10 <= ended_s <= 11
     judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
-    assert judgement.verdict is TrialVerdict.BROKE
+    assert judgement.verdict is TrialVerdict.MISSED
     assert judgement.num_judged < 24 * 11
 
 
@@ -84,7 +84,7 @@ def test_a_trial_that_holds_takes_all_its_time_and_no_more(tmp_path: Path) -> No
     assert ended_s is not None
     assert last.intended_s + 3 <= ended_s <= last.intended_s + 4.5
     judgement = watch.judgements(finished=None)[0]  # type: ignore[arg-type]
-    assert judgement.verdict is TrialVerdict.HELD
+    assert judgement.verdict is TrialVerdict.MET
     assert judgement.num_judged - judgement.num_good == 1
 
 
@@ -113,7 +113,7 @@ def test_one_trial_speaks_of_every_goal_but_only_the_asking_one_ends_it(tmp_path
         ends.append(ended_s)
         if ended_s is not None:
             strict, lax = watch.judgements(finished=None)  # type: ignore[arg-type]
-            assert strict.verdict is TrialVerdict.BROKE
+            assert strict.verdict is TrialVerdict.MISSED
             assert strict.share < lax.share == 1
     assert ends[0] is not None
     assert ends[1] is None or ends[1] > ends[0]
@@ -137,7 +137,7 @@ def test_trials_share_no_tokens_and_no_arrivals() -> None:
     """Neither within a search nor between two of another seed, so nothing is in a cache because of an earlier
     trial."""
     plans = [
-        first_look(rate_rps=5, seconds=10, input_tokens=64, output_tokens=4, seed=trial_seed(seed, number))
+        simple_plan(rate_rps=5, seconds=10, input_tokens=64, output_tokens=4, seed=trial_seed(seed, number))
         for seed in (0, 1)
         for number in (1, 2)
     ]

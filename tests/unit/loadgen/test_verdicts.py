@@ -10,15 +10,15 @@ import pytest
 
 from loadgen.capacity.verdicts import LOOKS, TrialJudge, TrialVerdict, latest_good_s, look_errors, student_tail
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import Terms
+from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import AnswerOf, Generated, Plan, PlannedRequest
-from loadgen.plan.workloads import DEFAULT_VOCABULARY
+from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 from loadgen.slo_target import SloTarget
 from tests.loadgen_queues import OUTPUT_TOKENS, SYSTEMS, plan_at, slots, trial, whole
 
 
 def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
-    return TrialJudge(plan, Terms(slos=plan.slos), target)
+    return TrialJudge(plan, OutcomeRules(slos=plan.slos), target)
 
 
 def answered(plan: Plan, ttft_s: Callable[[int], float], length_s: float = 0.1) -> list[Record]:
@@ -42,7 +42,7 @@ def ended_by(records: Sequence[Record], now_s: float) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("late_every", "verdict"),
-    [(10**9, TrialVerdict.HELD), (40, TrialVerdict.HELD), (10, TrialVerdict.UNDECIDED), (4, TrialVerdict.BROKE)],
+    [(10**9, TrialVerdict.MET), (40, TrialVerdict.MET), (10, TrialVerdict.UNDECIDED), (4, TrialVerdict.MISSED)],
 )
 def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every: int, verdict: TrialVerdict) -> None:
     plan = plan_at(10, 60, seed=1)
@@ -104,7 +104,7 @@ def test_a_backlog_that_grows_is_overload_even_while_answers_are_in_time() -> No
     judgement = judge_of(plan).judge(slots(8, 1.0)(plan, random.Random(1)))
     assert judgement.share == 1
     assert judgement.growth_rps == pytest.approx(12 - 8, rel=0.3)
-    assert (judgement.is_overloaded, judgement.verdict) == (True, TrialVerdict.BROKE)
+    assert (judgement.is_overloaded, judgement.verdict) == (True, TrialVerdict.MISSED)
 
 
 def test_a_backlog_that_only_fluctuates_is_none() -> None:
@@ -134,7 +134,7 @@ def test_refusals_keep_the_backlog_short_and_break_promises() -> None:
         for record in records
     ]
     judgement = judge_of(plan).judge(shed)
-    assert (judgement.is_overloaded, judgement.verdict) == (False, TrialVerdict.BROKE)
+    assert (judgement.is_overloaded, judgement.verdict) == (False, TrialVerdict.MISSED)
     assert judgement.share == pytest.approx(2 / 3, abs=0.02)
 
 
@@ -145,7 +145,7 @@ def test_a_hopeless_trial_is_broken_at_the_first_look() -> None:
     plan = plan_at(20, 60, seed=8)
     records = answered(plan, lambda _: 3.0)
     judgement = judge_of(plan).judge(ended_by(records, 15.0), 15.0, look=0)
-    assert judgement.verdict is TrialVerdict.BROKE
+    assert judgement.verdict is TrialVerdict.MISSED
     assert judgement.share == 0
 
 
@@ -156,7 +156,7 @@ def test_no_early_look_says_held() -> None:
     for look, part in enumerate(LOOKS[:-1]):
         now_s = part * 60
         assert judge.judge(ended_by(records, now_s), now_s, look=look).verdict is TrialVerdict.UNDECIDED
-    assert judge.judge(records).verdict is TrialVerdict.HELD
+    assert judge.judge(records).verdict is TrialVerdict.MET
 
 
 def test_what_is_still_out_does_not_count_for_either_side() -> None:
@@ -169,7 +169,7 @@ def test_what_is_still_out_does_not_count_for_either_side() -> None:
         judgement = judge.judge(ended_by(records, now_s), now_s, look=look)
         assert judgement.verdict is TrialVerdict.UNDECIDED
         assert not judgement.is_overloaded
-    assert judge.judge(records).verdict is TrialVerdict.HELD
+    assert judge.judge(records).verdict is TrialVerdict.MET
 
 
 def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> None:
@@ -179,7 +179,7 @@ def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> Non
     judgement = judge_of(plan).judge(first, 30.0, look=1)
     assert 0 < judgement.num_open < 30  # of the last second
     assert judgement.num_judged > 500
-    assert judgement.verdict is TrialVerdict.BROKE
+    assert judgement.verdict is TrialVerdict.MISSED
     waiting = judge_of(replace(plan, slos={"default": SloTarget(ttft_s=0.5)})).judge(first, 30.0, look=1)
     assert waiting.num_open > 300
 
@@ -195,7 +195,7 @@ def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
     """Of a server at three quarters of its capacity, over 60 trials with three early looks each."""
     system = SYSTEMS["8 slots"]
     broken = [
-        trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is TrialVerdict.BROKE for seed in range(60)
+        trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is TrialVerdict.MISSED for seed in range(60)
     ]
     assert sum(broken) <= 3
 
@@ -233,7 +233,7 @@ def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
     judgement = judge_of(plan).judge(records)
     assert judgement.num_judged == sum(16 <= record.intended_s <= 59.4 for record in records)
     assert not judgement.is_overloaded
-    assert judgement.verdict is TrialVerdict.HELD
+    assert judgement.verdict is TrialVerdict.MET
     now_s = 30.0
     early = judge_of(plan).judge(ended_by(records, now_s), now_s, look=1)
     assert 0 < early.num_judged < judgement.num_judged

@@ -15,7 +15,7 @@ from loadgen.plan.plan import AnswerOf, Generated, PlannedRequest
 from loadgen.plan.plan_check import check_plan
 from loadgen.plan.plan_file import hash_of
 from loadgen.plan.prompt_tokens import tokens_of
-from loadgen.plan.workloads import SessionShape, SharedPrompts, first_look, random_prompts, sessions
+from loadgen.plan.sources.workloads import SessionShape, SharedPrompts, random_prompts, sessions, simple_plan
 from loadgen.slo_target import BadSlo, SloTarget
 from tests.unit.loadgen.plans import plan, request
 
@@ -130,15 +130,15 @@ def test_a_session_ends_before_its_context_is_full() -> None:
 
 
 def test_a_first_look() -> None:
-    made = first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
+    made = simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     check_plan(made)
     assert {(made.num_prompt_tokens(r), r.output_tokens) for r in made.requests} == {(100, 7)}
     assert 60 < len(made.requests) < 140
     assert hash_of(made) == hash_of(
-        first_look(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
+        simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     )
     with pytest.raises(BadPlan, match="no request arrives in 1 s"):
-        first_look(rate_rps=1e-9, seconds=1, input_tokens=1, output_tokens=1)
+        simple_plan(rate_rps=1e-9, seconds=1, input_tokens=1, output_tokens=1)
 
 
 def test_the_same_arguments_make_the_same_plan_on_any_machine() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from loadgen.capacity.capacity import Limits, Proposal, State
-from loadgen.capacity.capacity_file import NAME, PointFound, write_capacity
-from loadgen.capacity.searching import MAX_INVALID, Found, find, is_answered
+from loadgen.capacity.capacity_file import NAME, PointResult, write_capacity
+from loadgen.capacity.capacity_search import Limits, Proposal, State
+from loadgen.capacity.search_runner import MAX_INVALID, SearchResult, is_answered, run_searches
 from loadgen.capacity.trials import Goal, Trial, TrialLength
 from loadgen.capacity.verdicts import Judgement, TrialVerdict
 from loadgen.commands.capacity_plans import maker_of
-from loadgen.commands.capacity_text import answer_lines, hopeless, trial_line, unsteady
-from loadgen.loadgen_errors import LoadgenError, NoWarmUp
+from loadgen.commands.capacity_text import answer_lines, short_trials, trial_line, unreachable_goals
+from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.measure.stats import Interval
 from loadgen.send.run.processes import Interrupted
-from loadgen.send.server.server_process import Point
+from loadgen.send.server.server_process import SweepPoint
 from tests.loadgen_queues import plan_at
 
 ONE = (Goal(target=0.9),)
@@ -34,7 +34,7 @@ def judged(share: float, num: int = 400) -> Judgement:
         interval=Interval(low=max(0.0, share - 0.03), high=min(1.0, share + 0.03)),
         growth_rps=0.0,
         is_overloaded=False,
-        verdict=TrialVerdict.HELD if share > 0.93 else TrialVerdict.BROKE if share < 0.87 else TrialVerdict.UNDECIDED,
+        verdict=TrialVerdict.MET if share > 0.93 else TrialVerdict.MISSED if share < 0.87 else TrialVerdict.UNDECIDED,
     )
 
 
@@ -68,11 +68,11 @@ class Server:
         return self._before(len(self.asked), trial)
 
 
-def search(server: Server, goals: tuple[Goal, ...] = ONE, **changes: Any) -> tuple[Found, list[Found]]:
-    heard: list[Found] = []
+def search(server: Server, goals: tuple[Goal, ...] = ONE, **changes: Any) -> tuple[SearchResult, list[SearchResult]]:
+    heard: list[SearchResult] = []
     limits = changes.pop("limits", Limits(start_rps=4.0))
-    options: dict[str, Any] = {"confidence": 0.95, "time_limit_s": 1e9, "told": heard.append, **changes}
-    return find(goals, [limits] * len(goals), server, **options), heard
+    options: dict[str, Any] = {"confidence": 0.95, "time_limit_s": 1e9, "on_update": heard.append, **changes}
+    return run_searches(goals, [limits] * len(goals), server, **options), heard
 
 
 def test_it_finds_the_capacity_and_tells_of_each_trial() -> None:
@@ -138,10 +138,10 @@ def test_the_user_ends_it_and_what_was_measured_is_kept(error: BaseException) ->
 
 
 def test_the_user_ends_it_while_a_result_is_being_written() -> None:
-    def told(found: Found) -> None:
+    def on_update(found: SearchResult) -> None:
         raise KeyboardInterrupt
 
-    found, _ = search(Server(), told=told)
+    found, _ = search(Server(), on_update=on_update)
     assert found.is_interrupted
     assert (len(found.trials), found.answers[0].state) == (1, State.STOPPED)
 
@@ -175,7 +175,7 @@ def test_a_server_that_has_not_come_to_itself_yet_is_asked_again() -> None:
         nonlocal due
         if number == due:
             due = next(refusals, 0)
-            raise NoWarmUp("refused")
+            raise WarmUpFailed("refused")
         return trial
 
     server = Server(before=before)
@@ -187,7 +187,7 @@ def test_a_server_that_has_not_come_to_itself_yet_is_asked_again() -> None:
 def test_a_server_that_does_not_come_to_itself_ends_it() -> None:
     def before(number: int, trial: Trial) -> Trial:
         if number >= 7:
-            raise NoWarmUp("refused")
+            raise WarmUpFailed("refused")
         return trial
 
     server = Server(before=before)
@@ -207,8 +207,10 @@ def test_time_is_limited() -> None:
 # What is said of it.
 
 
-def lines(found: Found) -> list[str]:
-    return [text for text, _ in answer_lines(PointFound(point=Point(values={}), found=found), "requests", 0.95, 0.1)]
+def lines(found: SearchResult) -> list[str]:
+    return [
+        text for text, _ in answer_lines(PointResult(point=SweepPoint(values={}), found=found), "requests", 0.95, 0.1)
+    ]
 
 
 def test_the_last_line_states_the_capacity() -> None:
@@ -216,7 +218,8 @@ def test_the_last_line_states_the_capacity() -> None:
     answer = found.answers[0]
     assert answer.interval is not None
     assert lines(found)[-1] == (
-        f"capacity {answer.capacity_rps:.3g} req/s [{answer.interval.low:.3g}, {answer.interval.high:.3g}] at 90 % joint attainment "
+        f"capacity {answer.capacity_rps:.3g} req/s [{answer.interval.low:.3g}, {answer.interval.high:.3g}] at 90 "
+        "% joint attainment "
         f"(95 % confidence, {answer.num_trials} trials)"
     )
     wide, _ = search(Server(), limits=Limits(start_rps=4.0, resolution=0.001, max_trials=6))
@@ -245,14 +248,17 @@ def test_a_trial_is_one_line() -> None:
 def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
     goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=2.0))
     found, _ = search(Server(goals), goals)
-    point = PointFound(
-        point=Point(values={"p": "1", "d": "2"}), found=found, command=("serve", "--p", "1"), facts={"url": "http://x"}
+    point = PointResult(
+        point=SweepPoint(values={"p": "1", "d": "2"}),
+        found=found,
+        command=("serve", "--p", "1"),
+        facts={"url": "http://x"},
     )
     write_capacity(tmp_path, {"unit": "requests"}, [point])
     write_capacity(
         tmp_path,
         {"unit": "requests"},
-        [point, PointFound(point=Point(values={"p": "2", "d": "1"}), error="did not start")],
+        [point, PointResult(point=SweepPoint(values={"p": "2", "d": "1"}), error="did not start")],
     )
     data = json.loads((tmp_path / NAME).read_text())
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -279,11 +285,11 @@ def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
 def test_sessions_that_outlast_the_trials_are_told() -> None:
     """Ten turns with half a minute between: what a minute sees of them is their beginning."""
     plan = maker_of(["sessions", "--turns", "10", "--think", "30s"], 60.0).make(1.0, 60.0, seed=1)
-    (said,) = unsteady(plan, TrialLength(seconds=60))
+    (said,) = short_trials(plan, TrialLength(seconds=60))
     assert "is 270 s" in said
     assert "--seconds 540" in said
-    assert not list(unsteady(plan, TrialLength(seconds=540)))
-    assert not list(unsteady(plan_at(5, 60, seed=1), TrialLength(seconds=1)))
+    assert not list(short_trials(plan, TrialLength(seconds=540)))
+    assert not list(short_trials(plan_at(5, 60, seed=1), TrialLength(seconds=1)))
 
 
 def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
@@ -292,10 +298,10 @@ def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
         5.0, 60.0, seed=1
     )
     goals = (Goal(target=0.9), Goal(target=0.5))
-    (said,) = hopeless(plan, goals, 64)
+    (said,) = unreachable_goals(plan, goals, 64)
     assert "cancel early" in said
     assert "exceed" not in said
     assert "0.9 cannot" in said
-    assert not list(hopeless(plan, goals[1:], None))
-    (said,) = hopeless(plan, goals[1:], 63)
+    assert not list(unreachable_goals(plan, goals[1:], None))
+    (said,) = unreachable_goals(plan, goals[1:], 63)
     assert f"{len(plan.requests)} exceed the server's max_model_len of 63 tokens" in said

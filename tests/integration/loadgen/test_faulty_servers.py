@@ -8,10 +8,10 @@ import pytest
 
 from loadgen.loadgen_errors import Unreachable
 from loadgen.measure.request_metrics import RequestOutcome
-from loadgen.send.client import Ask, ask_once
+from loadgen.send.client import ResolvedRequest, send_once
 from loadgen.send.dialects import DIALECTS
-from loadgen.send.http import http_connection
 from loadgen.send.http.http_client import HttpClient, HttpSettings
+from loadgen.send.http.http_connection import ConnectionLimits
 from loadgen.send.run.run_plan import NOT_SENT
 from loadgen.send.selftest.scripted_server import Ending, Script, ScriptedServer, Served
 from loadgen.send.target import Target, new_client
@@ -127,7 +127,7 @@ async def test_patience_hangs_up_on_the_server() -> None:
     scripts = {0: Script(ttft_s=30.0), 1: Script(gaps_s=(0.01,))}
     async with ScriptedServer(lambda served: scripts[served.number]) as server:
         run = await measure(made, target(server), timeout_s=0.3)
-        await until(lambda: all(served.hung_up_s is not None for served in server.served))
+        await until(lambda: all(served.disconnected_s is not None for served in server.served))
     assert run.outcomes == [RequestOutcome.TIMED_OUT, RequestOutcome.CANCELLED]
     assert len(run.records[1].arrivals) == 2
 
@@ -143,17 +143,22 @@ async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so()
     assert run.outcomes.count(RequestOutcome.FAILED) == 6
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error() -> None:
     """As servers do that keep idle connections for a short time only: nothing was answered, so the request
     goes out once more."""
-    monkeypatch.setattr(http_connection, "STALE_S", 30.0)  # a busy machine sees the end late
     made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
     async with ScriptedServer(
         lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)
     ) as server:
-        run = await measure(made, target(server))
+        client = HttpClient(
+            HttpSettings(
+                urls=[server.url],
+                model="scripted",
+                dialect=DIALECTS["baton"],
+                limits=ConnectionLimits(stale_s=30.0),  # a busy machine notices the end late
+            )
+        )
+        run = await measure(made, target(server), client=client)
     assert (run.outcomes, server.num_served) == ([RequestOutcome.GOOD] * 2, 3)
 
 
@@ -174,8 +179,8 @@ async def test_a_server_that_never_answers_a_connection_attempt_times_out() -> N
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = HttpClient(HttpSettings(urls=[url], model="m", dialect=DIALECTS["openai"]))
         await client.open()
-        first = await ask_once(client, Ask(index=0, token_ids=[1]), 0.2)
-        rest = [await ask_once(client, Ask(index=index, token_ids=[1]), 0.2) for index in range(1, 4)]
+        first = await send_once(client, ResolvedRequest(index=0, token_ids=[1]), 0.2)
+        rest = [await send_once(client, ResolvedRequest(index=index, token_ids=[1]), 0.2) for index in range(1, 4)]
         await client.aclose()
     assert first.timed_out
     assert all(exchange.timed_out for exchange in rest)

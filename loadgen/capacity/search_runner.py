@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from loadgen.capacity.capacity import CapacityEstimate, CapacitySearch, Limits, Proposal, State
+from loadgen.capacity.capacity_search import CapacityEstimate, CapacitySearch, Limits, Proposal, State
 from loadgen.capacity.trials import Goal, Trial
-from loadgen.loadgen_errors import LoadgenError, NoWarmUp
+from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.send.run.processes import Interrupted
 from loadgen.send.timers import now_s
 
@@ -25,7 +25,7 @@ class TrialRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """Result of the searches on one server.
 
     - `answers`: estimates in the order of `goals`
@@ -40,21 +40,21 @@ class Found:
     error: str = ""
 
 
-def find(
+def run_searches(
     goals: Sequence[Goal],
     limits: Sequence[Limits],
     trials: TrialRunner,
     *,
     confidence: float,
     time_limit_s: float,
-    told: Callable[[Found], None],
+    on_update: Callable[[SearchResult], None],
     clock: Callable[[], float] = now_s,
-) -> Found:
+) -> SearchResult:
     """Search for all goals and return the result.
 
     Each goal uses the trials of all goals, and requests more only if those do not suffice. `limits` has one
-    entry for each goal. `told` is called with the result after each trial. Errors end the search and are
-    returned in the result; only exceptions of `told` are raised.
+    entry for each goal. `on_update` is called with the result after each trial. Errors end the search and are
+    returned in the result; only exceptions of `on_update` are raised.
     """
     searches = [
         CapacitySearch(goal.target, limit, confidence=confidence) for goal, limit in zip(goals, limits, strict=True)
@@ -63,8 +63,8 @@ def find(
     began_s = clock()
     is_interrupted, error = False, ""
 
-    def found() -> Found:
-        return Found(
+    def found() -> SearchResult:
+        return SearchResult(
             goals=tuple(goals),
             answers=tuple(search.answer for search in searches),
             trials=tuple(done),
@@ -90,7 +90,7 @@ def find(
                     raise
                 except LoadgenError as raised:
                     num_invalid += 1
-                    if isinstance(raised, NoWarmUp) and num_invalid < MAX_INVALID:
+                    if isinstance(raised, WarmUpFailed) and num_invalid < MAX_INVALID:
                         continue  # the next trial waits again until the server is idle
                     error = str(raised)
                     stop(error)
@@ -104,8 +104,8 @@ def find(
                 elif not trial.invalid:
                     for position, other in enumerate(searches):
                         observation = trial.judgements[position].observation(trial.rate_rps)
-                        other.told(observation, is_scout=trial.is_scout, is_own=position == asking)
-                told(found())
+                        other.observe(observation, is_scout=trial.is_scout, is_own=position == asking)
+                on_update(found())
 
     try:
         search_all()

@@ -3,7 +3,7 @@
 import pytest
 
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.send.server.server_process import Point, ServerCommand, free_port, parse_sweep
+from loadgen.send.server.server_process import ServerCommand, SweepPoint, free_port, parse_sweep
 
 
 def test_a_sweep_names_its_points() -> None:
@@ -30,8 +30,8 @@ def test_values_take_their_places_argument_by_argument() -> None:
     command = ServerCommand.parse("serve --prefill {p} --decode={d} --port {port} --text '{{a b}} {p}'", points)
     assert command.has_port
     assert command.at(points[0], 99) == ["serve", "--prefill", "1", "--decode=2", "--port", "99", "--text", "{a b} 1"]
-    assert not ServerCommand.parse("serve", [Point(values={})]).has_port
-    spaced = [Point(values={"x": "a b; rm -rf /"})]
+    assert not ServerCommand.parse("serve", [SweepPoint(values={})]).has_port
+    spaced = [SweepPoint(values={"x": "a b; rm -rf /"})]
     assert ServerCommand.parse("echo {x}", spaced).at(spaced[0], 1) == ["echo", "a b; rm -rf /"]
 
 

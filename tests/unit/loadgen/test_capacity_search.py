@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from loadgen.capacity.capacity import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
+from loadgen.capacity.capacity_search import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
 from loadgen.capacity.threshold import Observation
 from tests.loadgen_queues import SYSTEMS, search
 
@@ -21,7 +21,7 @@ def run(capacity_rps: float, limits: Limits) -> tuple[CapacitySearch, list[Propo
     asked: list[Proposal] = []
     while (proposal := searched.next()) is not None:
         asked.append(proposal)
-        searched.told(answers(proposal, capacity_rps), is_scout=proposal.is_scout)
+        searched.observe(answers(proposal, capacity_rps), is_scout=proposal.is_scout)
         assert len(asked) < 60
     return searched, asked
 
@@ -93,9 +93,9 @@ def test_a_scout_that_was_wrong_is_corrected_by_whole_trials() -> None:
     for rate, share in ((1.0, 1.0), (2.0, 0.0)):
         proposal = searched.next()
         assert proposal is not None
-        searched.told(Observation(rate_rps=rate, num_good=round(20 * share), num_judged=20), is_scout=True)
+        searched.observe(Observation(rate_rps=rate, num_good=round(20 * share), num_judged=20), is_scout=True)
     while (proposal := searched.next()) is not None:
-        searched.told(answers(proposal, 5.0))
+        searched.observe(answers(proposal, 5.0))
     assert searched.answer.capacity_rps == pytest.approx(5.0, rel=0.06)
 
 
@@ -113,11 +113,11 @@ def test_what_others_have_tried_saves_trials() -> None:
     alone, _ = run(10.0, Limits())
     helped = CapacitySearch(0.9, Limits())
     for rate in (8.0, 9.0, 9.5, 10.5, 11.0, 12.0):
-        helped.told(answers(Proposal(rate_rps=rate, is_scout=False), 10.0), is_own=False)
+        helped.observe(answers(Proposal(rate_rps=rate, is_scout=False), 10.0), is_own=False)
     num_asked = 0
     while (proposal := helped.next()) is not None:
         assert not proposal.is_scout
-        helped.told(answers(proposal, 10.0))
+        helped.observe(answers(proposal, 10.0))
         num_asked += 1
     assert num_asked < alone.answer.num_trials
     assert helped.answer.state is State.FOUND

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
-from loadgen.measure.request_metrics import RequestOutcome, Terms, classify
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, classify
 from loadgen.slo_target import SloTarget
-from tests.loadgen_builders import any_record, any_terms, record, refused, terms
+from tests.loadgen_builders import any_record, any_terms, record, refused, rules
 
 
 def test_every_metric_of_one_answer() -> None:
@@ -43,8 +43,8 @@ def test_one_token_has_no_tpot_and_keeps_its_slo() -> None:
     assert request_metrics.tpot_s(answer) is None
     assert request_metrics.tbt_s(answer) is None
     assert request_metrics.e2e_s(answer) == request_metrics.ttft_s(answer)
-    assert request_metrics.kept_slos(answer, SloTarget.parse("tpot=1us")) == {"tpot": True}
-    assert classify(answer, terms("ttft=600ms,tpot=1us")) is RequestOutcome.GOOD
+    assert request_metrics.met_slos(answer, SloTarget.parse("tpot=1us")) == {"tpot": True}
+    assert classify(answer, rules("ttft=600ms,tpot=1us")) is RequestOutcome.GOOD
 
 
 def test_usage_counts_where_text_messages_hide_tokens() -> None:
@@ -74,7 +74,7 @@ def test_a_request_that_was_held_back_is_judged_by_its_intended_time() -> None:
     """Sent 2 s late by the generator, answered at once: the user has waited."""
     answer = record(sent_s=3.0, tokens=(3.1, 3.2))
     assert request_metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.1)
-    assert classify(answer, terms("ttft=500ms")) is RequestOutcome.LATE
+    assert classify(answer, rules("ttft=500ms")) is RequestOutcome.LATE
 
 
 @pytest.mark.parametrize(
@@ -108,38 +108,40 @@ def test_a_request_that_was_held_back_is_judged_by_its_intended_time() -> None:
     ],
 )
 def test_classes(expected: RequestOutcome, seen: Record) -> None:
-    assert classify(seen, terms("ttft=600ms,tpot=200ms")) is expected
+    assert classify(seen, rules("ttft=600ms,tpot=200ms")) is expected
 
 
 def test_without_ignore_eos_a_shorter_answer_is_whole() -> None:
     shorter = record(planned_output_tokens=4, finish_reason="stop")
-    assert classify(shorter, terms(ignore_eos=False)) is RequestOutcome.GOOD
+    assert classify(shorter, rules(ignore_eos=False)) is RequestOutcome.GOOD
 
 
 def test_a_server_that_counts_nothing_is_believed_its_finish_reason() -> None:
     silent = record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8)
-    assert classify(silent, terms()) is RequestOutcome.GOOD
+    assert classify(silent, rules()) is RequestOutcome.GOOD
     assert classify(
-        record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8, finish_reason="stop"), terms()
+        record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8, finish_reason="stop"), rules()
     ) is (RequestOutcome.TRUNCATED)
 
 
 def test_each_class_of_requests_has_its_own_promise() -> None:
-    promises = Terms(slos={"default": SloTarget.parse("ttft=100ms"), "batch": SloTarget.parse("e2e=10s")})
+    promises = OutcomeRules(slos={"default": SloTarget.parse("ttft=100ms"), "batch": SloTarget.parse("e2e=10s")})
     assert classify(record(), promises) is RequestOutcome.LATE
     assert classify(record(slo_class="batch"), promises) is RequestOutcome.GOOD
     assert classify(record(slo_class="unheard of"), promises) is RequestOutcome.LATE
-    assert classify(record(), Terms()) is RequestOutcome.GOOD
+    assert classify(record(), OutcomeRules()) is RequestOutcome.GOOD
 
 
 @settings(deadline=None)
 @given(any_record, any_terms)
-def test_any_record_is_in_exactly_one_class_and_only_whole_answers_are_good(seen: Record, promised: Terms) -> None:
+def test_any_record_is_in_exactly_one_class_and_only_whole_answers_are_good(
+    seen: Record, promised: OutcomeRules
+) -> None:
     outcome = classify(seen, promised)
     assert outcome in RequestOutcome
-    if outcome in request_metrics.WHOLE:
-        assert request_metrics.is_whole(seen, promised)
-        kept = all(request_metrics.kept_slos(seen, promised.slo_of(seen)).values())
+    if outcome in request_metrics.COMPLETE:
+        assert request_metrics.is_complete_response(seen, promised)
+        kept = all(request_metrics.met_slos(seen, promised.slo_of(seen)).values())
         assert kept == (outcome is RequestOutcome.GOOD)
 
 
@@ -152,16 +154,16 @@ def test_a_run_on_time_is_valid() -> None:
     assert sent.due_rps == pytest.approx(100)
     assert sent.achieved_rps == pytest.approx(100)
     assert (sent.lag_p50_s, sent.lag_p99_s, sent.lag_max_s) == pytest.approx((0.001, 0.001, 0.001))
-    assert request_metrics.invalid_reasons(due_each(0.01, 100, 0.001), terms()) == ()
+    assert request_metrics.invalid_reasons(due_each(0.01, 100, 0.001), rules()) == ()
 
 
 @pytest.mark.parametrize(
     ("slo", "limit_s"), [("ttft=100ms", 0.002), ("ttft=500ms", 0.005), ("tpot=1s", 0.002), ("", 0.002)]
 )
 def test_send_lag_is_held_against_the_ttft_slo(slo: str, limit_s: float) -> None:
-    assert request_metrics.lag_limit_s(terms(slo)) == pytest.approx(limit_s)
-    assert not request_metrics.invalid_reasons(due_each(0.01, 100, 0.999 * limit_s), terms(slo))
-    (reason,) = request_metrics.invalid_reasons(due_each(0.01, 100, 1.001 * limit_s), terms(slo))
+    assert request_metrics.lag_limit_s(rules(slo)) == pytest.approx(limit_s)
+    assert not request_metrics.invalid_reasons(due_each(0.01, 100, 0.999 * limit_s), rules(slo))
+    (reason,) = request_metrics.invalid_reasons(due_each(0.01, 100, 1.001 * limit_s), rules(slo))
     assert "p99 send lag" in reason
 
 
@@ -169,19 +171,19 @@ def test_a_generator_that_falls_behind_misses_the_rate() -> None:
     """Due within 0.99 s, sent within 1.04 s."""
     slow = [record(i, intended_s=i * 0.01, sent_s=i * 0.0105) for i in range(100)]
     assert request_metrics.sending(slow).achieved_rps == pytest.approx(99 / (99 * 0.0105))
-    assert any("off by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, terms("ttft=10s")))
+    assert any("off by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, rules("ttft=10s")))
 
 
 def test_requests_that_were_dropped_miss_the_rate_but_those_given_up_do_not() -> None:
     kept = due_each(0.01, 98)
     lost = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="") for i in range(2)]
     assert request_metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
-    assert any("off by" in reason for reason in request_metrics.invalid_reasons(kept + lost, terms("ttft=10s")))
+    assert any("off by" in reason for reason in request_metrics.invalid_reasons(kept + lost, rules("ttft=10s")))
     given_up = [
         refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="", left_early=True)
         for i in range(2)
     ]
-    assert request_metrics.invalid_reasons(kept + given_up, terms("ttft=10s")) == ()
+    assert request_metrics.invalid_reasons(kept + given_up, rules("ttft=10s")) == ()
 
 
 def test_an_unreachable_server_is_not_the_generators_fault() -> None:
@@ -189,16 +191,16 @@ def test_an_unreachable_server_is_not_the_generators_fault() -> None:
         refused(i, intended_s=0.01 * i, sent_s=None, status=None, reason="", error="connection refused")
         for i in range(50)
     ]
-    assert request_metrics.invalid_reasons(due_each(0.01, 50) + refused_connections, terms("ttft=10s")) == ()
+    assert request_metrics.invalid_reasons(due_each(0.01, 50) + refused_connections, rules("ttft=10s")) == ()
 
 
 def test_missing_records_are_told() -> None:
     assert (
         "2 of 5 offered requests have no record"
-        in request_metrics.invalid_reasons(due_each(0.01, 3), terms(), num_offered=5)[0]
+        in request_metrics.invalid_reasons(due_each(0.01, 3), rules(), num_offered=5)[0]
     )
-    assert request_metrics.invalid_reasons([], terms()) == ("no request was offered",)
+    assert request_metrics.invalid_reasons([], rules()) == ("no request was offered",)
 
 
 def test_no_promise_is_an_infinite_bound() -> None:
-    assert classify(refused(after_s=1e6), terms("tpot=1ms")) is RequestOutcome.REJECTED_EARLY
+    assert classify(refused(after_s=1e6), rules("tpot=1ms")) is RequestOutcome.REJECTED_EARLY

@@ -20,15 +20,14 @@ from baton.rpc.grpc_tls import Tls
 from baton.runtime.network.tls_files import Pair
 from loadgen.commands.run_command import command
 from loadgen.commands.target_options import server_facts, target_of
-from loadgen.loadgen_errors import LoadgenError, NotTrusted, Unreachable
+from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.timeline import Stages
 from loadgen.plan.plan import Plan, Vocabulary
-from loadgen.send.client import Ask
-from loadgen.send.grpc import grpc_client
+from loadgen.send.client import ResolvedRequest
 from loadgen.send.grpc.grpc_channel import AUTHORITIES
 from loadgen.send.grpc.grpc_client import GrpcClient, GrpcSettings
-from loadgen.send.server.discover import ask_grpc, ask_http
+from loadgen.send.server.discover import discover_grpc, discover_http
 from loadgen.send.server.server_process import grpc_probe, http_probe
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
@@ -137,11 +136,11 @@ async def test_bad_requests_and_the_clients_own_cancel() -> None:
 
 async def test_what_the_doors_say_of_themselves() -> None:
     async with both_doors() as (_, http, grpc):
-        by_http = await asyncio.to_thread(ask_http, http.urls[0], {})
-        by_grpc = await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+        by_http = await asyncio.to_thread(discover_http, http.urls[0], {})
+        by_grpc = await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
     assert (by_http.models, by_http.kind, by_grpc.models, by_grpc.kind) == (["demo"], "baton", ["demo"], "baton")
     with pytest.raises(match="no Baton gRPC server"):
-        await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+        await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
 def asked(*arguments: str) -> dict[str, Any]:
@@ -222,48 +221,49 @@ async def test_over_tls_grpcs_own_variable_goes_before(
     for variable, authority in zip(AUTHORITIES, (ours, theirs), strict=True):
         monkeypatch.setenv(variable, str(authority.file))
     async with both_doors(tls=front(ours)) as (_, _, grpc):
-        assert (await asyncio.to_thread(ask_grpc, grpc.urls[0], {})).models == ["demo"]
+        assert (await asyncio.to_thread(discover_grpc, grpc.urls[0], {})).models == ["demo"]
     async with both_doors(tls=front(theirs)) as (_, _, grpc):
-        with pytest.raises(NotTrusted, match="name a file of its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
-            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+        with pytest.raises(
+            UntrustedCertificate, match="name a file of its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+        ):
+            await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
 async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
     ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_client, "OPEN_S", 1.0)
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
     async with both_doors(tls=front(ours)) as (_, http, grpc):
         words = f"answers at {grpc.urls[0]}; its certificate is not trusted; name a file of its authorities in SSL_CERT_FILE"
-        with pytest.raises(NotTrusted, match=words):
-            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
-        with pytest.raises(NotTrusted, match=words):
-            await measure(conversation(), grpc)
+        with pytest.raises(UntrustedCertificate, match=words):
+            await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
+        with pytest.raises(UntrustedCertificate, match=words):
+            await GrpcClient(GrpcSettings(targets=grpc.urls, model="demo", open_timeout_s=1.0)).open()
         with pytest.raises(
-            NotTrusted,
+            UntrustedCertificate,
             match=f"{http.urls[0]} is not trusted .*name a file of its authorities in SSL_CERT_FILE, or accept",
         ):
-            await asyncio.to_thread(ask_http, http.urls[0], {})
+            await asyncio.to_thread(discover_http, http.urls[0], {})
         for probe in (http_probe(http.urls[0], {}, is_insecure=False), grpc_probe(grpc.urls[0], {}, is_insecure=False)):
             with pytest.raises(
-                NotTrusted
+                UntrustedCertificate
             ):  # `capacity --command` need not wait until its server is ready: this one never is
                 await asyncio.to_thread(probe)
         assert await asyncio.to_thread(http_probe(http.urls[0], {}, is_insecure=True)) == 200
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors(tls=ours.pair("other", "elsewhere")) as (_, _, grpc):
-        with pytest.raises(NotTrusted, match="its certificate is for another host name"):
-            await asyncio.to_thread(ask_grpc, grpc.urls[0], {})
+        with pytest.raises(UntrustedCertificate, match="its certificate is for another host name"):
+            await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
 async def test_who_speaks_tls_and_who_does_not(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
     async with both_doors() as (_, _, grpc):
         with pytest.raises(Unreachable, match="does not use TLS"):
-            await asyncio.to_thread(ask_grpc, f"https://{grpc.urls[0]}", {})
+            await asyncio.to_thread(discover_grpc, f"https://{grpc.urls[0]}", {})
     async with both_doors(tls=front(ours)) as (_, _, grpc):
         with pytest.raises(Unreachable, match="if it uses TLS"):
-            await asyncio.to_thread(ask_grpc, grpc.urls[0].removeprefix("https://"), {})
+            await asyncio.to_thread(discover_grpc, grpc.urls[0].removeprefix("https://"), {})
 
 
 async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
@@ -297,13 +297,13 @@ def test_authorities_that_cannot_be_read_are_named(
         file.write_text(text)
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
     with pytest.raises(LoadgenError, match=f"SSL_CERT_FILE names {file}, which contains no CA certificates"):
-        ask_grpc("https://127.0.0.1:9", {})
+        discover_grpc("https://127.0.0.1:9", {})
 
 
 @pytest.mark.parametrize("url", ["grpcs://127.0.0.1:9", "ftp://127.0.0.1:9", "https://", ""])
 def test_what_is_no_address_over_grpc(url: str) -> None:
     with pytest.raises(LoadgenError, match="is not a gRPC address"):
-        ask_grpc(url, {})
+        discover_grpc(url, {})
 
 
 async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
@@ -315,5 +315,5 @@ async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
 def test_over_grpc_a_field_may_be_taken_back(value: bool | None) -> None:
     """Merging alone would leave ours."""
     client = GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"ignore_eos": value, "priority": 3}))
-    _, message = client.prepare(Ask(index=0, token_ids=(5, 6), max_tokens=9, ignore_eos=True, priority=1))
+    _, message = client.prepare(ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, ignore_eos=True, priority=1))
     assert (message.ignore_eos, message.priority, message.max_tokens) == (False, 3, 9)

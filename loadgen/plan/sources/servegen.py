@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from loadgen import text_forms
-from loadgen.loadgen_errors import BadPlan, NothingArrives
+from loadgen.loadgen_errors import BadPlan, EmptyPlan
 from loadgen.plan import draws
 from loadgen.plan.arrivals import arrivals, gamma_gaps, steady, weibull_gaps
 from loadgen.plan.lengths import Distribution, draw_lengths
@@ -116,7 +116,8 @@ def choose_windows(
     known = {window.client for window in windows if window.workload == (workload or names[0])}
     if clients is not None and (unknown := sorted(set(clients) - known)):
         raise BadPlan(
-            f"no client {unknown[0]} in `{workload or names[0]}`; it has {len(known)} clients, {min(known)} to {max(known)}"
+            f"no client {unknown[0]} in `{workload or names[0]}`; it has {len(known)} clients, {min(known)} to "
+            f"{max(known)}"
         )
     chosen = [window for window in of_time if clients is None or window.client in clients]
     if top is not None:
@@ -162,7 +163,7 @@ def replay_servegen(
     times_s = np.round(np.concatenate(times), 6)
     order = np.lexsort((np.concatenate(clients), times_s))[:limit]
     if not len(order):
-        raise NothingArrives("no request arrives; select more clients, a longer time or a higher --rate-scale")
+        raise EmptyPlan("no request arrives; select more clients, a longer time or a higher --rate-scale")
     num_inputs = draw_lengths(inputs, draws.stream(seed, "input"), len(order)).tolist()
     num_outputs = draw_lengths(outputs, draws.stream(seed, "output"), len(order)).tolist()
     client_of = np.concatenate(clients)[order].tolist()

@@ -22,7 +22,7 @@ from loadgen.plan import draws
 from loadgen.plan.draws import Floats
 from loadgen.plan.lengths import Distribution, draw_lengths
 from loadgen.plan.plan import Exact, PlannedRequest, Segment, Text
-from loadgen.plan.workloads import Turn, in_order
+from loadgen.plan.sources.workloads import Turn, in_order
 from loadgen.user_files import open_bytes
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -95,11 +95,13 @@ def replay_conversations(
     """
     if encode is None and (outputs is None or not recorded_answers or max_context is not None):
         raise BadPlan(
-            "without --tokenizer the number of tokens is unknown: --output-tokens is required, and --history answers and --max-context are not possible"
+            "without --tokenizer the number of tokens is unknown: --output-tokens is required, and --history "
+            "answers and --max-context are not possible"
         )
     if len(times_s) > len(conversations):
         raise BadPlan(
-            f"{len(times_s)} sessions arrive, but there are only {len(conversations)} conversations; give fewer --sessions or shorter --seconds"
+            f"{len(times_s)} sessions arrive, but there are only {len(conversations)} conversations; give fewer "
+            "--sessions or shorter --seconds"
         )
     chosen = np.argsort(draws.stream(seed, "conversations").random(len(conversations)), kind="stable")[
         : len(times_s)
@@ -117,10 +119,10 @@ def replay_conversations(
         systems.append(system)
         num_context = _num_tokens(system)
         is_over = False
-        for number, (said, answered) in enumerate(conversation.turns[: num_turns[session]]):
-            new, answer = _segments(said, "user", encode), _segments(answered, "assistant", encode)
+        for number, (user_text, response) in enumerate(conversation.turns[: num_turns[session]]):
+            new, answer = _segments(user_text, "user", encode), _segments(response, "assistant", encode)
             think_s = next(thinks) * (number > 0)
-            num_output = next(lengths) if lengths is not None else _num_answer_tokens(answered, encode)
+            num_output = next(lengths) if lengths is not None else _num_answer_tokens(response, encode)
             at_s += think_s
             num_context += _num_tokens(new) + num_output
             is_over = is_over or (max_context is not None and num_context > max_context)
@@ -187,18 +189,18 @@ def _conversation(where: str, entry: Any) -> Conversation:
     messages = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         raise BadPlan(f"{where}: a list `conversations` (or `messages`) is missing")
-    system, turns, said = "", [], ""
+    system, turns, user_text = "", [], ""
     for position, message in enumerate(messages, start=1):
         role, text = _message(f"{where}, message {position}", message)
         if not text.strip():
             break
         if role == "system" and position == 1:
             system = text
-        elif role == "user" and not said:
-            said = text
-        elif role == "assistant" and said:
-            turns.append((said, text))
-            said = ""
+        elif role == "user" and not user_text:
+            user_text = text
+        elif role == "assistant" and user_text:
+            turns.append((user_text, text))
+            user_text = ""
         else:
             break
     return Conversation(system=system, turns=tuple(turns))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadgen.loadgen_errors import BadPlan, NothingArrives
+from loadgen.loadgen_errors import BadPlan, EmptyPlan
 from loadgen.plan import draws
 from loadgen.plan.arrivals import poisson
 from loadgen.plan.draws import Floats
@@ -112,7 +112,8 @@ def sessions(
             if is_over:
                 if turn == 0:
                     raise BadPlan(
-                        f"session {session} has {num_context} tokens in its first turn, above --max-context ({turns.max_context}); "
+                        f"session {session} has {num_context} tokens in its first turn, above --max-context "
+                        f"({turns.max_context}); "
                         "give shorter lengths, for example with max=…"
                     )
                 continue  # the numbers are drawn anyway, so that later sessions do not change
@@ -184,7 +185,7 @@ They are ordinary text in every tokenizer known to us: special tokens have ids b
 """
 
 
-def first_look(
+def simple_plan(
     *,
     rate_rps: float,
     seconds: float,
@@ -198,8 +199,9 @@ def first_look(
     arrives."""
     times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
     if not len(times_s):
-        raise NothingArrives(
-            f"no request arrives in {seconds:g} s at {rate_rps:g} requests/s with seed {seed}; give a longer time or a higher rate"
+        raise EmptyPlan(
+            f"no request arrives in {seconds:g} s at {rate_rps:g} requests/s with seed {seed}; give a longer time "
+            "or a higher rate"
         )
     requests = random_prompts(times_s, inputs=Fixed(input_tokens), outputs=Fixed(output_tokens), seed=seed)
     return Plan(

@@ -1,4 +1,4 @@
-"""Replays recorded traces of Mooncake and Azure. (`loadgen.plan.servegen` generates fitted arrivals.)
+"""Replays recorded traces of Mooncake and Azure. (`loadgen.plan.sources.servegen` generates fitted arrivals.)
 
 A trace has times and lengths; the content is generated. If it records which prompts share prefixes
 (Mooncake's hash ids), that is reproduced exactly. Times are unchanged except for the user's scale factor.
@@ -89,7 +89,8 @@ def read_mooncake(path: str | Path) -> list[MooncakeRow]:
             row = _mooncake_row(line)
             if rows and row.timestamp_ms < rows[-1].timestamp_ms:
                 raise BadPlan(
-                    f"`timestamp` {row.timestamp_ms} is before {rows[-1].timestamp_ms} in the previous row; sort the file by time"
+                    f"`timestamp` {row.timestamp_ms} is before {rows[-1].timestamp_ms} in the previous row; sort "
+                    "the file by time"
                 )
         except BadPlan as error:
             raise BadPlan(f"{path}:{line_number}: {error}") from None
@@ -236,7 +237,8 @@ def _played(times_s: draws.Floats, cut: Cut) -> list[float | None]:
     """Return when each row is sent, or None if it is outside of the cut. Raises BadPlan."""
     if not (cut.time_scale > 0 and cut.start_s >= 0):
         raise BadPlan(
-            f"time scale {cut.time_scale:g}, start {cut.start_s:g} s; the scale must be above 0 and the start not negative"
+            f"time scale {cut.time_scale:g}, start {cut.start_s:g} s; the scale must be above 0 and the start not "
+            "negative"
         )
     end_s = np.inf if cut.duration_s is None else cut.start_s + cut.duration_s
     inside = (times_s >= cut.start_s) & (times_s < end_s)
@@ -270,7 +272,8 @@ def _mooncake_row(line: str) -> MooncakeRow:
     num_blocks = -(-data["input_length"] // HASH_BLOCK_TOKENS)
     if len(ids) != num_blocks:
         raise BadPlan(
-            f"{len(ids)} hash ids for {data['input_length']} tokens; one for each {HASH_BLOCK_TOKENS} tokens would be {num_blocks}"
+            f"{len(ids)} hash ids for {data['input_length']} tokens; one for each {HASH_BLOCK_TOKENS} tokens "
+            f"would be {num_blocks}"
         )
     return MooncakeRow(
         timestamp_ms=data["timestamp"],
@@ -288,12 +291,12 @@ def _ticks(text: str) -> int:
     """Return 100 ns ticks since 2000, exactly. `datetime` has only microseconds."""
     match = _TIME.fullmatch(text)
     try:
-        whole = datetime.fromisoformat(match[1]) if match else None
+        seconds = datetime.fromisoformat(match[1]) if match else None
     except ValueError:
-        whole = None
-    if match is None or whole is None:
+        seconds = None
+    if match is None or seconds is None:
         raise BadPlan(f"`{text}` is not a time such as 2023-11-16 18:17:03.9799600")
-    since = whole - _EPOCH
+    since = seconds - _EPOCH
     return (since.days * 86400 + since.seconds) * 10_000_000 + int((match[2] or "").ljust(9, "0")[:7])
 
 

@@ -93,10 +93,10 @@ def test_an_event_of_many_lines_is_bounded() -> None:
 def test_what_is_cut_at_the_end_is_known() -> None:
     parser = SseParser()
     parser.feed(b"data: a\n\n")
-    assert not parser.has_rest
+    assert not parser.has_partial_event
     parser.feed(b"data: b\n")
-    assert parser.has_rest
+    assert parser.has_partial_event
     parser.feed(b"\n")
-    assert not parser.has_rest
+    assert not parser.has_partial_event
     parser.feed(b"da")
-    assert parser.has_rest
+    assert parser.has_partial_event

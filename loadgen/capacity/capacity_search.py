@@ -114,15 +114,15 @@ class CapacitySearch:
             return None
         return self._scout() or self._trial()
 
-    def told(self, observation: Observation, *, is_scout: bool = False, is_own: bool = True) -> None:
+    def observe(self, observation: Observation, *, is_scout: bool = False, is_own: bool = True) -> None:
         """Add a trial's observation, requested or not. `is_own` is true if this search requested it."""
         (self._scouted if is_scout else self._observed).append(observation)
         self._located = None
         self._num_asked += is_own and not is_scout
         if self.is_over or is_scout:
             return
-        held, broke = self._sides(self._observed)
-        if held and broke:
+        met, missed = self._sides(self._observed)
+        if met and missed:
             found = self._threshold().interval(self.confidence)
             is_narrow = found.high is not None and found.high <= found.low * (1 + self._limits.resolution)
             if is_narrow and len(self._observed) >= MIN_TRIALS:
@@ -138,14 +138,14 @@ class CapacitySearch:
     @property
     def answer(self) -> CapacityEstimate:
         """The current estimate."""
-        held, broke = self._sides(self._observed)
-        is_located = bool(held and broke)
+        met, missed = self._sides(self._observed)
+        is_located = bool(met and missed)
         return CapacityEstimate(
             state=self._state,
             capacity_rps=self._threshold().quantile(0.5) if is_located else None,
             interval=self._threshold().interval(self.confidence) if is_located else None,
-            held_rps=max(held, default=None),
-            broke_rps=min(broke, default=None),
+            held_rps=max(met, default=None),
+            broke_rps=min(missed, default=None),
             num_trials=len(self._observed),
             num_scouts=len(self._scouted),
             why=self._why,
@@ -163,35 +163,35 @@ class CapacitySearch:
 
     def _sides(self, observations: list[Observation]) -> tuple[list[float], list[float]]:
         """Return (rates that met the SLO, rates that missed it)."""
-        held = [o.rate_rps for o in observations if o.held(self.target)]
-        return held, [o.rate_rps for o in observations if not o.held(self.target)]
+        met = [o.rate_rps for o in observations if o.met(self.target)]
+        return met, [o.rate_rps for o in observations if not o.met(self.target)]
 
     def _scout(self) -> Proposal | None:
         """Return the next scout trial, or None once the neighbourhood is known."""
-        held, broke = self._sides([*self._scouted, *self._observed])
-        if (held and broke) or self._observed or len(self._scouted) >= MAX_SCOUTS:
+        met, missed = self._sides([*self._scouted, *self._observed])
+        if (met and missed) or self._observed or len(self._scouted) >= MAX_SCOUTS:
             return None
-        if held:
-            rate_rps = max(held) * SCOUT_FACTOR
+        if met:
+            rate_rps = max(met) * SCOUT_FACTOR
             return None if rate_rps > self._limits.max_rps else self._proposal(rate_rps, is_scout=True)
-        if broke:
-            rate_rps = min(broke) / SCOUT_FACTOR
+        if missed:
+            rate_rps = min(missed) / SCOUT_FACTOR
             return None if rate_rps < self._limits.min_rps else self._proposal(rate_rps, is_scout=True)
         return self._proposal(self._limits.start_rps, is_scout=True)
 
     def _trial(self) -> Proposal | None:
-        held, broke = self._sides(self._observed)
-        if held and broke:
+        met, missed = self._sides(self._observed)
+        if met and missed:
             q = QUANTILES[len(self._observed) % len(QUANTILES)]
             rate_rps = self._threshold().quantile(q)
-        elif held:
-            rate_rps = max(held) * BRACKET_FACTOR
-            if max(held) >= self._within(rate_rps):
+        elif met:
+            rate_rps = max(met) * BRACKET_FACTOR
+            if max(met) >= self._within(rate_rps):
                 self._end(State.ABOVE)
                 return None
-        elif broke:
-            rate_rps = min(broke) / BRACKET_FACTOR
-            if min(broke) <= self._within(rate_rps):
+        elif missed:
+            rate_rps = min(missed) / BRACKET_FACTOR
+            if min(missed) <= self._within(rate_rps):
                 self._end(State.BELOW)
                 return None
         else:
@@ -217,6 +217,6 @@ class CapacitySearch:
         return min(max(_rounded(rate_rps, ROUND_HALF_EVEN), low), high)
 
 
-def _rounded(rate_rps: float, way: str) -> float:
+def _rounded(rate_rps: float, rounding: str) -> float:
     """Round to three significant digits."""
-    return float(Context(prec=3, rounding=way).create_decimal(repr(rate_rps)))
+    return float(Context(prec=3, rounding=rounding).create_decimal(repr(rate_rps)))

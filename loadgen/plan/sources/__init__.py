@@ -1,0 +1,1 @@
+"""Sources of plans: synthetic workloads, recorded traces, fitted arrivals and recorded conversations."""
