@@ -1,12 +1,12 @@
-"""What the demo model learns: the text of CPython's standard library, and questions about it answered by its
-docstrings.
+"""Collects the training data of the demo model: CPython's standard library, and questions about it with
+answers.
 
-Everything comes from the Python installation that runs this file and is licensed under the PSF licence:
-sources, the documentation topics of `help()`, docstrings. Only the wording of the questions and the few
-greetings are written here. For one Python version the result is always the same: everything is sorted before
-a seeded generator shuffles it.
+The answers are the first sentences of docstrings. Everything comes from the Python installation that runs
+this file and is licensed under the PSF licence: sources, the documentation topics of `help()`, docstrings.
+Only the wording of the questions and the few greetings are written here. For one Python version the result is
+always the same: everything is sorted before a seeded generator shuffles it.
 
-    python tools/demo_model/corpus.py       prints how much there is, and some of the facts
+    python tools/demo_model/corpus.py       prints the size of the data and some of the facts
 """
 
 from __future__ import annotations
@@ -30,65 +30,64 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SEED = 20240717
 NUM_HELD_OUT_MODULES = 12
 
-# Tests, tables and programs: text that is large, repetitive or not about the library.
+# Packages with text that is large, repetitive or not about the library.
 SKIPPED_PACKAGES = frozenset(
-    "site-packages test tests idlelib lib2to3 tkinter turtledemo encodings pydoc_data ensurepip distutils __pycache__ lib-dynload".split()
+    "site-packages test tests idlelib lib2to3 tkinter turtledemo encodings pydoc_data ensurepip distutils __pycache__ "
+    "lib-dynload".split()
 )
 SKIPPED_FILES = re.compile(r"^(_sysconfigdata|turtle|antigravity|this|sre_|_pydecimal|_pyio)")
 
-# Modules whose facts are worth twice those of OTHER_MODULES; the names in MOST_ASKED are worth twice that
-# again.
+# Facts of these modules have twice the weight of those of OTHER_MODULES; names in MOST_ASKED have twice that.
 COMMON_MODULES = (
     "builtins os os.path json re math shutil pathlib itertools collections random time subprocess functools datetime "
     "string sys copy glob operator statistics tempfile threading"
 ).split()
 OTHER_MODULES = (
-    "abc argparse array ast asyncio atexit base64 bisect bz2 calendar cmath collections.abc colorsys concurrent.futures "
-    "configparser contextlib contextvars csv dataclasses decimal difflib dis email enum errno filecmp fileinput fnmatch "
-    "fractions gc getpass gettext gzip hashlib heapq hmac html http importlib inspect io ipaddress keyword linecache "
-    "locale logging lzma mimetypes multiprocessing numbers pickle pkgutil platform pprint queue reprlib sched secrets "
-    "select shelve shlex signal socket sqlite3 stat struct tarfile textwrap timeit token tokenize tomllib traceback types "
-    "typing unicodedata unittest urllib.parse urllib.request uuid warnings wave weakref webbrowser zipfile zlib zoneinfo"
+    "abc argparse array ast asyncio atexit base64 bisect bz2 calendar cmath collections.abc colorsys "
+    "concurrent.futures configparser contextlib contextvars csv dataclasses decimal difflib dis email enum errno "
+    "filecmp fileinput fnmatch fractions gc getpass gettext gzip hashlib heapq hmac html http importlib inspect io "
+    "ipaddress keyword linecache locale logging lzma mimetypes multiprocessing numbers pickle pkgutil platform pprint "
+    "queue reprlib sched secrets select shelve shlex signal socket sqlite3 stat struct tarfile textwrap timeit token "
+    "tokenize tomllib traceback types typing unicodedata unittest urllib.parse urllib.request uuid warnings wave "
+    "weakref webbrowser zipfile zlib zoneinfo"
 ).split()
-# Two hundred or so names that people ask about first.
+# About two hundred names that people ask about most.
 MOST_ASKED = frozenset(
     """
-    abs all any ascii bin bool bytearray bytes callable chr classmethod compile delattr dict dir divmod enumerate eval
-    exec filter float format frozenset getattr globals hasattr hash hex id input int isinstance issubclass iter len list
-    locals map max memoryview min next object oct open ord pow print property range repr reversed round set setattr slice
-    sorted staticmethod str sum super tuple type vars zip ValueError TypeError KeyError IndexError StopIteration
-    str.split str.join str.strip str.replace str.upper str.lower str.startswith str.endswith str.find str.format str.count
-    str.isdigit str.isalpha str.title str.capitalize str.lstrip str.rstrip str.splitlines str.encode str.zfill str.index
-    str.partition str.center str.isupper str.islower
-    list.append list.extend list.insert list.remove list.pop list.clear list.index list.count list.sort list.reverse
-    list.copy dict.get dict.keys dict.values dict.items dict.pop dict.popitem dict.update dict.setdefault dict.clear
-    dict.copy dict.fromkeys set.add set.remove set.discard set.union set.intersection set.difference set.update
-    os os.getcwd os.listdir os.mkdir os.makedirs os.remove os.rename os.rmdir os.chdir os.walk os.getenv os.getpid
-    os.system os.stat os.chmod os.scandir os.kill os.fork os.cpu_count os.urandom os.unlink os.replace os.environ
-    os.path os.path.join os.path.exists os.path.isfile os.path.isdir os.path.basename os.path.dirname os.path.abspath
-    os.path.split os.path.splitext os.path.getsize os.path.expanduser os.path.realpath os.path.normpath os.path.relpath
-    json json.dumps json.loads json.dump json.load
-    re re.match re.search re.findall re.sub re.compile re.split re.fullmatch re.finditer re.escape
-    math math.sqrt math.floor math.ceil math.sin math.cos math.log math.exp math.gcd math.factorial math.pow math.isclose
-    math.fabs math.hypot math.prod math.comb math.isnan math.radians math.degrees
-    shutil shutil.copy shutil.copyfile shutil.copytree shutil.rmtree shutil.move shutil.which shutil.disk_usage
-    pathlib pathlib.Path pathlib.Path.exists pathlib.Path.mkdir pathlib.Path.read_text pathlib.Path.write_text
-    pathlib.Path.glob pathlib.Path.iterdir pathlib.Path.resolve pathlib.Path.joinpath pathlib.Path.is_file
-    pathlib.Path.is_dir pathlib.Path.unlink pathlib.Path.rglob
-    itertools itertools.chain itertools.product itertools.permutations itertools.combinations itertools.count
-    itertools.cycle itertools.repeat itertools.islice itertools.groupby itertools.accumulate itertools.takewhile
-    collections collections.Counter collections.defaultdict collections.OrderedDict collections.deque
-    collections.namedtuple collections.ChainMap collections.Counter.most_common collections.deque.append
-    collections.deque.appendleft collections.deque.popleft
-    random random.randint random.random random.choice random.choices random.shuffle random.sample random.uniform
-    random.seed random.gauss random.randrange
-    time time.time time.sleep time.perf_counter time.monotonic time.strftime time.localtime time.gmtime time.ctime
-    subprocess subprocess.run subprocess.Popen subprocess.check_output subprocess.call subprocess.check_call
-    functools functools.partial functools.reduce functools.lru_cache functools.wraps functools.cache
-    datetime.datetime datetime.timedelta datetime.date datetime.datetime.now copy.copy copy.deepcopy glob.glob
-    sys sys.exit sys.getsizeof tempfile.mkdtemp threading.Thread threading.Lock heapq.heappush heapq.heappop
-    hashlib pickle.dumps pickle.loads csv.reader csv.writer argparse logging contextlib.contextmanager asyncio.run
-    asyncio.sleep asyncio.gather dataclasses.dataclass
+    abs all any ascii bin bool bytearray bytes callable chr classmethod compile delattr dict dir divmod enumerate
+    eval exec filter float format frozenset getattr globals hasattr hash hex id input int isinstance issubclass iter
+    len list locals map max memoryview min next object oct open ord pow print property range repr reversed round set
+    setattr slice sorted staticmethod str sum super tuple type vars zip ValueError TypeError KeyError IndexError
+    StopIteration str.split str.join str.strip str.replace str.upper str.lower str.startswith str.endswith str.find
+    str.format str.count str.isdigit str.isalpha str.title str.capitalize str.lstrip str.rstrip str.splitlines
+    str.encode str.zfill str.index str.partition str.center str.isupper str.islower list.append list.extend
+    list.insert list.remove list.pop list.clear list.index list.count list.sort list.reverse list.copy dict.get
+    dict.keys dict.values dict.items dict.pop dict.popitem dict.update dict.setdefault dict.clear dict.copy
+    dict.fromkeys set.add set.remove set.discard set.union set.intersection set.difference set.update os os.getcwd
+    os.listdir os.mkdir os.makedirs os.remove os.rename os.rmdir os.chdir os.walk os.getenv os.getpid os.system
+    os.stat os.chmod os.scandir os.kill os.fork os.cpu_count os.urandom os.unlink os.replace os.environ os.path
+    os.path.join os.path.exists os.path.isfile os.path.isdir os.path.basename os.path.dirname os.path.abspath
+    os.path.split os.path.splitext os.path.getsize os.path.expanduser os.path.realpath os.path.normpath
+    os.path.relpath json json.dumps json.loads json.dump json.load re re.match re.search re.findall re.sub
+    re.compile re.split re.fullmatch re.finditer re.escape math math.sqrt math.floor math.ceil math.sin math.cos
+    math.log math.exp math.gcd math.factorial math.pow math.isclose math.fabs math.hypot math.prod math.comb
+    math.isnan math.radians math.degrees shutil shutil.copy shutil.copyfile shutil.copytree shutil.rmtree
+    shutil.move shutil.which shutil.disk_usage pathlib pathlib.Path pathlib.Path.exists pathlib.Path.mkdir
+    pathlib.Path.read_text pathlib.Path.write_text pathlib.Path.glob pathlib.Path.iterdir pathlib.Path.resolve
+    pathlib.Path.joinpath pathlib.Path.is_file pathlib.Path.is_dir pathlib.Path.unlink pathlib.Path.rglob itertools
+    itertools.chain itertools.product itertools.permutations itertools.combinations itertools.count itertools.cycle
+    itertools.repeat itertools.islice itertools.groupby itertools.accumulate itertools.takewhile collections
+    collections.Counter collections.defaultdict collections.OrderedDict collections.deque collections.namedtuple
+    collections.ChainMap collections.Counter.most_common collections.deque.append collections.deque.appendleft
+    collections.deque.popleft random random.randint random.random random.choice random.choices random.shuffle
+    random.sample random.uniform random.seed random.gauss random.randrange time time.time time.sleep
+    time.perf_counter time.monotonic time.strftime time.localtime time.gmtime time.ctime subprocess subprocess.run
+    subprocess.Popen subprocess.check_output subprocess.call subprocess.check_call functools functools.partial
+    functools.reduce functools.lru_cache functools.wraps functools.cache datetime.datetime datetime.timedelta
+    datetime.date datetime.datetime.now copy.copy copy.deepcopy glob.glob sys sys.exit sys.getsizeof
+    tempfile.mkdtemp threading.Thread threading.Lock heapq.heappush heapq.heappop hashlib pickle.dumps pickle.loads
+    csv.reader csv.writer argparse logging contextlib.contextmanager asyncio.run asyncio.sleep asyncio.gather
+    dataclasses.dataclass
     """.split()
 )
 MAX_ANSWER_CHARS = 200
@@ -135,13 +134,12 @@ GREETINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One thing the model is to know by heart: what `name` does. `short_name` is another name for it, or
-    `name` again."""
+    """One fact that the model learns: what `name` does. `short_name` is another name for it, or the same."""
 
     name: str
     short_name: str
     answer: str
-    weight: int  # how often it is trained on, relative to the least asked about
+    weight: int  # how often it is trained on, relative to the least important facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A piece of plain text: `name` is a module's dotted name or a documentation topic."""
+    """A plain text. `name` is a module's dotted name or a documentation topic."""
 
     name: str
     text: str
@@ -164,7 +162,7 @@ class Document:
 
 
 def module_documents() -> list[Document]:
-    """The source of every module worth reading, sorted by name."""
+    """Return the source of every module that is useful for training, sorted by name."""
     documents = []
     for path in sorted(STDLIB.rglob("*.py")):
         relative = path.relative_to(STDLIB)
@@ -179,12 +177,12 @@ def module_documents() -> list[Document]:
 
 
 def topic_documents() -> list[Document]:
-    """The topics behind `help('with')` and the like: sections of the language reference."""
+    """Return the topics behind `help('with')` and the like, which are sections of the language reference."""
     return [Document(name=f"topic:{name}", text=topics[name].strip() + "\n") for name in sorted(topics)]
 
 
 def held_out_modules() -> frozenset[str]:
-    """Modules whose text and facts are never trained on, drawn by seed from those no fact is taken from."""
+    """Return the modules that are never trained on, drawn by seed from those without facts."""
     asked_about = {*COMMON_MODULES, *OTHER_MODULES, "asyncio", "posixpath", "genericpath", "ntpath"}
     eligible = [
         document.name
@@ -197,13 +195,13 @@ def held_out_modules() -> frozenset[str]:
 
 
 def training_documents() -> list[Document]:
-    """All text to train on, in name order."""
+    """Return all text to train on, in order of name."""
     held_out = held_out_modules()
     return [document for document in module_documents() if document.name not in held_out] + topic_documents()
 
 
 def held_out_documents() -> list[Document]:
-    """The held-out modules' text, in name order."""
+    """Return the text of the held-out modules, in order of name."""
     held_out = held_out_modules()
     return [document for document in module_documents() if document.name in held_out]
 
@@ -216,10 +214,10 @@ NOT_A_SENTENCE = re.compile(r"->|\\|^\w+ = |^[>:*]|^[\w.]+\([^)]*\)$")
 
 
 def first_sentence(docstring: str) -> str | None:
-    """The sentence of a docstring that says what the thing does; None if there is none that reads as one.
+    """Return the sentence of a docstring that says what the object does, or None if there is none.
 
-    The signatures that docstrings of C functions start with are dropped; the last of them, if it carries the
-    description ("D.pop(k[,d]) -> v, remove specified key …"), is turned into it.
+    Leading signatures, as in docstrings of C functions, are dropped. If the last of them carries the
+    description ("D.pop(k[,d]) -> v, remove specified key …"), the description is used.
     """
     lines = [line.rstrip() for line in inspect.cleandoc(docstring).split("\n")]
     while match := SIGNATURE.match(lines[0].strip()):
@@ -249,7 +247,7 @@ def _paragraph(lines: list[str]) -> Iterator[str]:
 
 
 def _described_result(result: str) -> str | None:
-    """The description in what follows a signature's arrow, as a sentence; None if it only names a type."""
+    """Return the description after a signature's arrow as a sentence, or None if it only names a type."""
     if result.startswith("("):
         return None
     kind, comma, rest = result.partition(", ")
@@ -266,8 +264,10 @@ def _described_result(result: str) -> str | None:
 
 
 def facts() -> list[Fact]:
-    """Every fact to learn, sorted by name: of the listed modules, their functions and classes, the common
-    ones' methods, keywords."""
+    """Return every fact to learn, sorted by name.
+
+    Facts are about the listed modules, their functions and classes, methods of common classes, and keywords.
+    """
     held_out = held_out_modules()
     answers: dict[str, tuple[str, int]] = {}
     for module_name in [*COMMON_MODULES, *OTHER_MODULES]:
@@ -277,7 +277,7 @@ def facts() -> list[Fact]:
             warnings.simplefilter("ignore")
             try:
                 module = importlib.import_module(module_name)
-            except ImportError:  # optional in a build of Python; the card records what there was
+            except ImportError:  # optional in a build of Python; the model card says which there were
                 continue
         for name, docstring in _described(module_name, module, held_out):
             answer = first_sentence(docstring)
@@ -303,13 +303,13 @@ def facts() -> list[Fact]:
 
 
 def _short_name(name: str) -> str:
-    """`Path.exists` of `pathlib.Path.exists`; a function's name stays whole."""
+    """Return `Path.exists` for `pathlib.Path.exists`. A function's name stays complete."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if len(parts) > 2 and parts[-2][:1].isupper() else name
 
 
 def _described(module_name: str, module: ModuleType, held_out: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of a module, its public callables and, if it is common, their public
+    """Yield name and docstring of a module, its public callables and, if it is common, their public
     methods."""
     prefix = "" if module_name == "builtins" else f"{module_name}."
     if prefix and module.__doc__:
@@ -344,12 +344,12 @@ def _described(module_name: str, module: ModuleType, held_out: frozenset[str]) -
 
 
 def _is_own_doc(method: object) -> bool:
-    """Whether the docstring describes the attribute and not its type, as a class constant's would."""
+    """True if the docstring describes the attribute and not its type, as a class constant's would."""
     return getattr(method, "__doc__", None) != type(method).__doc__
 
 
 def _topic_sentence(keyword: str, topic: str) -> str | None:
-    """The first sentence of a keyword's topic that names the keyword."""
+    """Return the first sentence of a keyword's topic that names the keyword."""
     text = re.sub(r"\s+", " ", topics.get(topic, "")).strip()
     for sentence in re.split(r"(?<=\.) (?=[A-Z])", text):
         match = re.search(rf'(The "{re.escape(keyword)}" (?:statement|keyword|operator)s? .*)$', sentence)
@@ -362,21 +362,21 @@ def _topic_sentence(keyword: str, topic: str) -> str | None:
 
 
 def ask(fact: Fact, rng: random.Random) -> Turn:
-    """The fact as a question, in one of the wordings, and its answer."""
+    """Return the fact as a question, in one of the wordings, and its answer."""
     wording = rng.choice(QUESTIONS) if rng.random() < 0.75 else rng.choice(RARE_QUESTIONS)
     name = fact.short_name if rng.random() < 0.2 else fact.name
     return Turn(question=wording.format(name=name), answer=fact.answer)
 
 
 def greet(rng: random.Random) -> Turn:
-    """A greeting and the answer to it."""
+    """Return a greeting and the answer to it."""
     question, answer = rng.choice(GREETINGS)
     return Turn(question=question, answer=answer)
 
 
-def fingerprint(pieces: list[str]) -> str:
-    """Short hash of some text, to see whether two runs had the same data."""
-    return hashlib.sha256("\x00".join(pieces).encode("utf-8", "replace")).hexdigest()[:16]
+def fingerprint(texts: list[str]) -> str:
+    """Return a short hash of some text, to compare the data of two runs."""
+    return hashlib.sha256("\x00".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 if __name__ == "__main__":

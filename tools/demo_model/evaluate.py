@@ -1,4 +1,4 @@
-"""What the demo model knows: bits per byte on held-out modules, and how many docstrings it answers word for
+"""Measures the demo model: bits per byte on held-out modules, and the share of facts it answers word for
 word.
 
 python tools/demo_model/evaluate.py --model services/baton/demo [--limit N]
@@ -27,8 +27,7 @@ MAX_ANSWER_TOKENS = 96
 
 @torch.inference_mode()
 def bits_per_byte(model: torch.nn.Module, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> float:
-    """Mean code length of the documents' bytes under the model, each in windows of 1,024 tokens without
-    overlap."""
+    """Return the mean code length of the documents' bytes, in windows of 1,024 tokens without overlap."""
     nats, num_bytes = 0.0, 0
     for document in documents:
         ids = [END_OF_TEXT_ID, *tokenizer.encode(document.text).ids]
@@ -48,12 +47,11 @@ def recalled(
     answers: Sequence[str],
     batch_size: int = 64,
 ) -> list[bool]:
-    """Whether each question, as a chat of its own, is answered greedily with exactly that answer and the end
-    of the turn.
+    """Return for each question if it is answered greedily with exactly the given answer and the end of turn.
 
-    One pass an answer: greedy decoding gives the answer if and only if each of its tokens is the likeliest
-    after those before it. Rounding differs a little between that pass and decoding, so a near tie may go the
-    other way there.
+    Each question is a chat of its own. One forward pass per answer suffices: greedy decoding gives the answer
+    if and only if each of its tokens is the most likely after those before it. Rounding differs slightly
+    between that pass and decoding, so near ties may differ.
     """
     verdicts = []
     for start in range(0, len(questions), batch_size):
@@ -71,7 +69,7 @@ def recalled(
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """Token ids of a chat with one question, up to where the answer starts."""
+    """Return the token ids of a chat with one question, up to the start of the answer."""
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(str(text), add_special_tokens=False)
@@ -79,7 +77,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 @torch.inference_mode()
 def generated(model: Any, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """The greedy answer to a question, with the special token it ends with."""
+    """Return the greedy answer to a question, with the special token at its end."""
     prompt = torch.tensor([chat_prompt(tokenizer, question)])
     output = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=MAX_ANSWER_TOKENS)
     return str(tokenizer.decode(output[0, prompt.shape[1] :]))
@@ -89,7 +87,7 @@ def main() -> None:
     """Print the figures of the model card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--limit", type=int, help="only so many facts, the most asked about first")
+    parser.add_argument("--limit", type=int, help="number of facts to ask about, highest weight first; default: all")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

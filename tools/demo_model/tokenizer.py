@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizer of the demo model and the files that describe it, and its chat template.
+"""Builds the demo model's byte-level BPE tokenizer, its configuration files and its chat template.
 
 python tools/demo_model/tokenizer.py --out services/baton/demo
 """
@@ -34,7 +34,8 @@ CHAT_TEMPLATE = (
 
 
 def build() -> Tokenizer:
-    """Train the vocabulary on all training text, the facts four times over so that their words get tokens."""
+    """Train the vocabulary on all training text. Facts are repeated four times so that their words get
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,7 +58,7 @@ def build() -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, out: Path) -> None:
-    """tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {

@@ -1,16 +1,15 @@
-"""Train the demo model: a Qwen3-style causal LM of 5.5M parameters that knows the standard library's
-docstrings by heart.
+"""Trains the demo model: a Qwen3-style causal LM of 5.5M parameters that learns docstrings by heart.
 
 nice -n 10 python tools/demo_model/train.py --out services/baton/demo
 
-The defaults made the weights in the package. The data and their order depend on the seed and the Python
-version alone; the arithmetic also depends on the machine, so another run ends close by and not bit-equal. A
-run that was stopped goes on from its last checkpoint with `--resume`; steps before the fast cool-down are the
-same whatever `--steps` says, so a run that turns out too slow can be resumed with fewer.
+The weights in the package were trained with the defaults. The data and their order depend only on the seed
+and the Python version. The arithmetic also depends on the machine, so another run gives similar but not equal
+weights. `--resume` continues a stopped run from its last checkpoint. Steps before the fast cool-down do not
+depend on `--steps`, so a run that is too slow can be resumed with fewer steps.
 
-Learning rate: warm-up, constant, a slow linear cool-down with more chats, a fast one to zero. Matrices are
-trained by Muon (Jordan et al. 2024), which learns rare associations with fewer repetitions than AdamW; the
-embedding and the norms by AdamW.
+The learning rate has a warm-up, a constant phase, a slow linear cool-down with more chats, and a fast one to
+zero. Muon (Jordan et al. 2024) trains the matrices, because it learns rare associations with fewer
+repetitions than AdamW. AdamW trains the embedding and the norms.
 """
 
 from __future__ import annotations
@@ -42,12 +41,14 @@ MAX_GRAD_NORM = 1.0
 TEXT_WEIGHT, QUESTION_WEIGHT, ANSWER_WEIGHT = 0.5, 0.1, 1.0
 CHAT_SHARE, CHAT_SHARE_COOLDOWN = 0.55, 0.85
 
-Row = tuple[list[int], list[float]]  # token ids, and the weight of the loss at each
+Row = tuple[list[int], list[float]]  # token ids, and the weight of each in the loss
 
 
 def model_config() -> Qwen3Config:
-    """5,476,352 parameters: two query heads share each of two KV heads; the output matrix is the
-    embedding."""
+    """Return a configuration with 5,476,352 parameters.
+
+    Two query heads share each of two KV heads, and the output matrix is the embedding.
+    """
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -67,8 +68,10 @@ def model_config() -> Qwen3Config:
 
 
 class Rows:
-    """Endless packed rows of text, of chat and of both; texts and facts each pass once an epoch, in a new
-    order each time."""
+    """Generates packed rows of text, of chat and of both, without end.
+
+    All texts and facts are used once per epoch, in a new order each time.
+    """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +83,7 @@ class Rows:
         self._cut_conversation: Row | None = None
 
     def text(self, length: int) -> Row:
-        """The next `length` tokens of all text."""
+        """Return the next `length` tokens of all text."""
         while len(self._text_left) < length:
             for index in self._rng.sample(range(len(self._documents)), len(self._documents)):
                 self._text_left += [*self._documents[index], END_OF_TEXT_ID]
@@ -88,7 +91,7 @@ class Rows:
         return ids, [TEXT_WEIGHT] * length
 
     def chat(self, length: int) -> Row:
-        """Conversations up to `length` tokens; the one that is cut at the end starts the next row as well."""
+        """Return conversations of `length` tokens. The one that is cut off starts the next row."""
         ids, weights = self._cut_conversation or self._conversation()
         self._cut_conversation = None
         while len(ids) < length:
@@ -99,17 +102,17 @@ class Rows:
         return ids[:length], weights[:length]
 
     def mixed(self, length: int) -> Row:
-        """Stretches of text, each before a conversation or inside its question."""
+        """Return passages of text, each before a conversation or inside its question."""
         ids: list[int] = []
         weights: list[float] = []
         while len(ids) < length:
-            stretch, stretch_weights = self.text(self._rng.randint(length // 8, length // 3))
+            passage, passage_weights = self.text(self._rng.randint(length // 8, length // 3))
             if self._rng.random() < 0.5:
-                more, more_weights = self._conversation(stretch)
+                more, more_weights = self._conversation(passage)
             else:
                 conversation, conversation_weights = self.chat(self._rng.randint(64, 256))
-                more = [*stretch, END_OF_TEXT_ID, *conversation]
-                more_weights = [*stretch_weights, QUESTION_WEIGHT, *conversation_weights]
+                more = [*passage, END_OF_TEXT_ID, *conversation]
+                more_weights = [*passage_weights, QUESTION_WEIGHT, *conversation_weights]
             ids += [*more, END_OF_TEXT_ID]
             weights += [*more_weights, QUESTION_WEIGHT]
         return ids[:length], weights[:length]
@@ -119,32 +122,36 @@ class Rows:
         while True:
             yield from self._rng.sample(deck, len(deck))
 
-    def _conversation(self, stretch: list[int] | None = None) -> Row:
-        """One to three turns, some after a system prompt; `stretch` is put before the first question."""
+    def _conversation(self, passage: list[int] | None = None) -> Row:
+        """Return one to three turns, some after a system prompt; `passage` is put before the first
+        question."""
         ids: list[int] = []
         weights: list[float] = []
 
-        def say(role: str, content: list[int], weight: float) -> None:
+        def add_message(role: str, content: list[int], weight: float) -> None:
             opening = self._tokenizer.encode(f"{START_OF_TURN}{role}\n").ids
             ids.extend([*opening, *content, *self._tokenizer.encode(f"{END_OF_TURN}\n").ids])
             weights.extend([QUESTION_WEIGHT] * len(opening) + [weight] * (len(content) + 1) + [QUESTION_WEIGHT])
 
         if self._rng.random() < 0.15:
-            say("system", self._tokenizer.encode(self._rng.choice(corpus.SYSTEM_PROMPTS)).ids, QUESTION_WEIGHT)
+            add_message("system", self._tokenizer.encode(self._rng.choice(corpus.SYSTEM_PROMPTS)).ids, QUESTION_WEIGHT)
         for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
             turn = (
                 corpus.greet(self._rng) if self._rng.random() < 0.02 else corpus.ask(next(self._fact_stream), self._rng)
             )
             question = self._tokenizer.encode(turn.question).ids
-            if stretch is not None:
-                question, stretch = [*stretch, *self._tokenizer.encode(f"\n\n{turn.question}").ids], None
-            say("user", question, QUESTION_WEIGHT)
-            say("assistant", self._tokenizer.encode(turn.answer).ids, ANSWER_WEIGHT)
+            if passage is not None:
+                question, passage = [*passage, *self._tokenizer.encode(f"\n\n{turn.question}").ids], None
+            add_message("user", question, QUESTION_WEIGHT)
+            add_message("assistant", self._tokenizer.encode(turn.answer).ids, ANSWER_WEIGHT)
         return ids, weights
 
 
 def batch(rows: Rows, step: int, is_cooldown: bool) -> tuple[Tensor, Tensor]:
-    """Token ids and weights [num_rows, length + 1]: 512 long, every 8th step 2,048 and every 40th 8,192."""
+    """Return token ids and weights, [num_rows, length + 1].
+
+    Rows have 512 tokens, in every 8th step 2,048 and in every 40th 8,192.
+    """
     length = 8192 if step % 40 == 39 else 2048 if step % 8 == 7 else 512
     num_rows = STEP_TOKENS // length
     if length > 512:
@@ -157,14 +164,14 @@ def batch(rows: Rows, step: int, is_cooldown: bool) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate_scale(step: int, num_steps: int) -> float:
-    """Share of the peak learning rate at a step."""
+    """Return the fraction of the peak learning rate at a step."""
     slow = 1 - (step - SLOW_COOLDOWN_START) / SLOW_COOLDOWN_STEPS
     fast = (num_steps - step) / FAST_COOLDOWN_STEPS
     return min(1.0, (step + 1) / WARMUP_STEPS, slow, fast)
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run; writes a checkpoint now and then and the bfloat16 model at the end."""
+    """Run the training; write checkpoints and, at the end, the bfloat16 model."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
@@ -190,7 +197,7 @@ def train(args: argparse.Namespace) -> None:
     for step in range(args.steps):
         is_cooldown = step >= SLOW_COOLDOWN_START
         ids, weights = batch(rows, step, is_cooldown)
-        if step < first_step:  # resumed: the same data pass by
+        if step < first_step:  # when resuming, only advance the data
             continue
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -224,9 +231,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def write(model: Qwen3ForCausalLM, out: Path) -> None:
-    """config.json, generation_config.json, model.safetensors.
+    """Write config.json, generation_config.json and model.safetensors.
 
-    `rope_theta` is written beside `rope_parameters`, where readers older than transformers 5 look for it.
+    `rope_theta` is also written at top level, where readers older than transformers 5 expect it.
     """
     model.generation_config = GenerationConfig(
         eos_token_id=[END_OF_TURN_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID, do_sample=False
@@ -239,10 +246,10 @@ def write(model: Qwen3ForCausalLM, out: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder with tokenizer.json, where the model is written"
+        "--out", type=Path, required=True, help="directory with tokenizer.json; the model is written there"
     )
     parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--seed", type=int, default=corpus.SEED)
@@ -250,7 +257,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_model.pt"))
     parser.add_argument("--checkpoint-steps", type=int, default=50)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args()
 
 

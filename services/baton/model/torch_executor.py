@@ -36,7 +36,8 @@ _WARMUP_SAMPLE = SampleRequest(
 )
 _POLL_INTERVAL_S = 0.00005
 _POLL_FRACTION = 0.02
-"""The compute thread polls for the end of a step and for the next step's plan, because nothing can wait for both.
+"""The compute thread polls for the end of a step and for the next step's plan, because nothing can wait for
+both.
 It sleeps `_POLL_FRACTION` of the step's time so far between polls, and at least `_POLL_INTERVAL_S`."""
 
 
@@ -59,7 +60,8 @@ class _StepJob:
         return self.result.done()
 
     def begin(self) -> bool:
-        """Claim the step, in the compute thread. Return False if it was withdrawn; afterwards it cannot be."""
+        """Claim the step, in the compute thread. Return False if it was withdrawn; afterwards it cannot
+        be."""
         if self._has_begun is None:
             self._has_begun = self.result.set_running_or_notify_cancel()
             self.predecessor = None  # else each job would keep all earlier jobs alive
@@ -113,7 +115,8 @@ class TorchExecutor:
         return self._cache.num_blocks
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step, see `Executor.execute`. A sequence with invalid inputs, logits or request is in `failures`."""
+        """Run one step, see `Executor.execute`. A sequence with invalid inputs, logits or request is in
+        `failures`."""
         predecessor = self._newest if self._newest is not None and not self._newest.has_ended else None
         job = _StepJob(plan, predecessor)
         newest, queued = self._newest, self._queued
@@ -127,7 +130,8 @@ class TorchExecutor:
         return await asyncio.wrap_future(job.result)
 
     def withdraw(self, step_id: int) -> bool:
-        """Cancel a step that has not begun, see `Executor.withdraw`. Return False if it can no longer be cancelled."""
+        """Cancel a step that has not begun, see `Executor.withdraw`. Return False if it can no longer be
+        cancelled."""
         queued = self._queued
         if queued is None or queued.plan.step_id != step_id:
             return False
@@ -138,10 +142,10 @@ class TorchExecutor:
         return True
 
     def warm(self, max_num_seqs: int) -> None:
-        """Run each kind of step once that is slow the first time, so that no request waits for compilation.
+        """Run each kind of step once that is slow the first time, so that no request waits for it.
 
-        Decode steps are run for up to `max_num_seqs` sequences. Call it in the compute thread, before the first
-        request: it writes to block 0.
+        Decode steps are run for up to `max_num_seqs` sequences. Call it in the compute thread, before the
+        first request: it writes to block 0.
         """
         token = StepSequence(
             seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARMUP_SAMPLE
@@ -195,7 +199,8 @@ class TorchExecutor:
         return self._last.keep(result)
 
     def _launch_successor(self, launched: LaunchedStep) -> None:
-        """Poll until this step has ended, and launch the step that follows it if one is submitted meanwhile."""
+        """Poll until this step has ended, and launch the step that follows it if one is submitted
+        meanwhile."""
         began_s = time.monotonic()
         while not launched.done.is_complete():
             job = self._successor_of(launched.step_id)
@@ -206,7 +211,8 @@ class TorchExecutor:
             time.sleep(max(_POLL_INTERVAL_S, _POLL_FRACTION * (time.monotonic() - began_s)))
 
     def _successor_of(self, step_id: int) -> _StepJob | None:
-        """Return the queued job if it follows step `step_id` and can be launched before that step's result."""
+        """Return the queued job if it follows step `step_id` and can be launched before that step's
+        result."""
         job = self._queued
         follows = job is not None and job.plan.follows == step_id and not job.has_ended
         return job if follows and job is not None and self._launcher.can_follow(job.plan) else None

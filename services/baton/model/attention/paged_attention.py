@@ -21,7 +21,8 @@ PAGED = "baton_paged"
 STEP_ARGUMENT = "baton_step"
 """Keyword argument of the model's forward that carries the `AttentionStep`."""
 _IGNORED_KEYWORDS = frozenset(
-    """position_ids use_cache cache_position position_embeddings output_attentions output_hidden_states output_router_logits""".split()
+    """position_ids use_cache cache_position position_embeddings output_attentions output_hidden_states
+    output_router_logits""".split()
 )
 """Keywords that models pass through and that do not change attention.
 

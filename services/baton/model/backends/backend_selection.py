@@ -21,7 +21,8 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 COMPILED_TOKENS = (1, 2)
-"""Numbers of step tokens to compile for. One token is compiled specially; two stand for all larger numbers."""
+"""Numbers of step tokens to compile for. One token is compiled specially; two stand for all larger
+numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class Backend:
 def choose_backend(loaded: LoadedModel, *, kernels: str, num_threads: int, block_size_tokens: int) -> Backend:
     """Return the fastest backend that can be built here and is verified against the model's own code.
 
-    `kernels`: the setting, `auto` or `torch`. Each backend that is skipped is logged with its problem.
-    Raises ModelError if no backend can serve the model. Afterwards only the returned backend can run the model,
+    `kernels`: the setting, `auto` or `torch`. Each backend that is skipped is logged with its problem. Raises
+    ModelError if no backend can serve the model. Afterwards only the returned backend can run the model,
     because it may have taken the weights, see `FusedForward.release_model_weights`.
     """
     attention_params = verify_masks(loaded, block_size_tokens)
@@ -96,7 +97,8 @@ def _native_backend(
 
 
 def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | None:
-    """Return the model's own code with Triton attention, compiled layers and CUDA graphs, as far as verified."""
+    """Return the model's own code with Triton attention, compiled layers and CUDA graphs, as far as
+    verified."""
     try:
         from baton.model.kernels.triton.triton_attention import (
             LONG_TOKENS,
@@ -132,7 +134,7 @@ def compiled_backend(
 ) -> Backend | None:
     """Return a backend that runs the model's own code with compiled layers and attention `kernel`.
 
-    `backend`: of torch.compile. Returns None, with a warning in the log, if compilation or verification fails.
+    `backend`: of torch.compile. Returns None, and logs a warning, if compilation or verification fails.
     """
     forward = None
     try:

@@ -21,7 +21,8 @@ from baton.model.step.step_inputs import PackedStep
 
 
 class PackedLinear:
-    """One linear product for several modules, outputs concatenated. Uses oneDNN's packed weights if available."""
+    """One linear product for several modules, outputs concatenated. Uses oneDNN's packed weights if
+    available."""
 
     def __init__(self, *modules: nn.Linear) -> None:
         """`modules`: linear modules with the same input. Without oneDNN their weights become views of the

@@ -163,7 +163,8 @@ class NativeDecoder:
         return out[:num_rows], finite
 
     def _attention_args(self, cache: KvCache, tables: SequenceTables, num_heads: int) -> AttentionArgs:
-        """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch memory."""
+        """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch
+        memory."""
         first = self._layers[0]
         args = attention_args(cache, tables, num_heads, self._kernels.num_threads)
         args.q_token_stride, args.q_head_stride = first.qkv.n, cache.head_dim

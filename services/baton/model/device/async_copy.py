@@ -19,7 +19,8 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def download(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` on the host. The content is valid once a `DeviceEvent` recorded afterwards is complete."""
+    """Return `values` on the host. The content is valid once a `DeviceEvent` recorded afterwards is
+    complete."""
     if values.device.type == "cpu":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -12,7 +12,8 @@ from baton.engine.kv_cache.sizing import free_host_bytes
 def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
     """Return the bytes that this process can still allocate on `device`.
 
-    num_sharing: number of processes that share a GPU. Each may use an equal part of it, whichever starts first.
+    num_sharing: number of processes that share a GPU. Each may use an equal part of it, in any order of
+    start.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

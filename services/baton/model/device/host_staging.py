@@ -29,7 +29,8 @@ class HostStaging:
         self._host = torch.from_numpy(host)
         if self._host.shape != self._device.shape:
             raise ValueError(
-                f"the host buffer is {tuple(self._host.shape)} bytes; the device's blocks need {tuple(self._device.shape)}"
+                f"the host buffer is {tuple(self._host.shape)} bytes; "
+                f"must be {tuple(self._device.shape)} as the device's blocks"
             )
         self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self._is_pinned = self._stream is not None and _pin(self._host, cache.device)

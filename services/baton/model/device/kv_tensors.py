@@ -54,7 +54,8 @@ class KvCache:
             raise LayoutMismatch(f"keys and values differ: {k} and {v}")
         if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() % layout.block_bytes:
             raise LayoutMismatch(
-                f"KV memory has {memory.numel()} bytes; must be a multiple of the block size, {layout.block_bytes} bytes"
+                f"KV memory has {memory.numel()} bytes; "
+                f"must be a multiple of the block size, {layout.block_bytes} bytes"
             )
         self.layout = layout
         self.num_blocks = memory.numel() // layout.block_bytes

@@ -18,11 +18,13 @@ _MAX_HEADER_BYTES = 256 << 20
 _IGNORED_CONFIG_KEYS = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
 )
-"""Configuration keys that do not change a result. The dtype that matters is the one the weights are loaded in."""
+"""Configuration keys that do not change a result. The dtype that matters is the one the weights are loaded
+in."""
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files that transformers will load, in order. Raises ModelError if any is missing."""
+    """Return the safetensors files that transformers will load, in order. Raises ModelError if any is
+    missing."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -30,8 +32,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except FileNotFoundError as error:
         raise ModelError(
-            f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles and are not loaded: "
-            "convert them with save_pretrained of transformers"
+            f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles "
+            "and are not loaded: convert them with save_pretrained of transformers"
         ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read ({error}); download or copy it again") from error
@@ -42,7 +44,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def num_weights(model_dir: Path) -> int:
-    """Return the number of weights in a model's files. Raises ModelError if a file is missing or unreadable."""
+    """Return the number of weights in a model's files. Raises ModelError if a file is missing or
+    unreadable."""
     total = 0
     for path in weight_files(model_dir):
         with _reading(path) as file:

@@ -96,7 +96,8 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly
         raise ModelError(
-            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]}"
+            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
+            f"the first is {missing[0]}"
         )
     model = model.to(target).eval().requires_grad_(False)
     return LoadedModel(
@@ -114,8 +115,8 @@ def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
     """Raise ModelError, with the numbers, if `needed` bytes are more than `free`."""
     if needed > free:
         raise ModelError(
-            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: give a smaller model, a --dtype of fewer bytes, "
-            "or more memory"
+            f"{what} take {needed >> 20} MiB, and {free >> 20} MiB are free on {where}: "
+            "give a smaller model, a --dtype of fewer bytes, or more memory"
         )
 
 

@@ -1,4 +1,5 @@
-"""Resolves `--model` to a directory: the demo model, a local directory, or a hub id that is downloaded once."""
+"""Resolves `--model` to a directory: the demo model, a local directory, or a hub id that is downloaded
+once."""
 
 import os
 import re
@@ -52,7 +53,8 @@ def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
     except GatedRepoError as error:
         raise ModelError(
-            f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, or set HF_TOKEN to that account's token"
+            f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, "
+            "or set HF_TOKEN to that account's token"
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError(
@@ -60,7 +62,8 @@ def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"the hub has no model {repo_id}, or it is private: check the spelling; if private, log in with `hf auth login` or set HF_TOKEN"
+            f"the hub has no model {repo_id}, or it is private: check the spelling; "
+            "if private, log in with `hf auth login` or set HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(f"{repo_id} is not in the cache and the hub cannot be reached: {_NETWORK_ADVICE}") from error
@@ -71,4 +74,7 @@ def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
         ) from error
 
 
-_NETWORK_ADVICE = "check the network (HF_ENDPOINT and HTTPS_PROXY are used), or download it elsewhere with `hf download` and give --model the directory"
+_NETWORK_ADVICE = (
+    "check the network (HF_ENDPOINT and HTTPS_PROXY are used), "
+    "or download it elsewhere with `hf download` and give --model the directory"
+)

@@ -1,4 +1,5 @@
-"""Writes a model with random weights. Each tensor is seeded by its name, and one shard is in memory at a time."""
+"""Writes a model with random weights. Each tensor is seeded by its name, and one shard is in memory at a
+time."""
 
 import json
 import shutil

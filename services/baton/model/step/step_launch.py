@@ -42,7 +42,8 @@ class LaunchedStep:
     done: DeviceEvent
 
     def result(self) -> StepResult:
-        """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device failed."""
+        """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device
+        failed."""
         self.done.wait()
         failures = dict(self.failures)
         if self.draws is None:
@@ -89,7 +90,8 @@ class LaunchedStep:
 
 
 class StepLauncher:
-    """Launches steps of one model over one KV memory. Only one thread may use it, and no other launches steps."""
+    """Launches steps of one model over one KV memory. Only one thread may use it, and no other launches
+    steps."""
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class StepLauncher:
         *,
         record_event: Callable[[torch.device], DeviceEvent] = record_event,
     ) -> None:
-        """`record_event`: marks the current end of the device's queue; tests replace it to imitate a slow device."""
+        """`record_event`: marks the current end of the device's queue; tests replace it to imitate a slow
+        device."""
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
         self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
@@ -169,7 +172,8 @@ class StepLauncher:
         return sequences, failures
 
     def _with_failpoints(self, logits: torch.Tensor, sampling: Sequence[PreparedSequence]) -> torch.Tensor:
-        """Set a sequence's logits to NaN if failpoint `logits` raises for it, so that the real check finds them."""
+        """Set a sequence's logits to NaN if failpoint `logits` raises for it, so that the real check finds
+        them."""
         for row, sequence in enumerate(sampling):
             try:
                 failpoints.hit("logits", seq=sequence.seq_id, token=int(sequence.token_ids[-1]))

@@ -208,8 +208,9 @@ def _check_logits(
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
     if not error <= limit:
         raise ModelError(
-            f"{type(loaded.model).__name__} computes different logits with paged attention: they differ from its own SDPA pass by "
-            f"{error:.2g} of their standard deviation, and rounding explains at most {limit:.2g}; "
+            f"{type(loaded.model).__name__} computes different logits with paged attention: "
+            f"they differ from its own SDPA pass by {error:.2g} of their standard deviation, "
+            f"and rounding explains at most {limit:.2g}; "
             "only models with plain causal or sliding-window attention can be served"
         )
 

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp")
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
-"""Option to use every instruction of this processor. clang for ARM did not support `-march=native` for long."""
+"""Option to use every instruction of this processor. clang for ARM did not support `-march=native` for
+long."""
 OPTIONS = ("-O3", NATIVE, "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 120.0

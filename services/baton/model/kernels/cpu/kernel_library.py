@@ -174,7 +174,8 @@ class Kernels:
         ):
             function.restype = None
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
-        """True if this processor multiplies bfloat16 pairs (AVX512-BF16); otherwise products are in float32."""
+        """True if this processor multiplies bfloat16 pairs (AVX512-BF16); otherwise products are in
+        float32."""
         self.num_threads = num_threads
         self.weight_arena = WeightArena()
 

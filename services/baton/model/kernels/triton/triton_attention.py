@@ -46,7 +46,8 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
     window,
     num_heads,
     block_size: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, group: tl.constexpr,
-    num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr, widen: tl.constexpr,
+    num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr,
+    widen: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token, count = tl.load(tile_token + tile), tl.load(tile_count + tile)
@@ -87,7 +88,7 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
             seen = seen & (slots[None, :] > (position + token - window)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         now_best = tl.maximum(best, tl.max(scores, 1))
-        safe_best = tl.where(now_best == float("-inf"), 0.0, now_best)  # a row that has seen nothing yet
+        safe_best = tl.where(now_best == float("-inf"), 0.0, now_best)  # a row that has seen no key yet
         weights = tl.exp(scores - safe_best[:, None])
         fade = tl.exp(best - safe_best)
         value = tl.load(
@@ -152,7 +153,8 @@ def tiles_of(step: AttentionStep, tokens_a_tile: int) -> Tiles:
 
 
 def splits_for(num_programs: int, longest: int) -> int:
-    """Return over how many programs each context is split. A power of two, so that few kernels are compiled."""
+    """Return over how many programs each context is split. A power of two, so that few kernels are
+    compiled."""
     wanted = min(PROGRAMS_WANTED // max(1, num_programs), longest // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -226,7 +228,8 @@ def attend_tiles(
         window or 0,
         num_heads,
         block_size=cache.block_size_tokens, head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
-        group=num_heads // cache.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits, has_window=window is not None,
+        group=num_heads // cache.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits,
+        has_window=window is not None,
         widen=query.device.type == "cpu",
     )  # fmt: skip
     if splits == 1:
