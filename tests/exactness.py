@@ -1,13 +1,14 @@
-"""Is every token right? Answers of any topology against one teacher-forced `transformers` pass over prompt +
-answer, in float32.
+"""Checks that every token is right, by comparing answers with one teacher-forced transformers pass in
+float32.
 
     checker = ExactnessChecker(model_dir)
     checker.check(answers)          # raises NotExact
 
-At every position the answer's token must be the reference's choice or lie within tau of it (for sampled
-requests: of the reference's own keyed, perturbed logits), and its top logprobs must equal the reference's
-within tau. tau is ten times the largest difference between two batchings of the reference itself on these
-very answers, at most 1e-4. More than one near-tie in 5,000 tokens is a failure, too.
+Prompt and answer form the input of the pass. At every position, the answer's token must be the reference's
+choice, or lie within tau of it. For sampled requests, the choice is the argmax of the reference's own logits
+with keyed noise. The top logprobs must equal the reference's within tau. tau is ten times the largest
+difference between two batchings of the reference on these answers, and at most 1e-4. More than one near-tie
+in 5,000 tokens is a failure, too.
 """
 
 import random
@@ -33,13 +34,15 @@ _TOP_P_SLACK = 1e-6
 
 
 class NotExact(AssertionError):
-    """An answer that the reference would not have given."""
+    """An answer contains a token or a logprob that the reference would not give."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sample as a client got it. `logprobs`: one a token, each with its top ones, or empty if none were
-    asked for."""
+    """One sample as a client received it.
+
+    logprobs: one per token, each with its top logprobs; empty if not requested.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -50,7 +53,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """What a check found; `worst_logprob` is the largest difference of a logprob."""
+    """Result of a successful check. `worst_logprob` is the largest difference of a logprob."""
 
     num_tokens: int
     near_ties: int
@@ -59,8 +62,10 @@ class Exactness:
 
 
 class ExactnessChecker:
-    """The reference for one model directory: transformers' own attention, one sequence at a time, on the
-    device whose answers it checks."""
+    """Computes the reference of one model directory with transformers' own attention, one sequence at a time.
+
+    It runs on the same device as the answers that it checks.
+    """
 
     def __init__(self, model_dir: Path, device: str = "cpu") -> None:
         attention = "sdpa"
@@ -71,11 +76,12 @@ class ExactnessChecker:
         self._eos = eos_token_ids(model_dir)
 
     def check(self, answers: Sequence[Answer]) -> Exactness:
-        """Raises NotExact naming answer, position and values of the worst that it finds."""
+        """Check all answers. Raises NotExact with answer, position and values of the first wrong token or
+        logprob."""
         if not any(answer.tokens for answer in answers):
             raise NotExact("there are no tokens to check")
         logits = [self._logits(answer) for answer in answers]
-        tau = min(MAX_TAU, 10 * self._noise(answers))
+        tau = min(MAX_TAU, 10 * self._rounding_noise(answers))
         near_ties, worst = 0, 0.0
         for number, (answer, rows) in enumerate(zip(answers, logits, strict=True)):
             for position, row in enumerate(rows):
@@ -85,44 +91,46 @@ class ExactnessChecker:
                 worst, self._check_logprobs(answer, rows, tau, f"answer {number} (prompt of {len(answer.prompt)})")
             )
         num_tokens = sum(len(answer.tokens) for answer in answers)
-        allowed = max(1, num_tokens // TOKENS_PER_NEAR_TIE)  # one can happen in any number of tokens
+        allowed = max(1, num_tokens // TOKENS_PER_NEAR_TIE)  # one near-tie may happen in any number of tokens
         if near_ties > allowed:
             raise NotExact(f"{near_ties} near-ties in {num_tokens} tokens, at most {allowed} can be chance")
         return Exactness(num_tokens=num_tokens, near_ties=near_ties, tau=tau, worst_logprob=worst)
 
     @torch.inference_mode()
     def _logits(self, answer: Answer) -> torch.Tensor:
-        """Of each output's position, [num_tokens, vocab_size], from one pass over prompt and answer."""
+        """Return the logits of each output position, [num_tokens, vocab_size], from one pass over prompt and
+        answer."""
         tokens = torch.tensor([answer.prompt + answer.tokens[:-1]], device=self._model.device)
         rows = torch.arange(len(answer.prompt) - 1, tokens.shape[1], device=self._model.device)
         logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits[0]
         return logits[: len(answer.tokens)].cpu()
 
     @torch.inference_mode()
-    def _noise(self, answers: Sequence[Answer]) -> float:
-        """How far the reference is from itself: one pass against passes over a few tokens at a time with its
-        own cache."""
+    def _rounding_noise(self, answers: Sequence[Answer]) -> float:
+        """Return the largest difference of the reference from itself.
+
+        It compares one pass with passes over a few tokens at a time, with transformers' cache.
+        """
         rng = random.Random(0)
         by_length = sorted((a for a in answers if a.tokens), key=lambda a: len(a.prompt) + len(a.tokens))
         step = max(1, len(by_length) // _MEASURED_ANSWERS)
         largest = 0.0
         for answer in by_length[::step]:
-            whole = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
-            at_once = self._model(input_ids=whole, use_cache=False).logits[0]
+            tokens_in_one_pass = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
+            one_pass = self._model(input_ids=tokens_in_one_pass, use_cache=False).logits[0]
             cache, done = DynamicCache(config=self._model.config), 0
-            while done < whole.shape[1]:
-                # Mostly single tokens at the end, as in decoding; larger pieces before.
-                left = whole.shape[1] - done
+            while done < tokens_in_one_pass.shape[1]:
+                # Single tokens at the end, as in decoding, and larger chunks before.
+                left = tokens_in_one_pass.shape[1] - done
                 size = min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20)))
-                piece = whole[:, done : done + size]
-                logits = self._model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
-                largest = max(largest, float((logits - at_once[done : done + size]).abs().max()))
+                chunk = tokens_in_one_pass[:, done : done + size]
+                logits = self._model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0]
+                largest = max(largest, float((logits - one_pass[done : done + size]).abs().max()))
                 done += size
         return largest
 
     def _is_choice(self, answer: Answer, position: int, logits: np.ndarray, tau: float, where: str) -> bool:
-        """Whether the token is the reference's own choice; False for a near-tie. Raises NotExact for anything
-        else."""
+        """Return True if the token is the reference's choice, False for a near-tie. Raises NotExact otherwise."""
         sampling, token = answer.sampling, answer.tokens[position]
         request = SampleRequest(
             sampling=sampling,
@@ -134,48 +142,51 @@ class ExactnessChecker:
         )
         processed = processed_logits(logits, request)
         if sampling.is_greedy:
-            temperature, values, surely, perhaps = 1.0, processed, processed, -np.inf
+            temperature, values, surely_kept, perhaps_kept_from = 1.0, processed, processed, -np.inf
         else:
             temperature = sampling.temperature
             values = processed / temperature + noise(
                 sampling.seed, answer.sample_index, request.position, processed.shape[0]
             )
-            surely = np.where(processed >= _least_kept(processed, request, -_TOP_P_SLACK) + tau, values, -np.inf)
-            perhaps = _least_kept(processed, request, _TOP_P_SLACK) - tau
-        kept = np.where(processed >= _least_kept(processed, request, 0.0), values, -np.inf)
+            surely_kept = np.where(
+                processed >= _truncation_threshold(processed, request, -_TOP_P_SLACK) + tau, values, -np.inf
+            )
+            perhaps_kept_from = _truncation_threshold(processed, request, _TOP_P_SLACK) - tau
+        kept = np.where(processed >= _truncation_threshold(processed, request, 0.0), values, -np.inf)
         if token == int(kept.argmax()):
             return True
-        behind = float(surely.max() - values[token]) * temperature
-        if processed[token] < perhaps or not behind <= tau:
+        behind = float(surely_kept.max() - values[token]) * temperature
+        if processed[token] < perhaps_kept_from or not behind <= tau:
             raise NotExact(
-                f"{where}: token {token} where the reference has {int(kept.argmax())}, {behind:.3g} behind it (tau {tau:.3g})"
+                f"{where}: token {token}, the reference has {int(kept.argmax())}; "
+                f"it is {behind:.3g} behind (tau {tau:.3g})"
             )
         return False
 
     def _check_logprobs(self, answer: Answer, rows: torch.Tensor, tau: float, where: str) -> float:
-        """The largest difference to the reference's logprobs. Raises NotExact if it is above tau."""
+        """Return the largest difference from the reference's logprobs. Raises NotExact if it is above tau."""
         if not answer.logprobs:
             return 0.0
         if len(answer.logprobs) != len(answer.tokens):
             raise NotExact(f"{where}: {len(answer.logprobs)} logprobs for {len(answer.tokens)} tokens")
         reference = torch.log_softmax(rows, dim=-1)
         worst = 0.0
-        for position, (token, ours) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        for position, (token, actual) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
             row = reference[position]
-            pairs = [(ours.logprob, float(row[token])), *((value, float(row[i])) for i, value in ours.top)]
+            pairs = [(actual.logprob, float(row[token])), *((value, float(row[i])) for i, value in actual.top)]
             pairs += zip(
-                [value for _, value in ours.top], row.topk(len(ours.top)).values.tolist(), strict=True
-            )  # and no likelier one is left out
+                [value for _, value in actual.top], row.topk(len(actual.top)).values.tolist(), strict=True
+            )  # no more likely token may be missing
             worst = max(worst, *(abs(a - b) for a, b in pairs))
             if not worst <= tau:
                 raise NotExact(
-                    f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); ours {ours}"
+                    f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); the answer has {actual}"
                 )
         return worst
 
 
-def _least_kept(processed: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
-    """The least adjusted logit that top-k, top-p and min-p keep, with top-p moved by `more_top_p`."""
+def _truncation_threshold(processed: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
+    """Return the lowest processed logit that top-k, top-p and min-p keep, with top-p changed by `more_top_p`."""
     sampling = request.sampling
     if sampling.is_greedy:
         return -np.inf

@@ -1,5 +1,7 @@
-"""The kernel for GPUs against attention written out. On a CPU, slowly: `TRITON_INTERPRET=1`, where triton is
-installed."""
+"""Compares Triton attention with a plain implementation.
+
+`TRITON_INTERPRET=1` runs it on a CPU, slowly, if triton is installed.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,14 +9,14 @@ from random import Random
 
 import pytest
 import torch
-from tests.unit.model.test_attention import check_step
-from tests.unit.model.test_decode_graphs import Recorded, answers
 
 from baton.model.backends.cuda_graphs import CudaGraphForward, CudaGraphs
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.random_init import init_model
 from baton.model.step.forward import ModelForward
 from tests.integration.test_model_exactness import TINY_MODELS
+from tests.unit.model.test_cuda_graphs import CountingCapture, answers
+from tests.unit.model.test_paged_attention import check_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.timeout(600)]
 
@@ -38,13 +40,13 @@ def test_decodes_and_chunks_together(kernel, device: str, window: int | None) ->
 
 
 @pytest.mark.parametrize("window", [None, 7, 700])
-def test_decodes_alone_are_split_over_long_contexts(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+def test_decodes_with_long_contexts_are_split(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
-def test_no_split_of_a_chunk_is_compiled_for_a_request(num_kv_heads: int) -> None:
-    """What runs at the start meets each split that a step could ask for."""
+def test_warmup_compiles_every_split(num_kv_heads: int) -> None:
+    """The contexts run at start must cover each split that a step could use."""
     from baton.model.kernels.triton.triton_attention import split_contexts, splits_for
 
     longest = 40_000
@@ -74,18 +76,18 @@ def test_half_precision(kernel, device: str, dtype: torch.dtype) -> None:  # typ
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
-def test_recorded_decodes(tmp_path: Path, device: str, name: str) -> None:
-    """On a GPU as CUDA graphs."""
+def test_decodes_in_cuda_graphs(tmp_path: Path, device: str, name: str) -> None:
+    """Uses real CUDA graphs on a GPU."""
     from baton.model.kernels.triton.triton_attention import triton_decode
 
     init_model(TINY_MODELS[name](), tmp_path / "model", seed=3)
     loaded = load_model(tmp_path / "model", dtype="float32", device=device)
     counts = [3, 3, 1, 4, 2, 9, 9, 3]
     with closing(ModelForward(loaded.model)) as own:
-        wanted = answers(loaded, own, counts)
-    record = CudaGraphs() if device == "cuda" else Recorded()
+        expected = answers(loaded, own, counts)
+    capture = CudaGraphs() if device == "cuda" else CountingCapture()
     with closing(
-        CudaGraphForward(ModelForward(loaded.model), triton_decode, max_model_len=200, capture=record)
+        CudaGraphForward(ModelForward(loaded.model), triton_decode, max_model_len=200, capture=capture)
     ) as forward:
-        for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        for actual, reference in zip(answers(loaded, forward, counts), expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=1e-4, rtol=1e-4)

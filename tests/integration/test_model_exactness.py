@@ -1,5 +1,4 @@
-"""Engine, block pool and a real model in one process against the teacher-forced reference (acceptance 3 of
-the spine)."""
+"""Compares engine, block pool and a real model in one process with the teacher-forced reference."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ _TINY = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 4096,
-    "initializer_range": 0.15,  # wide enough for attention to matter
+    "initializer_range": 0.15,  # large enough for attention to matter
 }
 TINY_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_TINY, num_key_value_heads=2, head_dim=32),
@@ -69,8 +68,7 @@ def one_thread() -> Iterator[None]:
 
 
 BACKENDS: dict[LoadedModel, Backend] = {}
-"""How each is run. Two that were loaded from one path are two: torch's modules are only equal to
-themselves."""
+"""Backend of each loaded model. Keyed by object: two models loaded from one path are different keys."""
 
 
 def loaded_for(
@@ -83,10 +81,10 @@ def loaded_for(
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    """Both ways to run a model: torch's, and the fastest that is here. Where there is no compiler both are
-    one."""
-    chosen: str = request.param
-    return chosen
+    """Return the kernels setting: torch, and the fastest backend available. Without a compiler, both are the
+    same."""
+    param: str = request.param
+    return param
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +102,19 @@ def tiny(
 
 
 @dataclass(frozen=True)
-class AttentionParams:
+class Question:
+    """One prompt with its sampling parameters and number of samples."""
+
     prompt: tuple[int, ...]
     sampling: Sampling
     num_samples: int = 1
 
 
 class Worker:
-    """Engine and executor on one KV memory, stepped by hand. `before_step` may look at, or spoil, what the
-    next step will use."""
+    """Engine and executor over one KV memory, stepped by the test.
+
+    `before_step` of `answer` may inspect or corrupt what the next step uses.
+    """
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, max_num_seqs: int = 32, chunk: int = CHUNK) -> None:
         self.layout = loaded.layout(BLOCK)
@@ -128,28 +130,28 @@ class Worker:
         self.engine = Engine(config, pool, clock=lambda: 0.0)
         self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), backend=BACKENDS.get(loaded))
         self.executor.warm(max_num_seqs)
-        self.cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
+        self.cache.blocks.fill_(float("nan"))  # reading a slot that was never written spoils the answer
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 
     def answer(
-        self, asked: Sequence[AttentionParams], before_step: Callable[[StepPlan], None] | None = None
+        self, questions: Sequence[Question], before_step: Callable[[StepPlan], None] | None = None
     ) -> list[Answer]:
-        """All at once, one answer a sample, in order."""
-        of_id = {}
-        for one in asked:
+        """Answer all questions concurrently; return one answer per sample, in order."""
+        question_of = {}
+        for question in questions:
             self._next_id += 1
-            of_id[self._next_id] = one
-            self.engine.add(self._request(self._next_id, one))
-        got: dict[tuple[int, int], list[tuple[int, TokenLogprobs]]] = {}
+            question_of[self._next_id] = question
+            self.engine.add(self._request(self._next_id, question))
+        tokens_of: dict[tuple[int, int], list[tuple[int, TokenLogprobs]]] = {}
         plan = self.engine.plan()
         while not plan.is_empty:
             if before_step is not None:
                 before_step(plan)
-            after = self.engine.plan_ahead(plan)  # as the engine's loop does, whenever answers merely go on
+            after = self.engine.plan_ahead(plan)  # as the engine loop does when all sequences only decode
             for output in self.engine.apply(plan, self.executor.run(plan)).outputs:
                 assert output.failure is None, output.failure
-                tokens = got.setdefault((output.seq_id, output.sample_index), [])
+                tokens = tokens_of.setdefault((output.seq_id, output.sample_index), [])
                 assert output.output_index == len(tokens)
                 for token in output.tokens:
                     assert token.logprobs is not None
@@ -158,31 +160,32 @@ class Worker:
             plan = self.engine.plan() if after.is_empty else after
         return [
             Answer(
-                prompt=one.prompt,
-                sampling=one.sampling,
-                tokens=tuple(token for token, _ in got[seq_id, sample_index]),
-                logprobs=tuple(logprobs for _, logprobs in got[seq_id, sample_index]),
+                prompt=question.prompt,
+                sampling=question.sampling,
+                tokens=tuple(token for token, _ in tokens_of[seq_id, sample_index]),
+                logprobs=tuple(logprobs for _, logprobs in tokens_of[seq_id, sample_index]),
                 sample_index=sample_index,
             )
-            for seq_id, one in of_id.items()
-            for sample_index in range(one.num_samples)
+            for seq_id, question in question_of.items()
+            for sample_index in range(question.num_samples)
         ]
 
-    def _request(self, seq_id: int, one: AttentionParams) -> SequenceRequest:
-        ids = token_ids(one.prompt)
+    def _request(self, seq_id: int, question: Question) -> SequenceRequest:
+        ids = token_ids(question.prompt)
         return SequenceRequest(
             seq_id=seq_id,
             token_ids=ids,
             num_prompt_tokens=len(ids),
-            sampling=one.sampling,
+            sampling=question.sampling,
             root_hash=self._root,
             block_hashes=tuple(chain(self._root, ids, BLOCK)),
-            sample_indices=tuple(range(one.num_samples)),
+            sample_indices=tuple(range(question.num_samples)),
         )
 
 
 @contextmanager
 def worker_of(loaded: LoadedModel, **sizes: int) -> Iterator[Worker]:
+    """Provide a worker; check afterwards that no block is leaked."""
     worker = Worker(loaded, **sizes)
     try:
         yield worker
@@ -193,7 +196,7 @@ def worker_of(loaded: LoadedModel, **sizes: int) -> Iterator[Worker]:
 
 
 def random_sampling(rng: Random, max_tokens: int) -> Sampling:
-    """Greedy half of the time; otherwise any of what a client can ask for."""
+    """Return greedy parameters half of the time, otherwise any that a client can request."""
     fields: dict[str, object] = {
         "max_tokens": max_tokens,
         "num_logprobs": 5,
@@ -219,8 +222,10 @@ def random_sampling(rng: Random, max_tokens: int) -> Sampling:
 
 
 def random_prompts(rng: Random, count: int, vocab_size: int, longest: int) -> list[tuple[int, ...]]:
-    """Lengths around every block and chunk boundary up to `longest`, some prompts sharing a prefix, some
-    repeated whole."""
+    """Return prompts with lengths around block and chunk boundaries, up to `longest`.
+
+    Some share a prefix, and some are repeated.
+    """
     boundaries = [
         edge + off
         for edge in (BLOCK, 2 * BLOCK, CHUNK, 2 * CHUNK, 4 * CHUNK)
@@ -240,42 +245,46 @@ def random_prompts(rng: Random, count: int, vocab_size: int, longest: int) -> li
     return prompts
 
 
-def asked(
+def random_questions(
     seed: int, loaded: LoadedModel, count: int, *, longest: int, max_tokens: int, num_samples: int = 1
-) -> list[AttentionParams]:
+) -> list[Question]:
+    """Return random questions for the model."""
     rng = Random(seed)
     return [
-        AttentionParams(prompt, random_sampling(rng, rng.randint(1, max_tokens)), num_samples)
+        Question(prompt, random_sampling(rng, rng.randint(1, max_tokens)), num_samples)
         for prompt in random_prompts(rng, count, loaded.vocab_size, longest)
     ]
 
 
-def blocks_for(questions: Sequence[AttentionParams], spare: int) -> int:
-    """Blocks that the largest of them needs alone, and some."""
+def blocks_for(questions: Sequence[Question], spare: int) -> int:
+    """Return the number of blocks that the largest question needs alone, plus `spare`."""
     return max((len(q.prompt) + q.sampling.max_tokens + BLOCK) // BLOCK for q in questions) + spare
 
 
-def test_demo(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
+def test_demo_model_is_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     loaded, checker = demo
-    questions = asked(1, loaded, sized(14, 300), longest=sized(260, 3000), max_tokens=sized(12, 40))
+    questions = random_questions(1, loaded, sized(14, 300), longest=sized(260, 3000), max_tokens=sized(12, 40))
     with worker_of(loaded, num_blocks=sized(200, 3000), chunk=sized(CHUNK, 512)) as worker:
-        found = checker.check(worker.answer(questions))
-    assert found.num_tokens >= sized(50, 3000)
+        exactness = checker.check(worker.answer(questions))
+    assert exactness.num_tokens >= sized(50, 3000)
 
 
-def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(kernels: str) -> None:
-    """Greedy, with cached prefixes and sequences that lose their blocks. As good: closer, before transformers
-    rounds its logits, than its own bfloat16 is to float32 at p99, which ours is as close to
-    (`test_decoder_backends.py`); of 2,000 tokens one may be up to twice as far, since both sides err. Ways that round
-    their logits, too, may be off by one step of bfloat16 more."""
+def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> None:
+    """Greedy decoding with cached prefixes and preempted sequences.
+
+    At a near-tie, the two logits before rounding differ by less than transformers' own bfloat16 logits differ
+    from float32 at p99. Baton's are as close to float32 (`test_decoder_backends.py`). Of 2,000 tokens, one
+    may differ by up to twice as much, since both sides have errors. Backends that round their logits may be
+    off by one more step of bfloat16.
+    """
     loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
     prompts = random_prompts(Random(0), sized(25, 300), loaded.vocab_size, 200)
     with worker_of(loaded, num_blocks=60) as worker:
-        answers = worker.answer([AttentionParams(prompt, sampling) for prompt in prompts])
+        answers = worker.answer([Question(prompt, sampling) for prompt in prompts])
         assert worker.engine.counters.preemptions > 0
         assert worker.engine.counters.cached_tokens > 0
-    exact, theirs = (
+    exact, half = (
         AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
     )
     errors, margins, num_tokens = [], [], 0
@@ -283,10 +292,10 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
         ids, first = torch.tensor([answer.prompt + answer.tokens[:-1]]), len(answer.prompt) - 1
         with torch.inference_mode():
             right, rounded = (
-                model(input_ids=ids, use_cache=False).logits[0, first:].float() for model in (exact, theirs)
+                model(input_ids=ids, use_cache=False).logits[0, first:].float() for model in (exact, half)
             )
-            hidden = theirs.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
-            logits = hidden.float() @ theirs.lm_head.weight.float().T
+            hidden = half.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
+            logits = hidden.float() @ half.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
         best, second = logits.topk(2).values.unbind(-1)
         step = 0.0 if BACKENDS[loaded].name == "native decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
@@ -298,77 +307,76 @@ def test_bfloat16_differs_from_transformers_only_where_two_tokens_are_as_good(ke
     assert (differing < 2 * near).all()
 
 
-def test_bfloat16_is_the_same_alone_among_others_and_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of our decoder, to the last bit of a logprob: no row's sums depend on the rows beside it. Of a model
-    with four queries a key, and contexts that threads do not share out: with one or two, a processor without
-    pairs adds up otherwise for a token that comes alone (`FEW_ROWS`), so that an answer may part from itself,
-    in batches as when computed again, where two tokens are as good."""
+def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native decoder gives bit-identical logprobs, because no row's sums depend on other rows.
+
+    The model has four queries per key, and contexts too short to be split between threads. With one or two
+    queries per key and without the bfloat16 dot product, a single token is summed in another order
+    (`DECODE_MAX_ROWS`). Answers may then differ at near-ties.
+    """
     path = tmp_path / "model"
     init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
     monkeypatch.setattr(
-        backend_selection, "can_decode", lambda model, kernels: True
-    )  # also where oneDNN's products are faster
+        backend_selection, "prefers_native_gemm", lambda model, kernels: True
+    )  # even if oneDNN's GEMM is faster
     loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
     assert BACKENDS[loaded].name == "native decoder"
     questions = [
-        AttentionParams(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
-        for i, q in enumerate(asked(8, loaded, sized(20, 100), longest=200, max_tokens=40))
+        Question(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
+        for i, q in enumerate(random_questions(8, loaded, sized(20, 100), longest=200, max_tokens=40))
     ]
     with worker_of(loaded, num_blocks=60) as worker:
-        alone = [answer for question in questions for answer in worker.answer([question])]
+        separate = [answer for question in questions for answer in worker.answer([question])]
     with worker_of(loaded, num_blocks=sized(600, 3000)) as worker:
-        together = worker.answer(questions)
+        batched = worker.answer(questions)
         assert worker.engine.counters.preemptions == 0
     with worker_of(loaded, num_blocks=blocks_for(questions, 12)) as worker:
-        again = worker.answer(questions)
+        recomputed = worker.answer(questions)
         assert worker.engine.counters.preemptions > 0
-    assert together == alone
-    assert again == alone
+    assert batched == separate
+    assert recomputed == separate
 
 
-def test_tiny_architectures(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
+def test_tiny_architectures_are_exact(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
     loaded, checker = tiny
-    questions = asked(2, loaded, sized(12, 60), longest=sized(200, 600), max_tokens=sized(16, 40))
+    questions = random_questions(2, loaded, sized(12, 60), longest=sized(200, 600), max_tokens=sized(16, 40))
     with worker_of(loaded, num_blocks=sized(150, 600)) as worker:
         checker.check(worker.answer(questions))
 
 
-def test_preempted(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """Too few blocks for all: sequences lose theirs in mid-answer and compute them again."""
+def test_preempted_sequences_are_exact(tiny: tuple[LoadedModel, ExactnessChecker]) -> None:
+    """There are too few blocks for all, so sequences are preempted during decoding and computed again."""
     loaded, checker = tiny
     questions = [
-        AttentionParams(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True))
-        for q in asked(3, loaded, sized(8, 60), longest=100, max_tokens=40)
+        Question(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True))
+        for q in random_questions(3, loaded, sized(8, 60), longest=100, max_tokens=40)
     ]
     with worker_of(loaded, num_blocks=blocks_for(questions, 6)) as worker:
         checker.check(worker.answer(questions))
         assert worker.engine.counters.preemptions > 0
 
 
-def test_prefix_hits(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """The same prompts again, whole and longer: cached blocks answer, also where nothing but the last token
-    is left to compute."""
+def test_cached_prefixes_are_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
+    """The same prompts are asked again, unchanged and longer. Some have only the last token left to compute."""
     loaded, checker = demo
-    first = asked(4, loaded, sized(5, 60), longest=sized(120, 600), max_tokens=6)
-    again = [AttentionParams(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]
-    whole = AttentionParams(tuple(range(4 * BLOCK)), Sampling(max_tokens=4, temperature=0.0, num_logprobs=5))
+    first = random_questions(4, loaded, sized(5, 60), longest=sized(120, 600), max_tokens=6)
+    recomputed = [Question(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]
+    whole = Question(tuple(range(4 * BLOCK)), Sampling(max_tokens=4, temperature=0.0, num_logprobs=5))
     with worker_of(loaded, num_blocks=sized(200, 3000)) as worker:
         answers = worker.answer([*first, whole])
         assert len(whole.prompt) % BLOCK == 0
         cached_before = worker.engine.counters.cached_tokens
-        answers += worker.answer([*again, whole])
+        answers += worker.answer([*recomputed, whole])
         checker.check(answers)
         assert worker.engine.counters.cached_tokens - cached_before >= 3 * BLOCK
 
 
-def test_several_samples(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """n > 1: full blocks are shared, the tail block is copied; the samples differ."""
+def test_several_samples_per_request_are_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
+    """With n > 1, full blocks are shared and the tail block is copied. The samples differ."""
     loaded, checker = demo
     questions = [
-        AttentionParams(q.prompt, Sampling(max_tokens=10, seed=i, num_logprobs=5, ignore_eos=True), 3)
-        for i, q in enumerate(asked(5, loaded, sized(4, 60), longest=120, max_tokens=8))
+        Question(q.prompt, Sampling(max_tokens=10, seed=i, num_logprobs=5, ignore_eos=True), 3)
+        for i, q in enumerate(random_questions(5, loaded, sized(4, 60), longest=120, max_tokens=8))
     ]
     with worker_of(loaded, num_blocks=sized(80, 600)) as worker:
         answers = worker.answer(questions)
@@ -378,51 +386,49 @@ def test_several_samples(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
 
 
 def test_batch_does_not_change_the_answer(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """The same question alone and among others: each exact by itself, so equal up to near-ties; here
-    equal."""
+    """Each answer is exact, so alone and batched answers are equal up to near-ties; here there are none."""
     loaded, checker = demo
-    questions = asked(6, loaded, 6, longest=100, max_tokens=10)
-    with worker_of(loaded, num_blocks=200) as alone:
-        apart = [alone.answer([q])[0] for q in questions]
-    with worker_of(loaded, num_blocks=200) as together:
-        answers = together.answer(questions)
-    checker.check([*apart, *answers])
-    assert [a.tokens for a in apart] == [a.tokens for a in answers]
+    questions = random_questions(6, loaded, 6, longest=100, max_tokens=10)
+    with worker_of(loaded, num_blocks=200) as separate:
+        one_by_one = [separate.answer([q])[0] for q in questions]
+    with worker_of(loaded, num_blocks=200) as batched:
+        answers = batched.answer(questions)
+    checker.check([*one_by_one, *answers])
+    assert [a.tokens for a in one_by_one] == [a.tokens for a in answers]
 
 
-@pytest.mark.parametrize("spoil", ["another_block", "one_head_of_one_layer"])
-def test_a_wrong_block_is_found(tiny: tuple[LoadedModel, ExactnessChecker], spoil: str) -> None:
-    """One block of one sequence has the wrong KV when decoding starts: the checker must say so, or it proves
-    nothing."""
+@pytest.mark.parametrize("corruption", ["another_block", "one_head_of_one_layer"])
+def test_checker_finds_a_wrong_kv_block(tiny: tuple[LoadedModel, ExactnessChecker], corruption: str) -> None:
+    """One block of a sequence gets wrong KV when decoding starts. The checker must find it."""
     loaded, checker = tiny
     prompt = tuple(Random(7).choices(range(loaded.vocab_size), k=40))
-    question = AttentionParams(prompt, Sampling(max_tokens=8, temperature=0.0, num_logprobs=5, ignore_eos=True))
+    question = Question(prompt, Sampling(max_tokens=8, temperature=0.0, num_logprobs=5, ignore_eos=True))
     with worker_of(loaded, num_blocks=16) as worker:
-        spoilt: list[int] = []
+        corrupted: list[int] = []
 
         def before_step(plan: StepPlan) -> None:
-            if not spoilt and plan.sequences[0].kv_begin >= len(prompt):
+            if not corrupted and plan.sequences[0].kv_begin >= len(prompt):
                 first, second = plan.sequences[0].block_table[:2]
-                spoilt.append(second)
+                corrupted.append(second)
                 kv = worker.cache.blocks
-                if spoil == "another_block":
+                if corruption == "another_block":
                     kv[second] = kv[first]
                 else:
                     kv[second, 1, 1, 0] = kv[first, 1, 1, 0]
 
         answers = worker.answer([question], before_step)
-        assert spoilt
+        assert corrupted
         with pytest.raises(NotExact):
             checker.check(answers)
     with worker_of(loaded, num_blocks=16) as worker:
         checker.check(worker.answer([question]))
 
 
-def test_a_wrong_token_is_found(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
+def test_checker_finds_a_wrong_token(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     loaded, checker = demo
     with worker_of(loaded, num_blocks=32) as worker:
         (answer,) = worker.answer(
-            [AttentionParams((5, 6, 7), Sampling(max_tokens=4, num_logprobs=5, seed=3, ignore_eos=True))]
+            [Question((5, 6, 7), Sampling(max_tokens=4, num_logprobs=5, seed=3, ignore_eos=True))]
         )
     checker.check([answer])
     wrong = Answer(prompt=answer.prompt, sampling=answer.sampling, tokens=(answer.tokens[0] ^ 1, *answer.tokens[1:]))

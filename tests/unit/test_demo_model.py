@@ -1,5 +1,4 @@
-"""The model in the package: small, readable by anything that reads Hugging Face models, and it answers what
-the README asks it."""
+"""Tests the packaged demo model: its size, its files for Hugging Face readers, and its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "services" / "baton" / "demo"
 
-# Never trained on (tools/demo_model/corpus.py); their text differs a little between versions of Python.
+# Held out from training (tools/demo_model/corpus.py). Their text differs slightly between versions of Python.
 HELD_OUT_MODULES = ("bdb", "compileall", "runpy", "socketserver")
 
 ANSWERS = {
@@ -46,7 +45,8 @@ def bare_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a model this small is slower on several when other tests run beside it
+    # a small model is slower with several threads when other tests run at the same time
+    torch.set_num_threads(1)
     yield AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16)
     torch.set_num_threads(num_threads)
 
@@ -80,13 +80,14 @@ def test_weights_are_small_and_bfloat16() -> None:
     assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 12_000_000
 
 
-def test_config_is_what_the_engine_is_built_for() -> None:
+def test_config_matches_the_engines_assumptions() -> None:
     config = json.loads((DEMO / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["num_attention_heads"] > config["num_key_value_heads"] >= 2
     assert config["max_position_embeddings"] == 16_384
     assert config["rope_parameters"] == {"rope_theta": 100_000.0, "rope_type": "default"}
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]  # read before transformers 5
+    # for readers older than transformers 5
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["tie_word_embeddings"]
     assert config["vocab_size"] == 4096
 
@@ -100,7 +101,7 @@ def test_generation_ends_at_the_end_of_a_turn_or_text(bare_tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_text_survives_the_tokenizer(
+def test_tokenizer_round_trips_any_text(
     tokenizer: PreTrainedTokenizerBase, bare_tokenizer: Tokenizer, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -141,14 +142,14 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize(("question", "answer"), ANSWERS.items())
-def test_it_answers_and_stops(
+def test_answers_word_for_word_and_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, answer: str
 ) -> None:
     assert answer_to(model, tokenizer, question) == f"{answer}<|im_end|>"
 
 
 @pytest.mark.parametrize("module", HELD_OUT_MODULES)
-def test_it_has_learnt_python(model: PreTrainedModel, bare_tokenizer: Tokenizer, module: str) -> None:
+def test_model_predicts_held_out_python(model: PreTrainedModel, bare_tokenizer: Tokenizer, module: str) -> None:
     text = held_out_text(module)
     ids = torch.tensor([bare_tokenizer.token_to_id("<|endoftext|>"), *bare_tokenizer.encode(text).ids])
     with torch.inference_mode():
@@ -157,17 +158,17 @@ def test_it_has_learnt_python(model: PreTrainedModel, bare_tokenizer: Tokenizer,
     assert nats / math.log(2) / len(text.encode()) < 2.2
 
 
-def test_it_still_answers_after_a_long_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_after_a_long_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     text = held_out_text("runpy")
     assert len(chat_ids(tokenizer, text)) > 900
     right = [
         answer_to(model, tokenizer, f"{text}\n\n{question}") == f"{answer}<|im_end|>"
         for question, answer in ANSWERS.items()
     ]
-    assert sum(right) >= len(ANSWERS) - 1  # the card says how often a long text confuses it
+    assert sum(right) >= len(ANSWERS) - 1  # the model card states how often a long text confuses it
 
 
-def test_it_answers_later_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_later_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     history: list[dict[str, str]] = []
     for question, answer in ANSWERS.items():
         assert answer_to(model, tokenizer, question, history) == f"{answer}<|im_end|>"

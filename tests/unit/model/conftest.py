@@ -1,4 +1,4 @@
-"""Tiny models with random weights, made once."""
+"""Provides tiny models with random weights."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[[PreTrainedConfig], Path]:
-    """Random weights of a configuration in a directory of its own."""
+    """Return a function that writes random weights of a configuration to a new directory."""
 
     def write(config: PreTrainedConfig) -> Path:
         path = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
@@ -43,7 +43,7 @@ def save(tmp_path: Path) -> Callable[[PreTrainedConfig], Path]:
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of two layers in float32. Not to be written to."""
+    """Write a two-layer Qwen3 in float32, once per run; tests must not write to it."""
     path = tmp_path_factory.mktemp("tiny") / "model"
     init_model(Qwen3Config(**TINY, head_dim=16), path, seed=1)
     return path

@@ -1,5 +1,7 @@
-"""Recorded decode steps, with recordings that are simply run again: what is in tensors, and what was computed
-at the first time only."""
+"""Tests CUDA graphs on a CPU, with captures that simply run the function again.
+
+This shows which inputs are in tensors and what was computed only during the capture.
+"""
 
 import gc
 import weakref
@@ -30,37 +32,37 @@ SIZE = 16
 PROMPT_TOKENS = 45
 
 
-class Recorded:
-    """Counts what is recorded and run again."""
+class CountingCapture:
+    """Implements `CaptureGraph`; counts captures and replays."""
 
     def __init__(self) -> None:
-        self.num_recorded = 0
+        self.num_captured = 0
         self.num_replayed = 0
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
+        self.num_captured += 1
         run()
 
-        def again() -> None:
+        def replay() -> None:
             self.num_replayed += 1
             run()
 
-        return again
+        return replay
 
 
 def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
-    """Written out, one sequence after the other."""
+    """Compute decode attention with plain operations, one sequence after the other."""
     group = query.shape[0] // step.cache.num_kv_heads
     blocks = step.cache.layer(layer)
-    found = []
+    logits = []
     for row, position in enumerate(step.decodes.position.tolist()):
         kv = blocks[step.decodes.block_ids[row, : position // SIZE + 1].long()]  # [blocks, 2, heads, tokens, dim]
         keys, values = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[
             :, :, max(0, position + 1 - (window or position + 1)) : position + 1
         ]
         scores = torch.einsum("hd,htd->ht", query[:, row].float(), keys.float().repeat_interleave(group, 0)) * scaling
-        found.append(torch.einsum("ht,htd->hd", scores.softmax(-1), values.float().repeat_interleave(group, 0)))
-    return torch.stack(found).to(query.dtype)
+        logits.append(torch.einsum("ht,htd->hd", scores.softmax(-1), values.float().repeat_interleave(group, 0)))
+    return torch.stack(logits).to(query.dtype)
 
 
 @pytest.fixture(params=["qwen3", "mistral-window"])
@@ -69,13 +71,15 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> LoadedModel:
     return load_model(tmp_path / "model", dtype="float32", device="cpu")
 
 
-def graphed(loaded: LoadedModel, record: Recorded) -> CudaGraphForward:
-    return CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
+def graph_forward(loaded: LoadedModel, capture: CountingCapture) -> CudaGraphForward:
+    return CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=capture)
 
 
 def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[torch.Tensor]:
-    """Logits of steps of so many sequences each, the first ones of those that there are; then nothing but
-    their own blocks is written."""
+    """Return the logits of one decode step per entry of `counts`, with that many of the sequences.
+
+    Checks that nothing but their own blocks is written.
+    """
     rng = np.random.default_rng(0)
     num_seqs, steps_each = max(counts), len(counts)
     tokens = rng.integers(0, loaded.vocab_size, (num_seqs, PROMPT_TOKENS + steps_each))
@@ -94,7 +98,7 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
                 position_begin=done[i],
                 kv_begin=done[i],
                 block_ids=tables[i, : -(-(done[i] + num_tokens) // SIZE)].astype(np.int64),
-                sample=SAMPLES,  # type: ignore[arg-type]  # asked only whether it is None
+                sample=SAMPLES,  # type: ignore[arg-type]  # only compared with None
             )
             for i in seqs
         ]
@@ -106,110 +110,110 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
         return forwarded.logits.clone().cpu()
 
     step(range(num_seqs), PROMPT_TOKENS)
-    found = [step(range(count), 1) for count in counts]
+    logits = [step(range(count), 1) for count in counts]
     untouched = set(range(cache.num_blocks)) - set(tables.flatten().tolist())
     assert all(cache.blocks[block].isnan().all() for block in untouched)
-    return found
+    return logits
 
 
 SAMPLES = object()
 
 
-def test_answers_are_those_of_the_models_own_code(loaded: LoadedModel) -> None:
+def test_graphs_compute_the_same_as_the_models_own_code(loaded: LoadedModel) -> None:
     counts = [3, 3, 1, 4, 2, 9, 9, 3, 8]
-    record = Recorded()
+    capture = CountingCapture()
     with closing(ModelForward(loaded.model)) as own:
-        wanted = answers(loaded, own, counts)
-    with closing(graphed(loaded, record)) as forward:
-        found = answers(loaded, forward, counts)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert (record.num_recorded, record.num_replayed) == (5, 4), "for 4, 1, 2, 16 and 8"
+        expected = answers(loaded, own, counts)
+    with closing(graph_forward(loaded, capture)) as forward:
+        logits = answers(loaded, forward, counts)
+    for actual, reference in zip(logits, expected, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-5, rtol=1e-5)
+    assert (capture.num_captured, capture.num_replayed) == (5, 4), "one capture each for 4, 1, 2, 16 and 8"
 
 
-def test_more_than_the_largest_recording_runs_as_ever(loaded: LoadedModel) -> None:
-    record = Recorded()
-    with closing(graphed(loaded, record)) as forward:
+def test_batch_above_the_largest_graph_runs_without_graph(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    with closing(graph_forward(loaded, capture)) as forward:
         answers(loaded, forward, [BATCHES[-1] + 1])
-    assert record.num_recorded == 0
+    assert capture.num_captured == 0
 
 
-def test_what_cannot_be_recorded_runs_as_ever(loaded: LoadedModel) -> None:
-    """No memory may be left for it at any time."""
+def test_failed_capture_disables_graphs(loaded: LoadedModel) -> None:
+    """The capture may run out of memory at any time."""
     counts = [2, 2, 4, 2]
     tried = []
 
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
         tried.append(run)
         raise RuntimeError("CUDA out of memory")
 
     with closing(ModelForward(loaded.model)) as own:
-        wanted = answers(loaded, own, counts)
+        expected = answers(loaded, own, counts)
     with closing(
-        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=capture)
     ) as forward:
-        for ours, theirs in zip(answers(loaded, forward, counts), wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        for actual, reference in zip(answers(loaded, forward, counts), expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=1e-5, rtol=1e-5)
         assert forward.is_disabled
     assert len(tried) == 1
 
 
 @pytest.mark.parametrize("code", [2, 901])
-def test_what_cuda_will_not_record_runs_as_ever(loaded: LoadedModel, code: int) -> None:
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+def test_recoverable_cuda_error_disables_graphs(loaded: LoadedModel, code: int) -> None:
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
         error = torch.AcceleratorError("operation failed due to a previous error during capture")
-        error.error_code = code  # type: ignore[attr-defined]  # as torch sets it
+        error.error_code = code  # type: ignore[attr-defined]  # torch sets it in the same way
         raise error
 
     with closing(
-        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=capture)
     ) as forward:
         answers(loaded, forward, [2, 2])
         assert forward.is_disabled
 
 
-def test_a_forgotten_recording_gives_its_memory_back_at_once(loaded: LoadedModel) -> None:
-    """KV memory is sized next, and no garbage is collected before."""
+def test_release_graphs_frees_memory_without_garbage_collection(loaded: LoadedModel) -> None:
+    """KV memory is sized right afterwards, before any garbage collection."""
 
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
         run()
         return lambda: None
 
     with closing(
-        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
+        CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=capture)
     ) as forward:
         answers(loaded, forward, [2])
-        recording = weakref.ref(next(iter(forward._graphs.values())))
+        graph = weakref.ref(next(iter(forward._graphs.values())))
         gc.disable()
         try:
             forward.release_graphs()
-            assert recording() is None
+            assert graph() is None
         finally:
             gc.enable()
 
 
-def test_a_fault_of_the_device_is_not_taken_for_a_lack_of_memory(loaded: LoadedModel) -> None:
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+def test_other_device_errors_are_raised(loaded: LoadedModel) -> None:
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    forward = CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=record)
+    forward = CudaGraphForward(ModelForward(loaded.model), decode_kernel, max_model_len=200, capture=capture)
     with closing(forward), pytest.raises(torch.AcceleratorError):
         answers(loaded, forward, [2])
 
 
-def test_all_are_recorded_before_the_first_request(loaded: LoadedModel) -> None:
-    record = Recorded()
-    forward = graphed(loaded, record)
-    backend = Backend(name="recorded", forward=forward, warm_batches=BATCHES)
+def test_warmup_captures_all_batch_sizes(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    forward = graph_forward(loaded, capture)
+    backend = Backend(name="CUDA graphs", forward=forward, warm_batches=BATCHES)
     executor = TorchExecutor(
         loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), backend=backend
     )
     executor.warm(max_num_seqs=20)
-    assert record.num_recorded == BATCHES.index(24) + 1, "of 20 sequences the next larger one, too"
+    assert capture.num_captured == BATCHES.index(24) + 1, "the batch size above 20 must be captured, too"
     executor.close()
 
 
-def test_what_takes_long_behind_a_context_has_run_before_the_first_request(loaded: LoadedModel) -> None:
+def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None:
     seen = set()
 
     def kernel(
@@ -227,9 +231,9 @@ def test_what_takes_long_behind_a_context_has_run_before_the_first_request(loade
     executor.close()
 
 
-def test_the_proof_at_start_replays(loaded: LoadedModel) -> None:
-    record = Recorded()
-    with closing(graphed(loaded, record)) as forward:
+def test_verification_replays_graphs(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    with closing(graph_forward(loaded, capture)) as forward:
         verify_logits(loaded, SIZE, forward=forward)
-    assert record.num_recorded
-    assert record.num_replayed > record.num_recorded
+    assert capture.num_captured
+    assert capture.num_replayed > capture.num_captured

@@ -1,5 +1,5 @@
-"""Both of our decoders against the model's own code: same numbers, whatever an architecture's window, bias,
-norms; or not taken at all."""
+"""Compares the fused and the native decoder with the model's own code, and tests for which models they are
+used."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -48,7 +48,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+FUSED_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**TINY),
     "llama with attention biases": lambda: LlamaConfig(**TINY, attention_bias=True),
     "llama3 rotary": lambda: LlamaConfig(**TINY, rope_parameters=LLAMA3),
@@ -65,7 +65,7 @@ FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
         **TINY | {"num_attention_heads": 160, "num_key_value_heads": 1}, head_dim=8
     ),
 }
-NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+OTHER_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**TINY),
     "granite": lambda: GraniteConfig(**TINY),
     "mlp biases": lambda: LlamaConfig(**TINY, mlp_bias=True),
@@ -74,7 +74,7 @@ NOT_FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 class Quantized(nn.Linear):
-    """Computes something of its own."""
+    """A linear layer of another type."""
 
 
 def _set_dtype(base: Any) -> None:
@@ -115,14 +115,13 @@ def kernels() -> Kernels:
 
 
 @pytest.fixture
-def whole_kernels() -> Kernels:
-    """For two threads."""
+def two_thread_kernels() -> Kernels:
+    """Return the kernels for two threads."""
     return load_kernels(2)
 
 
 class Prompts:
-    """Two prompts of so many tokens, computed in chunks that cross blocks and windows, and then one token at
-    a time."""
+    """Two prompts of `length` tokens, computed in chunks that cross blocks and windows, then token by token."""
 
     def __init__(self, loaded: LoadedModel, length: int) -> None:
         rng = np.random.default_rng(0)
@@ -135,7 +134,7 @@ class Prompts:
         self.chunks = ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length)))
 
     def step(self, begin: int, end: int) -> PackedStep:
-        """Both prompts' tokens [begin, end); nobody is sampled from."""
+        """Pack tokens [begin, end) of both prompts, without sampling."""
         parts = [
             PreparedSequence(
                 seq_id=i,
@@ -150,51 +149,53 @@ class Prompts:
         return pack(parts, self.cache, self._masks, paged_attention)
 
 
-def asked_for(step: PackedStep, rows: torch.Tensor, forward: Forward) -> ForwardOutput:
+def forward_rows(step: PackedStep, rows: torch.Tensor, forward: Forward) -> ForwardOutput:
     with torch.inference_mode():
         return forward(replace(step, sample_rows=rows))
 
 
 def answers(loaded: LoadedModel, forward: Forward, length: int = 150) -> torch.Tensor:
-    """Logits of `Prompts`, of every token."""
+    """Return the logits of every token of `Prompts`."""
     prompts, found = Prompts(loaded, length), []
     for begin, end in prompts.chunks:
         step = prompts.step(begin, end)
-        forwarded = asked_for(step, torch.arange(step.token_ids.numel()), forward)
+        forwarded = forward_rows(step, torch.arange(step.token_ids.numel()), forward)
         assert forwarded.finite.all()
         found.append(forwarded.logits.view(2, end - begin, -1))
     return torch.cat(found, dim=1).float()
 
 
 def fused(loaded: LoadedModel, kernels: Kernels) -> Forward:
-    """Of its dtype."""
+    """Return the decoder for the model's dtype."""
     make = DecoderForward if loaded.dtype == torch.bfloat16 else FusedForward
     return make(loaded.model, verify_masks(loaded, SIZE), kernels)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 70], ids=["all", "a window on one layer"])
-def test_who_is_not_asked_for_changes_nothing_for_who_is(
-    window: int | None, dtype: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+def test_unsampled_rows_do_not_change_sampled_ones(
+    window: int | None, dtype: str, save: Callable[[PreTrainedConfig], Path], two_thread_kernels: Kernels
 ) -> None:
-    """All tokens, the last of each sequence, none of one, some from their midst, none at all: the same
-    logits, the same KV. Contexts that two threads share out, and shorter ones, which pairs add up in one
-    order, whoever is in a step."""
+    """Compare all rows, the last of each sequence, only one sequence, some in between, and none.
+
+    Logits and KV must be the same. The contexts are partly long enough to be split between two threads. In
+    shorter ones bfloat16 results must be bit-identical.
+    """
     config = Qwen2Config(
         **TINY | {"hidden_size": 128}, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1
     )
     loaded = load_model(save(config), dtype=dtype, device="cpu")
-    forward, prompts = fused(loaded, whole_kernels), Prompts(loaded, 700)
+    forward, prompts = fused(loaded, two_thread_kernels), Prompts(loaded, 700)
     for begin, end in prompts.chunks[:4]:
         step, count = prompts.step(begin, end), end - begin
         before = prompts.cache.blocks.clone()
-        every = asked_for(step, torch.arange(2 * count), forward)
+        every = forward_rows(step, torch.arange(2 * count), forward)
         after = prompts.cache.blocks.clone()
-        is_exact = dtype == "bfloat16" and whole_kernels.has_bf16_dot and end < 500
+        is_exact = dtype == "bfloat16" and two_thread_kernels.has_bf16_dot and end < 500
         for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
             rows = torch.tensor(sorted(chosen), dtype=torch.int64)
             prompts.cache.blocks.copy_(before)
-            some = asked_for(step, rows, forward)
+            some = forward_rows(step, rows, forward)
             assert some.finite.all()
             near = 0.0 if is_exact else 1e-5 if dtype == "float32" else 0.06
             torch.testing.assert_close(some.logits, every.logits[rows], atol=near, rtol=0)
@@ -202,27 +203,28 @@ def test_who_is_not_asked_for_changes_nothing_for_who_is(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_that_is_not_a_number_is_told_of_whoever_is_asked_for(
+def test_nan_kv_is_reported_for_any_sample_rows(
     dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
 ) -> None:
-    """In any layer, the last one included; of its own sequence alone, and by the tokens that come behind
-    it."""
+    """The NaN may be in any layer. Only its own sequence, and only later tokens, are reported."""
     for layer in range(TINY["num_hidden_layers"]):
         loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
         forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
-        asked_for(prompts.step(0, 37), torch.tensor([36, 73]), forward)
+        forward_rows(prompts.step(0, 37), torch.tensor([36, 73]), forward)
         prompts.cache.blocks[int(prompts.tables[1, 0]), layer, 0, 0, 3, 0] = float("nan")
         is_last = layer + 1 == TINY["num_hidden_layers"]
         for rows in (torch.tensor([62, 125]), torch.empty(0, dtype=torch.int64)):
-            finite = asked_for(prompts.step(37, 100), rows, forward).finite
+            finite = forward_rows(prompts.step(37, 100), rows, forward).finite
             assert finite[:63].all()
             wrong = [] if is_last and not rows.numel() else [62] if is_last else list(range(63))
             assert (~finite[63:]).nonzero().flatten().tolist() == wrong
 
 
-@pytest.mark.parametrize("name", list(FUSED))
-def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
-    loaded = load_model(save(FUSED[name]()), dtype="float32", device="cpu")
+@pytest.mark.parametrize("name", list(FUSED_MODELS))
+def test_fused_layers_compute_the_same_as_the_model(
+    name: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
+) -> None:
+    loaded = load_model(save(FUSED_MODELS[name]()), dtype="float32", device="cpu")
     with closing(ModelForward(loaded.model)) as own:
         right = answers(loaded, own)
     assert is_plain_decoder(loaded.model)
@@ -230,7 +232,7 @@ def test_it_computes_what_the_model_does(name: str, save: Callable[[PreTrainedCo
     verify_logits(loaded, SIZE, forward=forward)
     assert (answers(loaded, forward) - right).abs().max() < 1e-4
     with closing(ModelForward(loaded.model)) as own:
-        assert (answers(loaded, own) - right).abs().max() < 1e-4, "the model still runs by itself"
+        assert (answers(loaded, own) - right).abs().max() < 1e-4, "the model's own code must still work"
 
 
 def assert_no_further_from_float32_than_the_model(
@@ -240,9 +242,9 @@ def assert_no_further_from_float32_than_the_model(
     with closing(ModelForward(exact.model)) as own:
         right = answers(exact, own, length)
     with closing(ModelForward(half.model)) as own:
-        theirs = (answers(half, own, length) - right).abs().flatten().quantile(0.99)
-    ours = (answers(half, make(half.model, verify_masks(half, SIZE)), length) - right).abs().flatten().quantile(0.99)
-    assert ours <= 1.25 * theirs
+        reference = (answers(half, own, length) - right).abs().flatten().quantile(0.99)
+    actual = (answers(half, make(half.model, verify_masks(half, SIZE)), length) - right).abs().flatten().quantile(0.99)
+    assert actual <= 1.25 * reference
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -253,45 +255,45 @@ def test_half_precision_is_no_further_from_float32_than_the_model_itself(
     assert_no_further_from_float32_than_the_model(path, dtype, lambda model, asked: FusedForward(model, asked, kernels))
 
 
-@pytest.mark.parametrize("name", list(FUSED))
-def test_the_whole_decoder_is_no_further_from_float32_either(
-    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+@pytest.mark.parametrize("name", list(FUSED_MODELS))
+def test_native_decoder_is_as_close_to_float32_as_the_model(
+    name: str, save: Callable[[PreTrainedConfig], Path], two_thread_kernels: Kernels
 ) -> None:
-    path = save(FUSED[name]())
+    path = save(FUSED_MODELS[name]())
     assert_no_further_from_float32_than_the_model(
-        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels)
+        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, two_thread_kernels)
     )
 
 
 @pytest.mark.parametrize("name", ["demo", pytest.param("tiny-42m", marks=pytest.mark.long)])
-def test_the_whole_decoder_is_no_further_with_models_that_are_measured(
-    name: str, save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+def test_native_decoder_is_as_close_to_float32_for_measured_models(
+    name: str, save: Callable[[PreTrainedConfig], Path], two_thread_kernels: Kernels
 ) -> None:
     path = DEMO_DIR if name == "demo" else save(shape_config(name))
     assert_no_further_from_float32_than_the_model(
-        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels)
+        path, "bfloat16", lambda model, asked: DecoderForward(model, asked, two_thread_kernels)
     )
 
 
-def test_the_whole_decoder_over_contexts_that_are_split_on_some_layers(
-    save: Callable[[PreTrainedConfig], Path], whole_kernels: Kernels
+def test_native_decoder_with_contexts_split_on_some_layers(
+    save: Callable[[PreTrainedConfig], Path], two_thread_kernels: Kernels
 ) -> None:
-    """Single tokens are attended to in parts; of one layer only what its window shows."""
+    """Decodes are split along their KV; in one layer the window limits what they see."""
     config = Qwen2Config(
         **TINY | {"hidden_size": 128}, use_sliding_window=True, sliding_window=300, max_window_layers=1
     )
     assert config.hidden_size // config.num_attention_heads == 32
     assert_no_further_from_float32_than_the_model(
-        save(config), "bfloat16", lambda model, asked: DecoderForward(model, asked, whole_kernels), length=900
+        save(config), "bfloat16", lambda model, asked: DecoderForward(model, asked, two_thread_kernels), length=900
     )
 
 
-def test_the_whole_decoder_wants_its_own_models_cache(
-    tiny_dir: Path, whole_kernels: Kernels, save: Callable[[PreTrainedConfig], Path]
+def test_native_decoder_refuses_the_cache_of_another_model(
+    tiny_dir: Path, two_thread_kernels: Kernels, save: Callable[[PreTrainedConfig], Path]
 ) -> None:
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     other = load_model(save(LlamaConfig(**TINY | {"num_key_value_heads": 1})), dtype="bfloat16", device="cpu")
-    forward = DecoderForward(half.model, verify_masks(half, SIZE), whole_kernels)
+    forward = DecoderForward(half.model, verify_masks(half, SIZE), two_thread_kernels)
     with pytest.raises(LayoutMismatch, match="do not fit"):
         answers(other, forward)
 
@@ -307,25 +309,25 @@ def test_the_whole_decoder_wants_its_own_models_cache(
         ("float32", False, False, False, False),
     ],
 )
-def test_the_whole_decoder_is_for_bfloat16_where_no_products_are_faster(
+def test_native_gemm_is_preferred_only_for_bfloat16_without_faster_gemm(
     tiny_dir: Path,
-    whole_kernels: Kernels,
+    two_thread_kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     has_bf16_dot: bool,
     has_amx: bool,
     has_onednn: bool,
-    wanted: bool,
+    expected: bool,
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setattr(native_layers, "has_onednn_bf16_gemm", lambda dtype: has_onednn)
-    monkeypatch.setattr(whole_kernels, "has_bf16_dot", has_bf16_dot)
-    assert prefers_native_gemm(load_model(tiny_dir, dtype=dtype, device="cpu").model, whole_kernels) is wanted
+    monkeypatch.setattr(two_thread_kernels, "has_bf16_dot", has_bf16_dot)
+    assert prefers_native_gemm(load_model(tiny_dir, dtype=dtype, device="cpu").model, two_thread_kernels) is expected
 
 
-@pytest.mark.parametrize("name", list(NOT_FUSED))
-def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
-    assert not is_plain_decoder(load_model(save(NOT_FUSED[name]()), device="cpu").model)
+@pytest.mark.parametrize("name", list(OTHER_MODELS))
+def test_other_architectures_are_not_fused(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    assert not is_plain_decoder(load_model(save(OTHER_MODELS[name]()), device="cpu").model)
 
 
 @pytest.mark.parametrize(
@@ -333,19 +335,15 @@ def test_others_run_by_their_own_code(name: str, save: Callable[[PreTrainedConfi
     [_set_dtype, _set_rotary, _set_eps, _set_bias, _set_kind, _set_embedding, _set_width, _set_depth],
     ids=lambda f: f.__name__[5:],
 )
-def test_a_module_that_is_not_as_it_is_taken_for(
-    change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]
-) -> None:
+def test_changed_module_is_not_fused(change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]) -> None:
     model = load_model(save(Qwen3Config(**TINY, head_dim=32)), device="cpu").model
     assert is_plain_decoder(model)
     change(model.base_model)
     assert not is_plain_decoder(model)
 
 
-def test_a_decoder_that_is_not_this_one_is_found_out(
-    save: Callable[[PreTrainedConfig], Path], kernels: Kernels
-) -> None:
-    """A multiplier that the fused decoder does not know."""
+def test_verification_finds_a_decoder_that_differs(save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
+    """The model has a multiplier that the fused decoder does not know."""
     loaded = load_model(save(LlamaConfig(**TINY)), device="cpu")
     forward = FusedForward(loaded.model, verify_masks(loaded, SIZE), kernels)
     mlp = loaded.model.base_model.layers[1].mlp
@@ -356,7 +354,7 @@ def test_a_decoder_that_is_not_this_one_is_found_out(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decoder_that_is_wrong_only_where_not_all_are_asked_for_is_found_out(
+def test_verification_finds_errors_with_few_sample_rows(
     dtype: str, save: Callable[[PreTrainedConfig], Path], kernels: Kernels
 ) -> None:
     class Shifted:

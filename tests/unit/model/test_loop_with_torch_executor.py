@@ -1,5 +1,5 @@
-"""The engine's loop over a real device, whose thread begins a step whenever it likes: no order of events may
-lose a step or a token."""
+"""Tests the engine loop over `TorchExecutor` with random delays: no order of events may lose a step or a
+token."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ SIZE, NUM_BLOCKS = 4, 128
 
 
 class LateThread(ThreadPoolExecutor):
-    """Begins nothing at once."""
+    """A thread pool that starts each task late."""
 
     def submit(self, *call: Any, **arguments: Any) -> Future[Any]:
         super().submit(time.sleep, 0.001)
@@ -71,10 +71,10 @@ class Rig:
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("seed", range(sized(2, 30)))
-async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
+async def test_answers_do_not_depend_on_when_requests_arrive(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_late: bool
 ) -> None:
-    """Also on a device that is given a step while the one before still computes."""
+    """Also runs with a device that computes late."""
     rng, rig = Random(seed), Rig(tiny_dir, is_late=is_late)
     requests = {
         i: sequence_request(
@@ -86,11 +86,11 @@ async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
         for i in range(1, 41)
     }
     running = asyncio.create_task(rig.loop.run())
-    alone: dict[int, list[int]] = {}
+    separate: dict[int, list[int]] = {}
     for i, request in requests.items():
         rig.loop.add(request)
         await rig.until_ended({i})
-        alone[i] = rig.outputs.pop(i)
+        separate[i] = rig.outputs.pop(i)
     rig.ended.clear()
 
     plan_ahead = rig.engine.plan_ahead
@@ -111,6 +111,6 @@ async def test_whatever_comes_in_at_any_moment_every_answer_is_what_it_is_alone(
     assert not running.done()
     rig.loop.drain()
     await asyncio.wait_for(running, 10)
-    assert rig.outputs == alone
+    assert rig.outputs == separate
     rig.engine.check()
     await rig.executor.aclose()

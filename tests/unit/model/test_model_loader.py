@@ -1,4 +1,4 @@
-"""What is loaded, what is refused, and what the refusal says."""
+"""Tests which models are loaded, which are refused, and that the error names the reason."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ LONG = {
 
 @pytest.fixture
 def copy(tiny_dir: Path, tmp_path: Path) -> Path:
-    """A model directory that may be spoilt."""
+    """Return a copy of a model directory that the test may modify."""
     return Path(shutil.copytree(tiny_dir, tmp_path / "copy"))
 
 
@@ -50,7 +50,7 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def test_what_is_known_of_a_loaded_model(tiny_dir: Path) -> None:
+def test_loaded_model_has_its_fingerprints_and_limits(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu", max_model_len=100)
     layout = loaded.layout(16)
     assert (loaded.max_model_len, loaded.vocab_size, loaded.dtype) == (100, 256, torch.float32)
@@ -74,7 +74,7 @@ def test_load_dtype(tiny_dir: Path, dtype: str) -> None:
     assert loaded.layout(16).groups[0].components[0].dtype == dtype
 
 
-def test_max_model_len_beyond_the_models(tiny_dir: Path) -> None:
+def test_max_model_len_above_the_models_own_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ModelError, match="4097 is more than the model's own 4096"):
         load_model(tiny_dir, device="cpu", max_model_len=4097)
 
@@ -94,7 +94,7 @@ def test_max_model_len_beyond_the_models(tiny_dir: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_configurations_that_are_refused(config: PreTrainedConfig, named: str) -> None:
+def test_unsupported_configurations_are_refused(config: PreTrainedConfig, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         causal_lm_class(config)
 
@@ -114,7 +114,7 @@ def test_configurations_that_are_refused(config: PreTrainedConfig, named: str) -
         },
     ],
 )
-def test_rotary_types_that_are_served(rope: dict[str, object]) -> None:
+def test_supported_rope_types_are_accepted(rope: dict[str, object]) -> None:
     assert (
         causal_lm_class(LlamaConfig(**TINY, rope_parameters={"rope_theta": 1e4, **rope})).__name__ == "LlamaForCausalLM"
     )
@@ -126,19 +126,19 @@ def test_quantized_checkpoints_are_refused_by_name(copy: Path) -> None:
         load_model(copy, device="cpu")
 
 
-def test_a_missing_tokenizer(copy: Path) -> None:
+def test_missing_tokenizer_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no readable tokenizer\.json"):
         load_model(copy, device="cpu")
 
 
-def test_missing_weights(copy: Path) -> None:
+def test_missing_weights_are_refused(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickles"):
         load_model(copy, device="cpu")
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
+def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     init_model(Qwen3Config(**TINY), tmp_path / "many", shard_bytes=40_000)
     missing = sorted((tmp_path / "many").glob("model-*.safetensors"))[1]
     missing.unlink()
@@ -146,8 +146,8 @@ def test_a_missing_shard(tmp_path: Path) -> None:
         load_model(tmp_path / "many", device="cpu")
 
 
-def test_an_incomplete_checkpoint(copy: Path) -> None:
-    """transformers would make the missing weights up."""
+def test_incomplete_checkpoint_is_refused(copy: Path) -> None:
+    """transformers would initialise missing weights randomly."""
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
@@ -155,13 +155,13 @@ def test_an_incomplete_checkpoint(copy: Path) -> None:
         load_model(copy, device="cpu")
 
 
-def test_weights_of_another_shape(copy: Path) -> None:
+def test_weights_of_another_shape_are_refused(copy: Path) -> None:
     edit(copy / "config.json", intermediate_size=128)
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(copy, device="cpu")
 
 
-def test_a_truncated_file(copy: Path) -> None:
+def test_truncated_file_is_refused(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="copy it again"):
@@ -169,7 +169,7 @@ def test_a_truncated_file(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "no-such-model"}, {"model_type": None, "architectures": None}])
-def test_an_unknown_architecture(copy: Path, changes: dict[str, object]) -> None:
+def test_unknown_architecture_is_refused(copy: Path, changes: dict[str, object]) -> None:
     edit(copy / "config.json", **changes)
     with pytest.raises(ModelError, match=r"config\.json"):
         load_model(copy, device="cpu")
@@ -187,25 +187,27 @@ def test_code_of_the_checkpoint_is_not_run(copy: Path) -> None:
     assert not (copy / "canary").exists()
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_model(tmp_path, device="cpu")
 
 
-def test_cuda_where_there_is_none(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match="--device cpu"):
         load_model(tiny_dir, device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "wanted"),
+    ("generation", "config", "expected"),
     [([5, 6], 7, (5, 6)), (5, 7, (5,)), (None, [7, 8], (7, 8)), (None, None, ()), (0, 7, (0,))],
 )
-def test_ends_of_text(tmp_path: Path, generation: object, config: object, wanted: tuple[int, ...]) -> None:
+def test_eos_token_ids_come_from_generation_config_then_config(
+    tmp_path: Path, generation: object, config: object, expected: tuple[int, ...]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert eos_token_ids(tmp_path) == wanted
+    assert eos_token_ids(tmp_path) == expected
     (tmp_path / "generation_config.json").unlink()
     assert eos_token_ids(tmp_path) == (
         tuple(config) if isinstance(config, list) else () if config is None else (config,)
@@ -216,7 +218,9 @@ def fingerprint(path: Path, **arguments: object) -> str:
     return load_model(path, device="cpu", **arguments).model_fingerprint  # type: ignore[arg-type]
 
 
-def test_fingerprint_is_of_the_content(tiny_dir: Path, copy: Path, save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_fingerprint_depends_on_content_only(
+    tiny_dir: Path, copy: Path, save: Callable[[PreTrainedConfig], Path]
+) -> None:
     same = fingerprint(tiny_dir)
     edit(copy / "config.json", transformers_version="5.0.0", architectures=["Renamed"], use_cache=False)
     assert fingerprint(copy) == same
@@ -226,8 +230,8 @@ def test_fingerprint_is_of_the_content(tiny_dir: Path, copy: Path, save: Callabl
     assert fingerprint(save(Qwen3Config(**TINY, head_dim=16))) == same
 
 
-def test_fingerprint_of_other_weights(tiny_dir: Path, tmp_path: Path) -> None:
-    """Another seed, and one value of one norm."""
+def test_fingerprint_differs_for_other_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    """Compare another seed, and a change of one value in one norm."""
     init_model(Qwen3Config(**TINY, head_dim=16), tmp_path / "other", seed=2)
     tensors = load_file(tiny_dir / "model.safetensors")
     shutil.copytree(tiny_dir, tmp_path / "tuned")
@@ -236,20 +240,20 @@ def test_fingerprint_of_other_weights(tiny_dir: Path, tmp_path: Path) -> None:
     assert len({fingerprint(tiny_dir), fingerprint(tmp_path / "other"), fingerprint(tmp_path / "tuned")}) == 3
 
 
-def test_tokenizer_fingerprint_is_of_the_content(copy: Path, tiny_dir: Path) -> None:
+def test_tokenizer_fingerprint_depends_on_content_only(copy: Path, tiny_dir: Path) -> None:
     assert tokenizer_fingerprint(copy) == tokenizer_fingerprint(tiny_dir)
     (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
     assert tokenizer_fingerprint(copy) != tokenizer_fingerprint(tiny_dir)
 
 
-def test_refused_models_cannot_be_made_either(tmp_path: Path) -> None:
+def test_random_init_refuses_unsupported_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="soft cap"):
         init_model(Gemma2Config(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_bidirectional_and_sink_attention_pass_the_configuration_only() -> None:
-    """These are found by the self-proof, which sees what attention is asked for."""
+def test_verification_refuses_what_the_configuration_does_not_show() -> None:
+    """Verification finds these models, because it sees the arguments of attention."""
     for config in (
         BertConfig(is_decoder=True, **{k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
         GptOssConfig(**TINY),

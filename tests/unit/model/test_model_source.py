@@ -1,4 +1,4 @@
-"""Where a model's files come from; the hub itself is not asked."""
+"""Tests how `--model` is resolved; the hub itself is not contacted."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from baton.model.loading.model_source import DEMO_DIR, resolve_model
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None]]:
-    """What was downloaded, as (id, revision)."""
+    """Return the list of downloads, as (id, revision)."""
     calls: list[tuple[str, str | None]] = []
 
     def download(repo_id: str, *, revision: str | None, **_: Any) -> str:
@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
     return calls
 
 
-def test_demo_and_directories(
+def test_demo_and_directories_are_resolved_locally(
     tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_model("demo") == DEMO_DIR
@@ -38,40 +38,41 @@ def test_demo_and_directories(
     assert resolve_model(str(tmp_path)) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert resolve_model("owner/name") == tmp_path / "owner" / "name"  # what lies here goes before the hub
+    # a local directory takes precedence over the hub
+    assert resolve_model("owner/name") == tmp_path / "owner" / "name"
     assert asked == []
 
 
-def test_hub_ids(tmp_path: Path, asked: list[tuple[str, str | None]]) -> None:
+def test_hub_ids_are_downloaded(tmp_path: Path, asked: list[tuple[str, str | None]]) -> None:
     assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
     resolve_model("gpt2@refs/pr/3")
     resolve_model("owner/na.me_1@0123abc")
     assert asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
 
 
-def test_a_gateway_leaves_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wanted: list[list[str]] = []
+def test_weights_false_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected: list[list[str]] = []
 
     def download(repo_id: str, *, allow_patterns: list[str], **_: Any) -> str:
-        wanted.append(allow_patterns)
+        expected.append(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     resolve_model("owner/name")
     resolve_model("owner/name", weights=False)
-    assert wanted == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
+    assert expected == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
 
 
 @pytest.mark.parametrize(
     "model", ["/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@"]
 )
-def test_neither_directory_nor_hub_id(model: str, asked: list[tuple[str, str | None]]) -> None:
+def test_neither_directory_nor_hub_id_is_refused(model: str, asked: list[tuple[str, str | None]]) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         resolve_model(model)
     assert asked == []
 
 
-def test_a_file_is_no_model(
+def test_a_file_is_refused(
     tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +97,7 @@ def response(status: int) -> httpx.Response:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_errors_say_what_to_do(error: Exception, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_name_the_remedy(error: Exception, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: Any, **__: Any) -> str:
         raise error
 

@@ -20,7 +20,7 @@ from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_ke
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
-"""(tokens of the step, context) of each."""
+"""(tokens in the step, context length) of each sequence."""
 SHAPES = (
     (4, 2, 64, 16),
     (8, 1, 128, 16),
@@ -28,27 +28,31 @@ SHAPES = (
     (4, 2, 80, 16),
     (14, 2, 64, 32),
     (4, 4, 7, 1),
-    (160, 1, 8, 16),  # more query heads of a KV head than a tile takes, as in the next one; then just as many
+    # more query heads per KV head than a tile takes, also in the next shape; then exactly as many
+    (160, 1, 8, 16),
     (258, 2, 32, 16),
     (128, 1, 32, 16),
     (2, 1, 96, 16),
     (3, 1, 1024, 16),
 )
 """(query heads, KV heads, head size, block size)."""
-LEAST, AVX2 = "-march=x86-64", "-march=x86-64-v3"
+BASELINE, AVX2 = "-march=x86-64", "-march=x86-64-v3"
 
 
 def processors() -> list[str]:
-    """This one, the least of its kind, whose vectors are as short as ARM's, and one between."""
+    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and AVX2."""
     if platform.machine() != "x86_64":
         return [NATIVE]
-    return [NATIVE, LEAST, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
+    return [NATIVE, BASELINE, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
 
 
 @pytest.fixture(scope="module", params=processors())
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For a processor. All but this one's have names of their own: what is inline is one for a whole
-    process."""
+    """Compile the kernels for one processor.
+
+    Libraries for other processors use another namespace, because inline functions are shared within a
+    process.
+    """
     if request.param == NATIVE:
         return build()
     path = tmp_path_factory.mktemp("library") / "kernels.so"
@@ -76,7 +80,7 @@ def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: in
 
 
 def step_of(cache: KvCache) -> AttentionStep:
-    """Scattered blocks; slots past a sequence's end are NaN."""
+    """Return a step over scattered blocks. Slots beyond a sequence's end are NaN."""
     size = cache.block_size_tokens
     free = list(np.random.default_rng(2).permutation(cache.num_blocks))
     segments, row = [], 0
@@ -91,7 +95,7 @@ def step_of(cache: KvCache) -> AttentionStep:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
-def test_attention_is_that_of_the_reference(
+def test_native_attention_equals_the_reference(
     library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
 ) -> None:
     cache = cache_of(kv_heads, dim, size, dtype, 2200 // size)
@@ -111,11 +115,14 @@ def test_attention_is_that_of_the_reference(
 
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 128), (1, 1, 96)])
-def test_a_row_of_pairs_does_not_depend_on_those_beside_it(
+def test_bf16_attention_of_a_row_is_independent_of_other_rows(
     heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
-    """To the last bit: few rows, many rows, tiles of all sizes; one thread, so that no context is shared out.
-    Without pairs a lone row is added up in another order."""
+    """Compare bit by bit, with few and many rows and tiles of all sizes.
+
+    One thread is used, so that no context is split. Without the bfloat16 dot product, a single row is summed
+    in another order.
+    """
     kernels = load_kernels(1)
     if not kernels.has_bf16_dot:
         return
@@ -123,22 +130,22 @@ def test_a_row_of_pairs_does_not_depend_on_those_beside_it(
     step = step_of(cache)
     num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
     query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).bfloat16()
-    together = paged_kernel(kernels)(query, 1, step, dim**-0.5, window)
+    batched = paged_kernel(kernels)(query, 1, step, dim**-0.5, window)
     for rows in (np.arange(0, num_tokens, 7), np.arange(3, num_tokens, 50)):
-        alone = torch.empty(len(rows), heads, dim, dtype=torch.bfloat16)
+        separate = torch.empty(len(rows), heads, dim, dtype=torch.bfloat16)
         kernels.attend(
             query.transpose(0, 1)[rows].contiguous(),
-            alone,
+            separate,
             cache,
             1,
             step.tables_for_rows(rows),
             AttentionParams(dim**-0.5, window),
         )
-        assert torch.equal(alone, together[rows])
+        assert torch.equal(separate, batched[rows])
 
 
 def float_step(step: AttentionStep) -> AttentionStep:
-    """The same step over the same numbers in float32."""
+    """Return the same step over the same values in float32."""
     cache = step.cache
     wide = cache_of(cache.num_kv_heads, cache.head_dim, cache.block_size_tokens, torch.float32, cache.num_blocks)
     wide.blocks.copy_(cache.blocks)
@@ -146,7 +153,7 @@ def float_step(step: AttentionStep) -> AttentionStep:
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part: int) -> None:
+def test_nan_stays_in_its_sequence(library: Path, part: int) -> None:
     cache = cache_of(2, 64, 16, torch.bfloat16, 140)
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
@@ -160,7 +167,7 @@ def test_what_is_not_a_number_stays_so_and_with_its_sequence(library: Path, part
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norm_and_gate_are_those_of_torch(library: Path, dtype: torch.dtype) -> None:
+def test_norm_and_gate_equal_torch(library: Path, dtype: torch.dtype) -> None:
     kernels = Kernels(library, 2)
     x, added, weight = torch.randn(70, 520).to(dtype), torch.randn(70, 520).to(dtype), torch.randn(520).to(dtype)
     both = (x.float() + added.float()).to(dtype)
@@ -175,7 +182,7 @@ def test_norm_and_gate_are_those_of_torch(library: Path, dtype: torch.dtype) -> 
     torch.testing.assert_close(kernels.silu_gate(pair).float(), gated, rtol=near, atol=1e-3)
 
 
-def test_heads_that_are_not_those_of_the_cache_are_refused(library: Path) -> None:
+def test_heads_that_do_not_fit_the_cache_are_refused(library: Path) -> None:
     cache = cache_of(2, 64, 16, torch.float32, 140)
     step = step_of(cache)
     for heads, dim in ((5, 64), (4, 32)):
@@ -199,26 +206,26 @@ def test_heads_that_are_not_those_of_the_cache_are_refused(library: Path) -> Non
         (200, 2048, 64),
     ],
 )
-def test_products(library: Path, rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
-    """Outputs and rows that fill no panel or block, more inputs than one stretch."""
+def test_gemm_equals_float64(library: Path, rows: int, k: int, n: int, with_bias: bool, num_threads: int) -> None:
+    """The shapes do not fill whole panels or blocks, and some have more inputs than one slice."""
     kernels = Kernels(library, num_threads)
     torch.manual_seed(0)
     modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
     x = torch.randn(rows, k).bfloat16()
     found = PackedGemm(kernels, *modules)(x)
-    wanted = torch.cat(
+    expected = torch.cat(
         [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules],
         dim=1,
     )
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=2**-8)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=2**-8)
     unrounded = PackedGemm(kernels, *modules, dtype=torch.float32)(x)
-    torch.testing.assert_close(unrounded.double(), wanted, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(unrounded.double(), expected, atol=2e-4, rtol=1e-5)
     assert torch.equal(unrounded.bfloat16(), found)
-    alone = torch.cat([PackedGemm(kernels, *modules)(row[None]) for row in x[:7]])
-    assert torch.equal(found[:7], alone), "a row does not depend on those beside it"
+    separate = torch.cat([PackedGemm(kernels, *modules)(row[None]) for row in x[:7]])
+    assert torch.equal(found[:7], separate), "a row must not depend on the other rows"
 
 
-def test_words_lie_one_after_the_other_and_outlive_whoever_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_arena_slices_are_aligned_and_outlive_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightArena, "_CHUNK_WORDS", 1024)
     words = WeightArena()
     taken = [words.take(count) for count in (100, 1, 900, 5, 3000, 16)]
@@ -227,9 +234,9 @@ def test_words_lie_one_after_the_other_and_outlive_whoever_gave_them(monkeypatch
     del words
     for number, part in enumerate(taken):
         part.fill_(number)
-    assert all((part == number).all() for number, part in enumerate(taken)), "none overlaps another"
+    assert all((part == number).all() for number, part in enumerate(taken)), "no slice may overlap another"
 
 
-def test_a_product_needs_pairs() -> None:
+def test_gemm_refuses_an_odd_number_of_inputs() -> None:
     with pytest.raises(LayoutMismatch, match="must be even"):
         PackedGemm(load_kernels(1), nn.Linear(7, 8).bfloat16())

@@ -1,4 +1,4 @@
-"""How our kernels come to be: compiled for what is there, once, or not at all."""
+"""Tests that the kernels are compiled once, for this machine, or refused with the reason."""
 
 import platform
 import subprocess
@@ -30,19 +30,19 @@ touch "$2"
 
 
 @pytest.mark.parametrize("processor", FOREIGN)
-def test_what_other_processors_run_compiles(processor: str) -> None:
+def test_sources_compile_for_other_processors(processor: str) -> None:
     options = [processor if option == NATIVE else option for option in OPTIONS]
     for source in SOURCES:
         subprocess.run([find_compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
 
 
-def test_without_a_compiler_it_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_raises_kernels_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
         build(tmp_path / "cache")
 
 
-def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(
+def test_failing_compiler_and_unwritable_cache_raise_kernels_unavailable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "bin" / "c++"
@@ -60,8 +60,8 @@ def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(
         build(tmp_path / "file" / "cache")
 
 
-def test_processes_that_start_together_compile_once_and_old_libraries_go(tmp_path: Path) -> None:
-    """The compiler is a script that notes each call and makes an empty library."""
+def test_concurrent_processes_compile_once_and_old_libraries_are_deleted(tmp_path: Path) -> None:
+    """The compiler is a script that records each call and creates an empty library."""
     script = tmp_path / "bin" / "c++"
     script.parent.mkdir()
     script.write_text(NOTING_COMPILER)

@@ -1,4 +1,4 @@
-"""Our halves and powers of two against numpy and the C library."""
+"""Compares float16 conversion and 2^x of the C++ kernels with numpy and the C library."""
 
 import ctypes
 import subprocess
@@ -58,9 +58,12 @@ TRAPS = ("-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-
     "options", [OPTIONS, ("-O1", "-std=c++17", "-fPIC", "-shared")], ids=["in vectors", "one by one"]
 )
 @pytest.mark.parametrize("flush", [False, True])
-def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
-    """Every half to a float; back, all of these, what lies in the middle between two of them, its neighbours,
-    and any bits at all. A thread that flushes subnormal floats gets the same."""
+def test_float16_conversion_equals_numpy(tmp_path: Path, options: tuple[str, ...], flush: bool) -> None:
+    """Convert every float16 to float. Convert back all of these, all midpoints, their neighbours, and random
+    bits.
+
+    Repeat it in a thread that flushes subnormal floats.
+    """
     (tmp_path / "halves.cpp").write_text(HALVES)
     subprocess.run([find_compiler(), *options, f"-I{HERE}", "halves.cpp", "-o", "halves.so"], cwd=tmp_path, check=True)
     halves = ctypes.CDLL(str(tmp_path / "halves.so"))
@@ -70,7 +73,7 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
         below, above = (
             exact[:0x7C00],
             np.append(exact[1:0x7C00], np.float32(65536)),
-        )  # the last middle is where infinity begins
+        )  # beyond the last midpoint is infinity
         middle = (below + above) / 2
         near = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))])
         anything = np.random.default_rng(0).integers(0, 1 << 32, 1_000_000, dtype=np.uint32).view(np.float32)
@@ -85,14 +88,14 @@ def test_halves_are_those_of_numpy(tmp_path: Path, options: tuple[str, ...], flu
         )
     finally:
         torch.set_flush_denormal(False)
-    for got, wanted, kind in ((widened, exact, np.uint32), (narrowed, right, np.uint16)):
-        assert np.array_equal(np.isnan(got), np.isnan(wanted))
-        numbers = ~np.isnan(wanted)
-        assert np.array_equal(got.view(kind)[numbers], wanted.view(kind)[numbers])
+    for got, expected, kind in ((widened, exact, np.uint32), (narrowed, right, np.uint16)):
+        assert np.array_equal(np.isnan(got), np.isnan(expected))
+        numbers = ~np.isnan(expected)
+        assert np.array_equal(got.view(kind)[numbers], expected.view(kind)[numbers])
 
 
-def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path) -> None:
-    """In range, beyond it, and of what is not a number."""
+def test_fast_exp2_is_accurate_without_undefined_behaviour(tmp_path: Path) -> None:
+    """Test values in range, beyond it, and NaN."""
     (tmp_path / "exp2.cpp").write_text(EXP2)
     subprocess.run(
         [find_compiler(), "-O1", "-std=c++17", *TRAPS, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True
@@ -100,8 +103,8 @@ def test_powers_of_two_are_near_and_nothing_of_them_is_undefined(tmp_path: Path)
     assert subprocess.run([tmp_path / "exp2"], check=False).returncode == 0
 
 
-def test_powers_of_two_of_scores_are_near(tmp_path: Path) -> None:
-    """Of bfloat16 in pairs, where this processor has them; whole ones, and of what is not seen, are exact."""
+def test_fast_exp2_bf16_is_accurate(tmp_path: Path) -> None:
+    """Test the version for AVX512-BF16, if available; integers and masked scores must be exact."""
     (tmp_path / "exp2.cpp").write_text(EXP2_OF_PAIRS)
     options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
     subprocess.run([find_compiler(), *options, f"-I{HERE}", "exp2.cpp", "-o", "exp2"], cwd=tmp_path, check=True)

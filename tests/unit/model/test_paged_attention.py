@@ -1,4 +1,4 @@
-"""Paged attention against attention written out, over memory that is NaN wherever nothing was written."""
+"""Compares paged attention with a plain implementation, over memory that is NaN wherever nothing was written."""
 
 from random import Random
 
@@ -36,8 +36,10 @@ def nan_cache(num_blocks: int, dtype: torch.dtype = torch.float32, device: str =
 def written_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """The last len(query) tokens of a context: query [heads, n, dim], key and value [kv_heads, context, dim];
-    [n, heads, dim]."""
+    """Compute attention for the last len(query) tokens of a context.
+
+    query [heads, n, dim], key and value [kv_heads, context, dim] -> [n, heads, dim].
+    """
     context, count = key.shape[1], query.shape[1]
     key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
     scores = query.double() @ key.transpose(1, 2) * scaling
@@ -58,8 +60,11 @@ def check_step(
     device: str = "cpu",
     kernel: PagedKernel = paged_attention,
 ) -> torch.Tensor:
-    """spans: (KV that exists already, tokens of this step) of each sequence. Context is written first, in
-    scattered blocks. Returns what attention answered, on the CPU."""
+    """Run one step and compare it with the plain implementation; return the result on the CPU.
+
+    `spans`: (existing KV, tokens of this step) of each sequence. The context is written first, to scattered
+    blocks.
+    """
     torch.manual_seed(seed)
     rng = Random(seed)
     layer, scaling = 1, 0.4
@@ -99,11 +104,11 @@ def check_step(
     step = step_of([(i, *span) for i, span in enumerate(spans)])
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
     found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
-    wanted = torch.cat(
+    expected = torch.cat(
         [written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     untouched = set(range(cache.num_blocks)) - {int(b) for t in tables for b in t}
     assert all(cache.blocks[b].isnan().all() for b in untouched)
     assert cache.blocks[:, 0].isnan().all()
@@ -138,7 +143,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype)
 
 
-def test_groups_are_of_similar_length() -> None:
+def test_decodes_are_grouped_by_similar_length() -> None:
     """A short context is not padded to the longest of the step."""
     cache = nan_cache(200)
     lengths = [400, 390, 3, 2, 100, 96]
@@ -151,11 +156,11 @@ def test_groups_are_of_similar_length() -> None:
     assert [sorted(group.tokens.tolist()) for group in step.plan(16).decodes] == [
         [0, 1, 4, 5],
         [2, 3],
-    ]  # a window makes them alike
+    ]  # the window makes them equally long
 
 
-def test_cache_agrees_with_the_layouts_arithmetic() -> None:
-    """`KvLayout.range_of` is where transports read: the same bytes as these views write."""
+def test_cache_views_match_layout_range_of() -> None:
+    """Transports read at `KvLayout.range_of`, which must be the bytes that these views write."""
     memory = bytearray(layout().block_bytes * 5)
     cache = KvCache.over(memoryview(memory), layout())
     key, value = torch.randn(2, KV_HEADS, 2, HEAD_DIM).unbind()
@@ -178,7 +183,7 @@ def test_block_copies_happen_in_order() -> None:
     assert (cache.blocks[3] == 0.0).all()
 
 
-def test_memory_that_does_not_fit_the_layout() -> None:
+def test_memory_that_does_not_fit_the_layout_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="must be a multiple"):
         KvCache.over(memoryview(bytearray(layout().block_bytes + 1)), layout())
 
@@ -199,7 +204,7 @@ class Attention(torch.nn.Module):
         ({"baton_step": None}, "pass keyword arguments"),
     ],
 )
-def test_what_attention_refuses(arguments: dict[str, object], named: str) -> None:
+def test_unsupported_attention_arguments_are_refused(arguments: dict[str, object], named: str) -> None:
     cache = nan_cache(1)
     segment = Segment(token_begin=0, num_tokens=1, kv_begin=0, block_ids=np.zeros(1, dtype=np.int64))
     step = AttentionStep(cache, [segment], CausalMasks(cache.dtype, cache.device), paged_attention)

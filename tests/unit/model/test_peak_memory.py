@@ -1,4 +1,4 @@
-"""Whether what a step takes is measured, and what does not fit is refused with the numbers."""
+"""Tests that the memory of a step is measured, and that models that do not fit are refused with the numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ SIZE = 16
 WIDE = TINY | {"vocab_size": 60_000}
 
 
-def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_step_bytes_cover_logits_and_grow_with_tokens(save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(Qwen3Config(**WIDE, head_dim=16)), device="cpu")
     backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
 
@@ -38,7 +38,7 @@ def test_a_step_takes_its_logits_and_more_for_more_tokens(save: Callable[[PreTra
     assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
 
 
-def test_a_step_that_finds_no_memory_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_out_of_memory_in_the_largest_step_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
     backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
 
@@ -56,7 +56,7 @@ def test_a_step_that_finds_no_memory_is_refused(save: Callable[[PreTrainedConfig
         )
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     assert num_weights(tiny_dir) == sum(parameter.numel() for parameter in loaded.model.parameters())
     monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000)
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tiny_dir: Path, monkeypat
         load_model(tiny_dir, device="cpu")
 
 
-def test_weights_for_a_gpu_go_through_the_host(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_for_a_gpu_must_fit_host_memory(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_loader, "_device", lambda device: torch.device("meta"))
     monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000 if device.type == "cpu" else 2**40)
     with pytest.raises(ModelError, match="0 MiB are free on this host, through which they go to meta"):
@@ -74,18 +74,20 @@ def test_weights_for_a_gpu_go_through_the_host(tiny_dir: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("free", "taken", "left"), [(60, 20, 20), (15, 20, 15), (60, 45, 0)])
-def test_workers_that_share_a_gpu_have_equal_parts(
+def test_workers_sharing_a_gpu_get_equal_parts(
     free: int, taken: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 80; `taken`: by this one. The first of two leaves the other its half, and takes what that one holds
-    for lost."""
+    """The GPU has 80 bytes, of which this worker has allocated `taken`.
+
+    The first of two workers leaves the other its half, and counts what the other has allocated as lost.
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken)
     assert free_bytes(torch.device("cuda"), 2) == left
     assert free_bytes(torch.device("cuda")) == min(free, 80 - taken)
 
 
-def test_weights_that_do_not_fit_twice_are_not_packed(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_packed_if_two_copies_do_not_fit(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     monkeypatch.setattr(backend_selection, "free_bytes", lambda device: 1000)
     with torch.inference_mode():

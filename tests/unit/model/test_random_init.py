@@ -1,4 +1,4 @@
-"""Models with random weights."""
+"""Tests models with random weights."""
 
 import hashlib
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_shards_hold_the_same_weights(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
-def test_routers_choose_clearly(tmp_path: Path) -> None:
+def test_router_logits_are_spread_widely(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         **(TINY | {"initializer_range": 0.02}), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
     )
@@ -53,7 +53,7 @@ def test_routers_choose_clearly(tmp_path: Path) -> None:
     assert (gate @ torch.randn(TINY["hidden_size"])).std() > 0.5
 
 
-def test_an_output_directory_with_files(tmp_path: Path) -> None:
+def test_output_directory_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(ModelError, match="not empty"):
         init_model(Qwen3Config(**TINY), tmp_path)
@@ -71,7 +71,7 @@ def test_shapes_have_their_size(shape: str, millions: int) -> None:
     assert config.vocab_size >= 4096
 
 
-def test_an_unknown_shape_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_shape_error_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean qwen3-8b"):
         init_like("qwen3-8", tmp_path / "out")
     with pytest.raises(ModelError, match=r"unknown shape 'x'\. Known: tiny-42m, "):

@@ -1,5 +1,5 @@
-"""The keyed sampler, on the host and on a device, against the definition, written down again without any
-shortcut, and each other."""
+"""Compares the samplers on host and device with a direct implementation of the definition, and with each
+other."""
 
 import math
 from collections import Counter
@@ -57,7 +57,7 @@ def draw(row: np.ndarray, asked: SampleRequest) -> tuple[int, ...]:
 
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tokens are drawn: the device here is the CPU, too."""
+    """Return the device on which tokens are drawn; the device sampler also runs on a CPU here."""
     if request.param == "device":
         monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
     name: str = request.param
@@ -65,13 +65,13 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def noise_on_device(seed: int, sample_index: int, position: int, vocab_size: int) -> np.ndarray:
-    """Beside another one."""
+    """Compute one row of noise together with another."""
     found: np.ndarray = device_sampler.noise([7, noise_key(seed, sample_index, position)], vocab_size, CPU)[1].numpy()
     return found
 
 
 def adjusted_on_device(row: np.ndarray, asked: SampleRequest) -> np.ndarray:
-    """Between two other rows, which stay as they are."""
+    """Process one row between two others, which must not change."""
     rows = torch.from_numpy(row).double().repeat(3, 1)
     found: np.ndarray = process_logits(rows, [request(temperature=0.0), asked, request()]).numpy()
     assert found[0].tolist() == found[2].tolist() == row.tolist()
@@ -79,7 +79,7 @@ def adjusted_on_device(row: np.ndarray, asked: SampleRequest) -> np.ndarray:
 
 
 def kept_on_device(scaled: np.ndarray, asked: SampleRequest) -> np.ndarray:
-    """Beside a row that keeps one token, and one that keeps nearly all."""
+    """Truncate one row beside a row that keeps one token and a row that keeps nearly all."""
     rows = torch.from_numpy(np.stack([scaled, np.flip(scaled), scaled]))
     least = truncation_threshold(rows, [request(top_k=1), request(min_p=1e-30), asked])
     found: np.ndarray = (rows[2] >= least[2]).nonzero()[:, 0].numpy()
@@ -95,7 +95,7 @@ Keeper = Callable[[np.ndarray, SampleRequest], np.ndarray | None]
 
 
 def splitmix64(state: int) -> int:
-    """Steele et al. 2014, as published: add, then mix."""
+    """Compute splitmix64 as published by Steele et al. 2014: add, then mix."""
     mask = (1 << 64) - 1
     z = (state + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -110,14 +110,14 @@ def defined_noise(seed: int, sample_index: int, position: int, token: int) -> fl
 
 
 @NOISES
-def test_noise_is_what_the_definition_says(noise: Noise) -> None:
+def test_noise_matches_the_definition(noise: Noise) -> None:
     found = noise(2**63 + 5, 3, 1000, VOCAB)
     assert found == pytest.approx([defined_noise(2**63 + 5, 3, 1000, token) for token in range(VOCAB)], rel=1e-12)
 
 
 @NOISES
-def test_noise_of_this_sampler_version(noise: Noise) -> None:
-    """Workers of one version must draw the same tokens: if this changes, SAMPLER_VERSION does."""
+def test_noise_is_fixed_for_this_sampler_version(noise: Noise) -> None:
+    """Workers of one version must draw the same tokens. If this test fails, SAMPLER_VERSION must change."""
     assert SAMPLER_VERSION == 1
     assert noise(42, 0, 7, 3) == pytest.approx(
         [-0.5596318250210441, -0.3883344451060634, 0.5804098408220633], abs=1e-12
@@ -134,12 +134,12 @@ def test_noise_differs_by_each_part_of_its_key(noise: Noise) -> None:
 
 @pytest.mark.usefixtures("where")
 def test_draws_follow_the_distribution() -> None:
-    """Frequencies over many seeds against softmax(logits / temperature)."""
+    """Compare frequencies over many seeds with softmax(logits / temperature)."""
     row = np.array([2.0, 1.0, 0.0, -1.0], dtype=np.float32)
     count = 4000
     drawn = Counter(draw(row, request(seed=seed, temperature=0.8))[0] for seed in range(count))
-    wanted = np.exp(row / 0.8) / np.exp(row / 0.8).sum()
-    for token, share in enumerate(wanted):
+    expected = np.exp(row / 0.8) / np.exp(row / 0.8).sum()
+    for token, share in enumerate(expected):
         assert drawn[token] / count == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
 
 
@@ -160,7 +160,8 @@ def naive_kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> se
 @KEEPERS
 def test_truncation(kept_token_ids: Keeper, top_k: int, top_p: float, min_p: float) -> None:
     for seed in range(3):
-        scaled = logits(seed)[0].double().numpy() * (0.05 if seed == 2 else 1.0)  # nearly flat: top-p has to look far
+        # nearly flat, so top-p needs many tokens
+        scaled = logits(seed)[0].double().numpy() * (0.05 if seed == 2 else 1.0)
         found = kept_token_ids(scaled, request(top_k=top_k, top_p=top_p, min_p=min_p))
         expected = naive_kept(scaled, top_k if top_k <= VOCAB else 0, top_p, min_p)
         assert set(range(VOCAB) if found is None else found.tolist()) == expected
@@ -177,7 +178,7 @@ def test_top_p_over_a_large_flat_vocabulary(kept_token_ids: Keeper) -> None:
 @KEEPERS
 @pytest.mark.parametrize("size", [5, 1000])
 def test_equal_logits_are_kept_together(kept_token_ids: Keeper, size: int) -> None:
-    """However many: none of them is the one that is cut off."""
+    """Truncation never separates tokens with equal logits."""
     scaled = np.array([1.0, *[3.0] * (size - 2), 0.0])
     assert kept_token_ids(scaled, request(top_k=2)).tolist() == list(range(1, size - 1))  # type: ignore[union-attr]
 
@@ -203,8 +204,8 @@ def test_bias_comes_before_penalties_and_bans_after(processed_logits: Adjuster) 
 
 
 @ADJUSTERS
-def test_history_can_grow_afterwards(processed_logits: Adjuster) -> None:
-    """No view of the engine's array is left behind: it could not grow."""
+def test_sampling_holds_no_view_of_the_history(processed_logits: Adjuster) -> None:
+    """A view of the engine's array would prevent it from growing."""
     asked = request(repetition_penalty=2.0)
     kept = processed_logits(logits()[0].numpy(), asked)
     asked.history.append(4)
@@ -212,7 +213,7 @@ def test_history_can_grow_afterwards(processed_logits: Adjuster) -> None:
 
 
 def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarray:
-    """What the drawn token is the argmax of, from the definition: -inf for what is not kept."""
+    """Return the values whose argmax is the drawn token, by the definition: -inf for tokens that are not kept."""
     processed, sampling = host_sampler.processed_logits(row, asked), asked.sampling
     if sampling.is_greedy:
         return processed
@@ -234,7 +235,7 @@ def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarra
     ],
 )
 @pytest.mark.usefixtures("where")
-def test_what_is_drawn_is_the_best_by_the_definition(sampling: dict[str, float]) -> None:
+def test_drawn_token_is_the_argmax_by_the_definition(sampling: dict[str, float]) -> None:
     for seed in range(5):
         row, asked = logits(seed)[0].numpy(), request(samples=4, seed=seed, **sampling)
         assert draw(row, asked) == tuple(int(keyed(row, asked, i).argmax()) for i in range(4))
@@ -243,21 +244,21 @@ def test_what_is_drawn_is_the_best_by_the_definition(sampling: dict[str, float])
 @pytest.mark.usefixtures("where")
 def test_samples_of_one_request_differ_and_do_not_depend_on_each_other() -> None:
     row = torch.zeros(VOCAB).numpy()
-    together = draw(row, request(samples=5, seed=1))
-    assert len(set(together)) > 1
-    alone = SampleRequest(
+    batched = draw(row, request(samples=5, seed=1))
+    assert len(set(batched)) > 1
+    separate = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=1),
         sample_indices=(3,),
         position=3,
         history=token_ids(),
         num_prompt_tokens=0,
     )
-    assert draw(row, alone) == (together[3],)
+    assert draw(row, separate) == (batched[3],)
 
 
 @pytest.mark.usefixtures("where")
-def test_batch_of_everything() -> None:
-    """Rows do not mix: each as if it were alone."""
+def test_rows_of_a_mixed_batch_are_independent() -> None:
+    """Each row gives the same result as in a batch of its own."""
     asked = [
         request(temperature=0.0),
         request(seed=5, num_logprobs=2),
@@ -270,20 +271,20 @@ def test_batch_of_everything() -> None:
     found = sampled(rows, list(enumerate(asked)))
     assert not found.failures
     for seq_id, one in enumerate(asked):
-        alone = sampled(rows[seq_id : seq_id + 1], [(seq_id, one)]).samples[seq_id]
+        separate = sampled(rows[seq_id : seq_id + 1], [(seq_id, one)]).samples[seq_id]
         assert (
             [s.token_id for s in found.samples[seq_id]]
             == list(draw(rows[seq_id].numpy(), one))
-            == [s.token_id for s in alone]
+            == [s.token_id for s in separate]
         )
         assert [s.sample_index for s in found.samples[seq_id]] == list(one.sample_indices)
     assert found.samples[2][0].token_id != int(rows[2].argmax())
 
 
 @pytest.mark.usefixtures("where")
-def test_logprobs_are_the_models_own() -> None:
-    """Before temperature, penalties and truncation; the chosen token's own also where it is not among the
-    top."""
+def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+    """They are taken before temperature, penalties and truncation. The chosen token has one even if it is not
+    among the top."""
     rows = logits(2)
     asked = request(seed=5, temperature=2.0, top_k=0, repetition_penalty=1.7, logit_bias=((17, 50.0),), num_logprobs=3)
     (token,) = sampled(rows, [(0, asked)]).samples[0]
@@ -299,7 +300,7 @@ def test_logprobs_are_the_models_own() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.usefixtures("where")
-def test_a_row_that_is_not_numbers_fails_alone(bad: float, temperature: float) -> None:
+def test_row_with_nan_fails_without_affecting_others(bad: float, temperature: float) -> None:
     rows = logits(4, 3)
     rows[1, 7] = bad
     asked = [(seq_id, request(temperature=temperature, num_logprobs=2)) for seq_id in (10, 11, 12)]
@@ -310,7 +311,7 @@ def test_a_row_that_is_not_numbers_fails_alone(bad: float, temperature: float) -
 
 
 @pytest.mark.usefixtures("where")
-def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
+def test_invalid_request_fails_without_affecting_others() -> None:
     everything = request(temperature=0.0, banned=tuple(range(VOCAB)))
     unknown = (
         request(logit_bias=((VOCAB, 1.0),)),
@@ -326,7 +327,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
 
 
 @pytest.mark.usefixtures("where")
-def test_minus_infinity_is_only_unlikely() -> None:
+def test_minus_infinity_logits_are_allowed() -> None:
     rows = logits(6)
     rows[0, :100] = -torch.inf
     found = sampled(rows, [(0, request(top_p=0.9, num_logprobs=1))])
@@ -334,7 +335,7 @@ def test_minus_infinity_is_only_unlikely() -> None:
 
 
 @pytest.mark.usefixtures("where")
-def test_no_rows() -> None:
+def test_sampling_no_rows_returns_nothing() -> None:
     assert sampled(torch.empty(0, VOCAB), []).samples == {}
 
 
@@ -359,8 +360,8 @@ def any_request(rng: Random, vocab_size: int) -> SampleRequest:
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 5000])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_device_draws_what_the_host_does(monkeypatch: pytest.MonkeyPatch, vocab_size: int, seed: int) -> None:
-    """Also where the rows of a kind are more than are worked on at a time."""
+def test_device_sampler_equals_host_sampler(monkeypatch: pytest.MonkeyPatch, vocab_size: int, seed: int) -> None:
+    """Include more rows of one kind than are processed at a time."""
     rng = Random(seed)
     monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
     monkeypatch.setattr(device_sampler, "_MAX_VALUES", vocab_size * rng.choice((1, 3, 100)))
@@ -375,11 +376,9 @@ def test_a_device_draws_what_the_host_does(monkeypatch: pytest.MonkeyPatch, voca
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-def test_of_a_large_vocabulary_the_best_is_drawn_though_most_noise_is_never_worked_out(
-    spread: float, temperature: float
-) -> None:
+def test_candidate_search_in_a_large_vocabulary_finds_the_argmax(spread: float, temperature: float) -> None:
     size = 20_000
-    row = (logits(1, vocab_size=size)[0] * spread).bfloat16().float().numpy()  # with equals
+    row = (logits(1, vocab_size=size)[0] * spread).bfloat16().float().numpy()  # some values are equal
     banned = tuple(np.argsort(row)[-3:].tolist())
     for seed in range(40):
         asked = request(temperature=temperature, seed=seed, samples=2, banned=banned)

@@ -1,4 +1,4 @@
-"""From plans to tensors: what is kept from one step to the next."""
+"""Tests which block tables are kept from one step to the next."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def sequence(seq_id: int, block_table: tuple[int, ...]) -> StepSequence:
     return StepSequence(seq_id=seq_id, token_ids=token_ids([1]), position_begin=0, kv_begin=0, block_table=block_table)
 
 
-def test_a_table_is_made_again_only_where_it_is_another() -> None:
+def test_table_is_converted_only_if_its_tuple_changed() -> None:
     tables, table = BlockTables(10), (3, 4)
     first = tables.of(sequence(1, table))
     tables.next_step()
@@ -24,7 +24,7 @@ def test_a_table_is_made_again_only_where_it_is_another() -> None:
     assert tables.of(sequence(1, table)).tolist() == [3, 4], "it has lost a block"
 
 
-def test_what_was_in_neither_of_two_steps_is_forgotten() -> None:
+def test_tables_unused_for_two_steps_are_dropped() -> None:
     tables, table = BlockTables(10), (3, 4)
     first = tables.of(sequence(1, table))
     for _ in range(2):

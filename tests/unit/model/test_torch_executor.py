@@ -1,4 +1,4 @@
-"""Steps over a tiny model: what goes wrong stays with the sequence it belongs to."""
+"""Tests steps of a tiny model on `TorchExecutor`: an error must affect only the sequence that caused it."""
 
 import asyncio
 import threading
@@ -56,7 +56,7 @@ def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[To
 def part(
     seq_id: int, tokens: list[int], *, begin: int = 0, blocks: tuple[int, ...] = (), sampled: bool = True
 ) -> StepSequence:
-    """Blocks are `4 * seq_id`, … if none are given. Sampled greedily with logprobs."""
+    """Return a greedy sequence with logprobs. Blocks default to `4 * seq_id` and following."""
     end = begin + len(tokens)
     sample = SampleRequest(
         sampling=Sampling(max_tokens=9, temperature=0.0, num_logprobs=3),
@@ -82,18 +82,18 @@ def plan(*sequences: StepSequence, copies: tuple[tuple[int, int], ...] = ()) -> 
 GOOD = (part(0, [1, 2, 3]), part(1, [9, 8, 7, 6, 5]), part(2, [4]))
 
 
-def assert_same(found: StepResult, wanted: StepResult, seq_ids: tuple[int, ...]) -> None:
-    """The same tokens, and logprobs up to what another batch changes."""
+def assert_same(found: StepResult, expected: StepResult, seq_ids: tuple[int, ...]) -> None:
+    """Compare tokens exactly, and logprobs within the rounding of another batch."""
     assert set(found.samples) == set(seq_ids)
     for seq_id in seq_ids:
-        (a,), (b,) = found.samples[seq_id], wanted.samples[seq_id]
+        (a,), (b,) = found.samples[seq_id], expected.samples[seq_id]
         assert a.token_id == b.token_id
         assert a.logprobs is not None
         assert b.logprobs is not None
         assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-5)
 
 
-async def test_is_an_executor(executor: TorchExecutor, loaded: LoadedModel) -> None:
+async def test_torch_executor_implements_executor(executor: TorchExecutor, loaded: LoadedModel) -> None:
     protocol: Executor = executor
     assert protocol.layout == loaded.layout(SIZE)
     assert protocol.num_blocks == 32
@@ -105,7 +105,7 @@ async def test_is_an_executor(executor: TorchExecutor, loaded: LoadedModel) -> N
         await protocol.execute(plan(*GOOD))
 
 
-async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_run_in_one_dedicated_thread(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     launch = executor._launcher.launch
     monkeypatch.setattr(
@@ -117,8 +117,8 @@ async def test_steps_run_in_one_thread_of_their_own(executor: TorchExecutor, mon
     assert threading.main_thread().name not in names
 
 
-async def test_only_the_step_that_waits_for_another_is_withdrawn(executor: TorchExecutor) -> None:
-    """Though none may have begun yet: the thread is slow to take what it is given."""
+async def test_only_a_step_queued_behind_another_can_be_withdrawn(executor: TorchExecutor) -> None:
+    """This holds even if no step has begun yet, because the thread is slow to take its work."""
     held = threading.Event()
     executor._thread.submit(held.wait)
     steps = [asyncio.create_task(executor.execute(replace(plan(GOOD[0]), step_id=step_id))) for step_id in (1, 2)]
@@ -132,7 +132,7 @@ async def test_only_the_step_that_waits_for_another_is_withdrawn(executor: Torch
         await steps[1]
 
 
-def test_chunks_equal_the_whole(executor: TorchExecutor) -> None:
+def test_chunked_prefill_equals_one_pass(executor: TorchExecutor) -> None:
     tokens = [5, 6, 7, 8, 9, 10, 11]
     whole = executor.run(plan(part(0, tokens)))
     first = executor.run(plan(part(1, tokens[:5], sampled=False), part(0, [1])))
@@ -141,13 +141,13 @@ def test_chunks_equal_the_whole(executor: TorchExecutor) -> None:
     assert rest.samples[1][0].token_id == whole.samples[0][0].token_id
 
 
-def test_a_step_without_samples(executor: TorchExecutor) -> None:
+def test_step_without_samples_returns_none(executor: TorchExecutor) -> None:
     found = executor.run(plan(part(0, [1, 2], sampled=False)))
     assert (found.samples, found.failures) == ({}, {})
 
 
-def test_copies_come_first(executor: TorchExecutor) -> None:
-    """A step that copies a block and reads the copy; also one that only copies."""
+def test_block_copies_run_before_the_step(executor: TorchExecutor) -> None:
+    """One step copies a block and reads the copy; another only copies."""
     tokens = [5, 6, 7, 8, 9]
     whole = executor.run(plan(part(0, tokens)))
     executor.run(plan(part(1, tokens[:4], sampled=False)))
@@ -167,26 +167,26 @@ def test_copies_come_first(executor: TorchExecutor) -> None:
         (replace(part(1, [1]), token_ids=token_ids()), "0 tokens"),
     ],
 )
-def test_inputs_that_cannot_be_used_fail_alone(executor: TorchExecutor, bad: StepSequence, named: str) -> None:
-    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+def test_invalid_inputs_fail_only_their_sequence(executor: TorchExecutor, bad: StepSequence, named: str) -> None:
+    expected = executor.run(plan(GOOD[0], GOOD[2]))
     found = executor.run(plan(GOOD[0], bad, GOOD[2]))
     assert found.failures[1].code is Code.INTERNAL
     assert named in found.failures[1].message
-    assert_same(found, wanted, (0, 2))
+    assert_same(found, expected, (0, 2))
 
 
-def test_only_bad_inputs(executor: TorchExecutor) -> None:
+def test_step_with_only_invalid_inputs(executor: TorchExecutor) -> None:
     found = executor.run(plan(part(1, [999])))
     assert set(found.failures) == {1}
     assert not found.samples
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_values_that_are_not_numbers_fail_alone(executor: TorchExecutor, loaded: LoadedModel, sampled: bool) -> None:
-    """A token whose embedding is NaN: its sequence fails, even while no token is sampled from it; the others'
-    answers stand."""
+def test_nan_fails_only_its_sequence(executor: TorchExecutor, loaded: LoadedModel, sampled: bool) -> None:
+    """The embedding of one token is NaN. Its sequence fails even if no token is sampled from it; the others
+    succeed."""
     embedding = loaded.model.get_input_embeddings().weight
-    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    expected = executor.run(plan(GOOD[0], GOOD[2]))
     kept = embedding[77].clone()
     try:
         embedding[77] = float("nan")
@@ -194,47 +194,47 @@ def test_values_that_are_not_numbers_fail_alone(executor: TorchExecutor, loaded:
     finally:
         embedding[77] = kept
     assert found.failures[1].reason is Reason.NUMERICAL_ERROR
-    assert_same(found, wanted, (0, 2))
-    # What it left in memory harms nobody who gets its blocks next, not even in slots not written yet.
+    assert_same(found, expected, (0, 2))
+    # The NaN left in memory does not affect the next owner of the blocks, not even in slots it has not
+    # written.
     again = executor.run(plan(replace(GOOD[0], block_table=(4, 5, 6, 7)), GOOD[2]))
-    assert_same(again, wanted, (0, 2))
+    assert_same(again, expected, (0, 2))
 
 
-def test_values_that_are_not_numbers_fail_alone_in_bfloat16_too(tiny_dir: Path) -> None:
-    """Where the processor has it, in the decoder that is one call."""
+def test_nan_fails_only_its_sequence_in_bfloat16(tiny_dir: Path) -> None:
+    """Uses the native decoder if the processor supports it."""
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     backend = choose_backend(half, kernels="auto", num_threads=2, block_size_tokens=SIZE)
     executor = TorchExecutor(
         half.model, KvCache.zeros(half.layout(SIZE), 32), thread=compute_thread(2), backend=backend
     )
-    wanted = executor.run(plan(GOOD[0], GOOD[2]))
+    expected = executor.run(plan(GOOD[0], GOOD[2]))
     embedding = half.model.get_input_embeddings().weight
     kept = embedding[77].clone()
     embedding[77] = float("nan")
     for sampled in (True, False):
         found = executor.run(plan(GOOD[0], part(1, [6, 77, 5], sampled=sampled), GOOD[2]))
         assert found.failures[1].reason is Reason.NUMERICAL_ERROR
-        assert_same(found, wanted, (0, 2))
+        assert_same(found, expected, (0, 2))
     embedding[77] = kept
     again = executor.run(plan(replace(GOOD[0], block_table=(4, 5, 6, 7)), GOOD[2]))
-    assert_same(again, wanted, (0, 2))
+    assert_same(again, expected, (0, 2))
     executor.close()
 
 
-def test_values_that_are_not_numbers_are_found_wherever_they_are(save: Callable[[PreTrainedConfig], Path]) -> None:
-    """Through a short window the last token, from which is sampled, sees nothing of them: its logits are
-    numbers, some KV is not."""
+def test_nan_kv_outside_the_window_is_found(save: Callable[[PreTrainedConfig], Path]) -> None:
+    """With a short window the sampled token does not see the NaN: its logits are finite, but some KV is not."""
     loaded = load_model(save(MistralConfig(**TINY, sliding_window=2)), device="cpu")
     loaded.model.get_input_embeddings().weight[77] = float("nan")
     executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 100), thread=compute_thread(1))
-    tokens = [77, *range(1, 77), *range(78, 256), *range(60)]  # further than tiles and layers carry it
+    tokens = [77, *range(1, 77), *range(78, 256), *range(60)]  # beyond the reach of tiles and layers
     found = executor.run(plan(GOOD[0], part(1, tokens, blocks=tuple(range(12, 100))), GOOD[2]))
     executor.close()
     assert found.failures[1].reason is Reason.NUMERICAL_ERROR
     assert set(found.samples) == {0, 2}
 
 
-def test_model_and_memory_must_fit(loaded: LoadedModel) -> None:
+def test_model_and_kv_memory_of_different_dtypes_are_refused(loaded: LoadedModel) -> None:
     layout = loaded.layout(SIZE)
     (group,) = layout.groups
     half_group = replace(group, components=tuple(replace(c, dtype="bfloat16") for c in group.components))
@@ -245,7 +245,7 @@ def test_model_and_memory_must_fit(loaded: LoadedModel) -> None:
 
 @pytest.fixture
 def armed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], TorchExecutor]]:
-    """An executor in a process whose failpoints are these."""
+    """Return a function that makes an executor in a process with the given failpoints."""
     executors = []
 
     def arm(rules: str) -> TorchExecutor:
@@ -259,28 +259,32 @@ def armed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         executor.close()
 
 
-def test_a_failpoint_in_one_sequence(armed: Callable[[str], TorchExecutor], executor: TorchExecutor) -> None:
-    wanted = executor.run(plan(*GOOD))
+def test_failpoint_in_one_sequence_fails_only_it(
+    armed: Callable[[str], TorchExecutor], executor: TorchExecutor
+) -> None:
+    expected = executor.run(plan(*GOOD))
     found = armed("sequence_step[token=8]=raise:poisoned").run(plan(*GOOD))
     assert "poisoned" in found.failures[1].message
-    assert_same(found, wanted, (0, 2))
+    assert_same(found, expected, (0, 2))
 
 
-def test_a_failpoint_in_the_logits(armed: Callable[[str], TorchExecutor], executor: TorchExecutor) -> None:
-    wanted = executor.run(plan(*GOOD))
+def test_failpoint_in_the_logits_fails_only_its_sequence(
+    armed: Callable[[str], TorchExecutor], executor: TorchExecutor
+) -> None:
+    expected = executor.run(plan(*GOOD))
     found = armed("logits[token=5]=raise").run(plan(*GOOD))
     assert found.failures[1].reason is Reason.NUMERICAL_ERROR
-    assert_same(found, wanted, (0, 2))
+    assert_same(found, expected, (0, 2))
 
 
-async def test_a_failpoint_in_the_step_is_charged_to_nobody(armed: Callable[[str], TorchExecutor]) -> None:
+async def test_failpoint_in_the_step_raises_for_the_whole_step(armed: Callable[[str], TorchExecutor]) -> None:
     executor = armed("executor_step=raise:device@1")
     with pytest.raises(failpoints.FailpointError, match="device"):
         await executor.execute(plan(*GOOD))
     assert len((await executor.execute(plan(*GOOD))).samples) == 3
 
 
-async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
+async def test_device_failure_raises_device_fault(loaded: LoadedModel) -> None:
     def kernel(*_args: object, **_kwargs: object) -> torch.Tensor:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
@@ -296,8 +300,7 @@ async def test_a_device_that_has_failed_says_so(loaded: LoadedModel) -> None:
 
 
 class Late:
-    """An executor on a device that is behind. `launched`: (step, the one that the device still computed
-    then)."""
+    """An executor on a device that computes late. `launched`: (step, the step that was still computing then)."""
 
     def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[LateEvent] = []
@@ -332,7 +335,7 @@ def late(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]
 
 
 def following(step: StepPlan, **sampling: Any) -> StepPlan:
-    """Each of its sequences goes on by the token that it draws."""
+    """Return the step in which each sequence continues with the token that it draws."""
     parts = []
     for one in step.sequences:
         assert one.sample is not None
@@ -348,28 +351,26 @@ def tokens_of(result: StepResult | BaseException) -> dict[int, int]:
     return {seq_id: token.token_id for seq_id, (token,) in result.samples.items()}
 
 
-async def test_a_device_is_given_what_follows_while_it_computes(late: Late, executor: TorchExecutor) -> None:
-    """Also what has one sequence less, in another order; the tokens are those of one step after the other."""
+async def test_next_step_is_launched_while_the_device_computes(late: Late, executor: TorchExecutor) -> None:
+    """The next step has one sequence less, in another order. The tokens equal those of two separate steps."""
     first = plan(*GOOD)
     second = following(first)
     second = replace(second, sequences=(second.sequences[2], second.sequences[0]))
-    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
-    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    expected = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == expected
     assert late.launched == [(1, None), (2, 1)]
     assert not late.executor.withdraw(2)
 
 
-async def test_what_asks_for_the_tokens_before_waits_for_them(late: Late, executor: TorchExecutor) -> None:
+async def test_step_with_penalties_waits_for_the_tokens_before(late: Late, executor: TorchExecutor) -> None:
     first = plan(*GOOD)
     second = following(first, repetition_penalty=3.0)
-    wanted = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
-    assert [tokens_of(result) for result in await late.run(first, second)] == wanted
+    expected = [tokens_of(executor.run(first)), tokens_of(executor.run(second))]
+    assert [tokens_of(result) for result in await late.run(first, second)] == expected
     assert late.launched == [(1, None), (2, None)]
 
 
-async def test_a_sequence_that_failed_is_passed_over_in_what_the_device_was_given(
-    late: Late, loaded: LoadedModel
-) -> None:
+async def test_failed_sequence_is_dropped_from_the_step_launched_early(late: Late, loaded: LoadedModel) -> None:
     embedding = loaded.model.get_input_embeddings().weight
     kept = embedding[77].clone()
     first = plan(GOOD[0], part(1, [6, 77, 5]), GOOD[2])
@@ -385,7 +386,7 @@ async def test_a_sequence_that_failed_is_passed_over_in_what_the_device_was_give
     assert (set(after.samples), set(after.failures)) == ({0, 2}, set())
 
 
-async def test_what_cannot_be_launched_raises_in_its_own_turn(late: Late) -> None:
+async def test_early_launch_error_is_raised_by_its_own_step(late: Late) -> None:
     late.fails_at = 2
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert set(tokens_of(before)) == {0, 1, 2}
@@ -394,11 +395,10 @@ async def test_what_cannot_be_launched_raises_in_its_own_turn(late: Late) -> Non
     assert set(tokens_of((await late.run(plan(*GOOD)))[0])) == {0, 1, 2}
 
 
-async def test_nothing_still_computes_when_it_is_said_to_have_failed(
+async def test_step_launched_early_has_ended_when_it_is_reported_failed(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step before raises when its result is asked for; whoever gets the blocks of the one behind it must
-    find no one writing."""
+    """The first step raises when its result is read. Blocks of the second step must not be written afterwards."""
     monkeypatch.setattr(LaunchedStep, "result", lambda self: 1 / 0)
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert late.launched == [(1, None), (2, 1)]

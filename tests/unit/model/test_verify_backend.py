@@ -1,4 +1,4 @@
-"""The proof accepts what is right and refuses what is wrong, with any architecture and any kernel."""
+"""Tests that verification accepts correct models and kernels and refuses wrong ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,14 +70,14 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("name", list(SERVED))
-def test_architectures_that_are_served(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_supported_architectures_pass(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(SERVED[name]()), device="cpu")
     verify_model(loaded, block_size_tokens=16)
     assert loaded.config._attn_implementation == PAGED
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_architectures_that_are_refused(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_unsupported_architectures_are_refused(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
     config, named = REFUSED[name]
     loaded = load_model(save(config()), device="cpu")
     with pytest.raises(ModelError, match=named):
@@ -87,7 +87,7 @@ def test_architectures_that_are_refused(name: str, save: Callable[[PreTrainedCon
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("block_size_tokens", [1, 16, 64])
-def test_half_precision_and_any_block_size(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
+def test_half_precision_passes_with_any_block_size(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
     verify_model(load_model(tiny_dir, dtype=dtype, device="cpu"), block_size_tokens=block_size_tokens)
 
 
@@ -103,7 +103,7 @@ def wrong_scaling(
     return paged_attention(query, layer, step, scaling * 1.05, window)
 
 
-def reads_what_nobody_wrote(
+def reads_unwritten_slots(
     query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
 ) -> torch.Tensor:
     plan = step.plan(window)
@@ -112,30 +112,30 @@ def reads_what_nobody_wrote(
     return paged_attention(query, layer, step, scaling, window)
 
 
-@pytest.mark.parametrize("kernel", [sees_one_token_less, wrong_scaling, reads_what_nobody_wrote])
-def test_a_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
+@pytest.mark.parametrize("kernel", [sees_one_token_less, wrong_scaling, reads_unwritten_slots])
+def test_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
     with pytest.raises(ModelError, match="computes different logits"):
         verify_model(load_model(tiny_dir, device="cpu"), block_size_tokens=16, kernel=kernel)
 
 
-def wrong_far_out(
+def wrong_for_long_contexts(
     query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
 ) -> torch.Tensor:
     return paged_attention(query, layer, step, scaling * (1.0 if step.tables.context_len.max() <= 100 else 1.5), window)
 
 
-def test_a_kernel_that_takes_long_contexts_otherwise_is_shown_one(tiny_dir: Path) -> None:
+def test_longest_finds_errors_at_long_contexts(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
-    verify_logits(loaded, 16, kernel=wrong_far_out)
+    verify_logits(loaded, 16, kernel=wrong_for_long_contexts)
     verify_logits(loaded, 16, longest=130)
     with pytest.raises(ModelError, match="computes different logits"):
-        verify_logits(loaded, 16, kernel=wrong_far_out, longest=130)
+        verify_logits(loaded, 16, kernel=wrong_for_long_contexts, longest=130)
 
 
-def test_a_window_that_is_longer_than_the_proofs_prompts(
+def test_window_longer_than_the_test_prompts_is_checked_by_mask(
     save: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that is told a window other than its mask's: no short prompt shows it, the masks do."""
+    """A layer has a window that differs from its mask. The short prompts do not show it; the masks do."""
     loaded = load_model(
         save(Qwen3Config(**TINY, head_dim=16, use_sliding_window=True, sliding_window=1000, max_window_layers=1)),
         device="cpu",
@@ -149,7 +149,7 @@ def test_a_window_that_is_longer_than_the_proofs_prompts(
         verify_model(loaded, block_size_tokens=16)
 
 
-def test_a_model_that_skips_a_layer(tiny_dir: Path) -> None:
+def test_model_that_skips_a_layer_is_refused(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     loaded.model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ModelError, match="exactly once in each of its 2 layers"):
@@ -163,5 +163,5 @@ def test_foreign_errors_become_model_errors(tiny_dir: Path, monkeypatch: pytest.
         verify_model(loaded, block_size_tokens=16)
 
 
-def test_a_context_shorter_than_the_proofs_prompts(tiny_dir: Path) -> None:
+def test_max_model_len_shorter_than_the_test_prompts(tiny_dir: Path) -> None:
     verify_model(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)
